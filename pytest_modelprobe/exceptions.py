@@ -1,0 +1,27 @@
+"""The error tree: every error of our own says in one sentence what to do instead."""
+
+from __future__ import annotations
+
+
+class ModelProbeError(Exception):
+    """Base of every error that pytest-modelprobe itself raises."""
+
+
+class SelectionError(ModelProbeError, LookupError):
+    """A ``layers=`` selector is malformed or matches no layer."""
+
+
+class ShapeSpecError(ModelProbeError, ValueError):
+    """A shape specification cannot be read."""
+
+
+class UnsupportedModelError(ModelProbeError, TypeError):
+    """The object given cannot be probed: no module, or a kind whose hooks lie or never fire."""
+
+
+class NothingObservedError(ModelProbeError):
+    """A record lacks what was asked of it: no forward, no backward, no such layer."""
+
+
+class UsageError(ModelProbeError, ValueError):
+    """A call that contradicts itself or the state of the probe."""

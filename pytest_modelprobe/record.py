@@ -1,0 +1,413 @@
+"""Frozen records: what a run of a model left behind, in plain numbers.
+
+Everything here is a value. Nothing refers to a module or a tensor, so a record can be stored, sent to another
+process, merged and compared without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+SCHEMA = 1
+ROOT = "(root)"
+
+Plain = None | bool | int | float | str
+"""What is recorded exactly: an argument or an attribute that is no tensor."""
+
+Dimension = int | tuple[int, int]
+"""One size, or the smallest and the largest where it varied between forwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Moments and counts of the elements of one tensor, or of several merged.
+
+    Non-finite elements are counted apart; every other number is of the finite elements alone.
+    """
+
+    count: int
+    """Elements, non-finite ones included."""
+    nan: int = 0
+    """Elements that are NaN."""
+    posinf: int = 0
+    """Elements that are +infinity."""
+    neginf: int = 0
+    """Elements that are -infinity."""
+    zeros: int = 0
+    """Elements equal to zero."""
+    min: float | None = None
+    """Smallest finite element; None where there is none. Complex tensors: of the magnitudes."""
+    max: float | None = None
+    """Largest finite element; None where there is none."""
+    mean: float | None = None
+    """Mean of the finite elements; None where there is none."""
+    deviations: float = 0.0
+    """Sum of (x - mean)² over the finite elements."""
+    first_nan: int | None = None
+    """Index, from 0, of the first forward in which a NaN was seen."""
+    first_posinf: int | None = None
+    """Index of the first forward in which +infinity was seen."""
+    first_neginf: int | None = None
+    """Index of the first forward in which -infinity was seen."""
+
+    @property
+    def nonfinite(self) -> int:
+        """Elements that are NaN or infinite."""
+        return self.nan + self.posinf + self.neginf
+
+    @property
+    def finite(self) -> int:
+        """Elements that are finite."""
+        return self.count - self.nonfinite
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation of the finite elements."""
+        return None if self.mean is None else math.sqrt(self.deviations / self.finite)
+
+    @property
+    def rms(self) -> float | None:
+        """Root of the mean square of the finite elements."""
+        if self.mean is None:
+            return None
+        return math.hypot(math.sqrt(self.deviations / self.finite), self.mean)
+
+    @property
+    def max_abs(self) -> float | None:
+        """Largest magnitude of a finite element."""
+        if self.min is None or self.max is None:
+            return None
+        return max(abs(self.min), abs(self.max))
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether there are elements and each of them is zero."""
+        return 0 < self.count == self.zeros
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Return the statistics of both sets of elements together.
+
+        The formula for the second moment is that of Chan, Golub and LeVeque (1979), which does not cancel.
+
+        >>> a = Statistics(count=2, min=0.0, max=2.0, mean=1.0, deviations=2.0, zeros=1)
+        >>> b = Statistics(count=2, min=4.0, max=6.0, mean=5.0, deviations=2.0)
+        >>> both = a.merge(b)
+        >>> both.mean, both.std, both.zeros
+        (3.0, 2.23606797749979, 1)
+        """
+        if self.mean is None or other.mean is None:
+            mean = other.mean if self.mean is None else self.mean
+            deviations = self.deviations + other.deviations
+        else:
+            n, m = self.finite, other.finite
+            delta = other.mean - self.mean
+            mean = self.mean + delta * (m / (n + m))
+            deviations = self.deviations + other.deviations + delta * delta * (n * m / (n + m))
+        return Statistics(
+            count=self.count + other.count,
+            nan=self.nan + other.nan,
+            posinf=self.posinf + other.posinf,
+            neginf=self.neginf + other.neginf,
+            zeros=self.zeros + other.zeros,
+            min=_least(self.min, other.min),
+            max=_greatest(self.max, other.max),
+            mean=mean,
+            deviations=deviations,
+            first_nan=_least(self.first_nan, other.first_nan),
+            first_posinf=_least(self.first_posinf, other.first_posinf),
+            first_neginf=_least(self.first_neginf, other.first_neginf),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
+
+    axis: int
+    """The axis of the units, counted from the end (-1 is the last)."""
+    low: tuple[float, ...]
+    """Smallest element of each unit; NaN where the unit has a NaN."""
+    high: tuple[float, ...]
+    """Largest element of each unit; NaN where the unit has a NaN."""
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    @property
+    def dead(self) -> int:
+        """Units of which every element is zero."""
+        return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is kept of one value in one direction."""
+
+    tensors: int = 1
+    """Tensors merged into it: 1, or one for each forward or backward pass."""
+    statistics: Statistics | None = None
+    units: Units | None = None
+    reason: str | None = None
+    """Why there are no statistics (a meta tensor, a sparse one...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor among the inputs or outputs of a call."""
+
+    path: str
+    """Where in the call: ``input``, ``input[1]``, ``mask``, ``output``, ``output.logits``."""
+    shape: tuple[Dimension, ...]
+    dtype: str
+    device: str
+    requires_grad: bool = False
+    tensor: int = -1
+    """Number of the tensor: values of one forward with the same number are the same tensor."""
+    forward: Reading = field(default_factory=Reading)
+    backward: Reading | None = None
+    """The gradient of this value; None where none arrived."""
+    backward_inner: Reading | None = None
+    """The gradient in backward passes that ran inside a forward."""
+    overwritten: bool = False
+    """The value is a view that was overwritten in place: whether a gradient arrived cannot be known."""
+    source: str | None = None
+    """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One execution of a layer within a forward, merged over the forwards of the same kind."""
+
+    root: str
+    """The layer whose outermost call was the forward."""
+    root_training: bool
+    """Whether that layer was in training mode. Forwards of other roots or modes are kept apart."""
+    index: int
+    """Which call of the layer within its forward, from 0."""
+    forwards: int = 1
+    """Forwards in which the layer was called that often."""
+    started: int = -1
+    """Position of its start among all starts and ends of calls in the newest of these forwards, from 0."""
+    finished: int = -1
+    """Position of its end; -1: it did not return."""
+    training: bool = False
+    """Mode of the layer itself during the call."""
+    inputs: tuple[Value, ...] = ()
+    inputs_known: bool = True
+    """False where an argument is of a type that cannot be looked into."""
+    outputs: tuple[Value, ...] = ()
+    arguments: Mapping[str, Plain] = field(default_factory=dict)
+    """Plain arguments of the call, by path."""
+    grad_enabled: bool = True
+    autocast: str | None = None
+    """Dtype of the autocast that was active, or None."""
+    random: str | None = None
+    """Hash of the random generator's state at the start, where the call drew random numbers."""
+    recomputed: int = 0
+    """Recomputations of the call by activation checkpointing; they are counted nowhere else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer that a layer itself owns."""
+
+    name: str
+    """Name within the layer."""
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    requires_grad: bool = False
+    tied_to: str | None = None
+    """Full name of the parameter, earlier in the model, with which it shares its storage."""
+    reading: Reading = field(default_factory=Reading)
+    """Of the values as they were when the record was made."""
+    gradient: Reading | None = None
+    """Of ``.grad`` after each accumulation; None where none arrived. Parameters only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One module, or one functional call watched under ``functionals=True``."""
+
+    name: str
+    type: str
+    """Qualified name of the class, or the name of the function."""
+    leaf: bool = True
+    """Whether it has no child whose calls are recorded."""
+    functional: bool = False
+    training: bool = False
+    attributes: Mapping[str, Plain] = field(default_factory=dict)
+    """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same module."""
+    parameters: tuple[Parameter, ...] = ()
+    buffers: tuple[Parameter, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def type_name(self) -> str:
+        """The class's name without its module."""
+        return self.type.rpartition(".")[2]
+
+    @property
+    def outputs(self) -> Iterator[tuple[Call, Value]]:
+        """Every output value with its call."""
+        return ((call, value) for call in self.calls for value in call.outputs)
+
+    @property
+    def inputs(self) -> Iterator[tuple[Call, Value]]:
+        """Every input value with its call."""
+        return ((call, value) for call in self.calls for value in call.inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """The torch operation in which something non-finite began."""
+
+    name: str
+    """As one would call it: ``torch.log``."""
+    location: str | None = None
+    """File and line in the model's source: ``model.py:42``."""
+    detail: str = ""
+    """What is worth knowing of its inputs: ``input min -0.3``."""
+
+    def __str__(self) -> str:
+        where = f" at {self.location}" if self.location else ""
+        return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Everything that was seen of a model: layers, their calls, the numbers of each value."""
+
+    model: str
+    """Class name of the model."""
+    layers: Mapping[str, Layer] = field(default_factory=dict)
+    """By name, in the order of ``named_modules()``."""
+    forwards: int = 0
+    """Forwards merged."""
+    backwards: int = 0
+    """Backward passes (graph tasks) that reached a watched layer."""
+    device: str = "cpu"
+    seed: int | None = None
+    loss: str | None = None
+    """How the loss came about in a ``run``: ``random``, a function's name, or None without backward."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: unwrapped wrappers, values without numbers, contexts."""
+    origin: Operation | None = None
+    """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
+    gradient_origin: Operation | None = None
+    """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of torch and the like; stored, never compared."""
+
+    @property
+    def calls(self) -> list[tuple[Layer, Call]]:
+        """Every call with its layer, in order of execution (by start)."""
+        pairs = [(layer, call) for layer in self.layers.values() for call in layer.calls]
+        return sorted(pairs, key=lambda pair: pair[1].started)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and strings that strict JSON can hold.
+
+        >>> Record(model="Net", forwards=1).to_dict()
+        {'schema': 1, 'model': 'Net', 'forwards': 1}
+        """
+        return {"schema": SCHEMA, **_encode(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        """Return the record that `to_dict` described.
+
+        Raises:
+            ValueError: The data is of another schema, or no record.
+
+        >>> Record.from_dict({"schema": 1, "model": "Net"})  # doctest: +ELLIPSIS
+        Record(model='Net', layers={}, forwards=0, ...)
+        """
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"not a record of schema {SCHEMA}: found {found!r}")
+        try:
+            return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))
+        except (TypeError, KeyError, IndexError, AttributeError, StopIteration) as error:
+            raise ValueError(f"not a record: {error}") from error
+
+
+def address(layer: str, call: Call, path: str) -> str:
+    """Return where a value was seen, as messages say it: ``fc1 output``, ``fc1 (call 2) input``."""
+    return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"
+
+
+def _least(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _greatest(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
+    """Return the size that covers both: the same integer, or a range.
+
+    >>> merge_dimensions(4, 4), merge_dimensions(4, 2), merge_dimensions((2, 4), 7)
+    (4, (2, 4), (2, 7))
+    """
+    low = min(a if isinstance(a, int) else a[0], b if isinstance(b, int) else b[0])
+    high = max(a if isinstance(a, int) else a[1], b if isinstance(b, int) else b[1])
+    return low if low == high else (low, high)
+
+
+# --- plain dicts: one codec for all classes, driven by their fields -----------------------------------------------
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: _encode(v) for f, v in fields if v != _default(f)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _encode(v) for k, v in value.items()}
+    return value
+
+
+def _default(spec: dataclasses.Field[Any]) -> Any:
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return spec.default
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _decode(hint: Any, data: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = _hints(cast(type, hint))
+        unknown = data.keys() - hints.keys()
+        if unknown:
+            raise ValueError(f"{hint} has no field {min(unknown)!r}")
+        return cast(Any, hint)(**{k: _decode(hints[k], v) for k, v in data.items()})
+    if isinstance(data, dict) and data.keys() == {"float"} and not dataclasses.is_dataclass(hint):
+        return float(data["float"])
+    if isinstance(data, list):
+        options = [hint] if origin is tuple else [a for a in args if typing.get_origin(a) is tuple]
+        inner = typing.get_args(options[0])
+        return tuple(_decode(inner[0], v) for v in data)
+    if isinstance(data, dict):
+        if origin in (types.UnionType, typing.Union):
+            return _decode(next(a for a in args if a is not type(None)), data)
+        return {k: _decode(args[1], v) for k, v in data.items()}
+    return data
