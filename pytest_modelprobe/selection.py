@@ -1,0 +1,320 @@
+"""The language of ``layers=``: from a selector to the names of layers.
+
+A selector is one of
+
+====================  ==========================================================================
+``"blocks.*.attn"``   a glob on the dotted name: ``*`` is exactly one segment, ``**`` any number
+                      of segments, zero included; inside a segment ``*``, ``?`` and ``[...]``
+                      mean what they mean in :mod:`fnmatch`, and upper and lower case differ
+``"!blocks.0.**"``    a glob with ``!`` in front excludes
+a ``re.Pattern``      must match the whole name
+a class               the layers of that type
+a callable            ``(name, layer) -> bool``
+a list of these       the layers that any element includes, less those that any element excludes,
+                      in whichever order they stand; exclusions alone start from every layer
+====================  ==========================================================================
+
+The root is called ``(root)``. To a glob it is the empty path: ``**`` matches it, ``*`` does not,
+and ``"(root)"`` names it.
+
+An element that matches nothing is an error, for a probe that looks at nothing would always pass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias, TypeVar
+
+from pytest_modelprobe.exceptions import SelectionError
+
+T = TypeVar("T")
+
+Selector: TypeAlias = (
+    "str | re.Pattern[str] | type | Callable[[str, Any], bool] | Sequence[Selector] | "
+    "AbstractSet[Selector]"
+)
+"""What ``layers=`` accepts."""
+
+ROOT = "(root)"
+"""The name of the outermost module, which ``named_modules()`` calls the empty string."""
+
+_SHOWN = 8
+
+
+class Glob:
+    """A compiled glob on dotted names.
+
+    Args:
+        text: the glob, without a leading ``!``.
+
+    Raises:
+        SelectionError: the glob is empty, has an empty segment, or glues ``**`` to other text.
+
+    >>> attention = Glob("blocks.*.attn")
+    >>> attention.matches("blocks.0.attn"), attention.matches("blocks.attn")
+    (True, False)
+    >>> Glob("blocks.**").matches("blocks"), Glob("**").matches("(root)")
+    (True, True)
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # None stands for `**`, the one segment that no regular expression on a segment expresses.
+        self._segments = [
+            None if segment == "**" else re.compile(fnmatch.translate(segment))
+            for segment in _checked_segments(text)
+        ]
+
+    def __repr__(self) -> str:
+        return f"Glob({self.text!r})"
+
+    def matches(self, name: str) -> bool:
+        """Whether the layer called ``name`` is one that the glob means."""
+        if name == ROOT:
+            return self.text == ROOT or not any(self._segments)
+        # The set of positions reached keeps `**.**.**.x` linear where backtracking would explode.
+        reached = self._past_stars({0})
+        for part in name.split("."):
+            reached = self._past_stars(
+                {
+                    position + (segment is not None)
+                    for position in reached
+                    if position < len(self._segments)
+                    for segment in [self._segments[position]]
+                    if segment is None or segment.match(part)
+                }
+            )
+        return len(self._segments) in reached
+
+    def _past_stars(self, positions: set[int]) -> set[int]:
+        """``positions`` and those behind any ``**`` they stand at, since it may match nothing."""
+        reached = set(positions)
+        for position, segment in enumerate(self._segments):
+            if segment is None and position in reached:
+                reached.add(position + 1)
+        return reached
+
+
+def select(
+    candidates: Mapping[str, T],
+    selector: Selector,
+    *,
+    is_instance: Callable[[T, type], bool] = isinstance,
+    type_name: Callable[[T], str] = lambda layer: type(layer).__name__,
+) -> list[str]:
+    """Return the names of the candidates that ``selector`` means, in the order of ``candidates``.
+
+    Args:
+        candidates: dotted name to layer: modules when live, recorded layers later.
+        selector: see the module's own text.
+        is_instance: decides whether a layer is of a class given as selector.
+        type_name: the name of a layer's type, for the message that lists the types there are.
+
+    Raises:
+        SelectionError: the selector is malformed, or it or one of its elements matches no layer.
+
+    >>> layers = dict.fromkeys(["(root)", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.mlp"])
+    >>> select(layers, "blocks.*.attn")
+    ['blocks.0.attn']
+    >>> select(layers, ["!**.mlp", "!(root)"])
+    ['blocks', 'blocks.0', 'blocks.0.attn']
+    >>> select(layers, lambda name, layer: name.endswith("p"))
+    ['blocks.0.mlp']
+    >>> select(layers, "blocks.attn")
+    Traceback (most recent call last):
+    pytest_modelprobe.exceptions.SelectionError: 'blocks.attn' matches none of 5 layers; \
+'blocks.*.attn' matches 1.
+    """
+    included: set[str] = set()
+    excluded: set[str] = set()
+    exclusions: list[str] = []
+    elements = list(_elements(selector))
+    for element in elements:
+        predicate = _predicate(element, candidates, is_instance)
+        names = {name for name, layer in candidates.items() if predicate(name, layer)}
+        if not names:
+            raise SelectionError(_nothing_matched(element, candidates, type_name))
+        if _is_exclusion(element):
+            excluded |= names
+            exclusions.append(element)
+        else:
+            included |= names
+    if len(exclusions) == len(elements):
+        included = set(candidates)
+    if included <= excluded:
+        raise SelectionError(_nothing_left(exclusions, included))
+    return [name for name in candidates if name in included and name not in excluded]
+
+
+def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
+    """Return up to ``n`` of ``names`` that ``name`` may be a slip of, the nearest first.
+
+    Case is ignored. Where no whole name is near, the last segments are compared.
+
+    >>> nearest("fc3", ["conv", "fc1", "fc2"])
+    ['fc1', 'fc2']
+    >>> nearest("atn", ["conv", "blocks.0.attn", "blocks.1.attn"])
+    ['blocks.0.attn', 'blocks.1.attn']
+    """
+    known = list(names)
+    for key, least in ((str.lower, 0.6), (_last_segment, 0.5)):
+        matcher = difflib.SequenceMatcher(b=key(name))
+        scores: dict[str, float] = {}
+        for candidate in known:
+            matcher.set_seq1(key(candidate))
+            # The quick ratio is an upper bound; not get_close_matches, which reverses ties.
+            if matcher.quick_ratio() >= least and matcher.ratio() >= least:
+                scores[candidate] = matcher.ratio()
+        if scores:
+            return sorted(scores, key=lambda candidate: -scores[candidate])[:n]
+    return []
+
+
+def _last_segment(name: str) -> str:
+    return name.lower().rpartition(".")[2]
+
+
+# --- reading a selector -------------------------------------------------------------------------
+
+
+def _elements(selector: Any) -> Iterator[Any]:
+    """The selectors in ``selector``, with lists, also lists of lists, taken apart."""
+    many = isinstance(selector, Sequence | AbstractSet) and not isinstance(selector, str | bytes)
+    if not many:
+        yield selector
+        return
+    if not selector:
+        raise SelectionError(f'{selector!r} selects no layer: write "**" for all of them.')
+    for element in selector:
+        yield from _elements(element)
+
+
+def _is_exclusion(element: Any) -> bool:
+    return isinstance(element, str) and element.startswith("!")
+
+
+def _predicate(
+    element: Any, candidates: Mapping[str, T], is_instance: Callable[[T, type], bool]
+) -> Callable[[str, T], object]:
+    if isinstance(element, str):
+        glob = Glob(element.removeprefix("!"))
+        return lambda name, _: glob.matches(name)
+    if isinstance(element, re.Pattern) and isinstance(element.pattern, str):
+        return lambda name, _: element.fullmatch(name)
+    if isinstance(element, type):
+        return lambda _, layer: is_instance(layer, element)
+    # A module is callable too, but nobody means to call it with a name.
+    if callable(element) and not hasattr(element, "named_modules"):
+        return element  # type: ignore[no-any-return]
+    raise SelectionError(_no_selector(element, candidates))
+
+
+def _checked_segments(glob: str) -> list[str]:
+    if not glob:
+        raise SelectionError('An empty glob matches no layer: write "**" for all of them.')
+    segments = glob.split(".")
+    if "" in segments:
+        fixed = ".".join(filter(None, segments))
+        raise SelectionError(
+            f"{glob!r} has an empty segment: write {fixed or '**'!r}"
+            " (between two dots stands a name, * or **)."
+        )
+    for segment in segments:
+        if "**" in segment and segment != "**":
+            raise SelectionError(
+                f"{glob!r} has ** inside the segment {segment!r}: ** stands alone between dots;"
+                " write * for any text inside a segment."
+            )
+    return segments
+
+
+# --- saying what is wrong -----------------------------------------------------------------------
+
+
+def _no_selector(element: Any, candidates: Mapping[str, object]) -> str:
+    for name, layer in candidates.items():
+        if layer is element and element is not None:
+            return f"The module {name} itself is no selector: write its name, {name!r}."
+    given = "None" if element is None else f"A value of type {type(element).__name__}"
+    return (
+        f"{given} is no selector: write a glob such as 'blocks.*.attn' ('**' for all layers),"
+        " a re.Pattern on str, a module type, a callable (name, layer) -> bool, or a list of these."
+    )
+
+
+def _nothing_matched(
+    element: Any, candidates: Mapping[str, T], type_name: Callable[[T], str]
+) -> str:
+    if not candidates:
+        return f"{_described(element)} matches nothing: there is no layer to select from."
+    none = f"none of {_count(candidates)}"
+    if isinstance(element, str):
+        verb = "excludes" if _is_exclusion(element) else "matches"
+        return f"{element!r} {verb} {none}; {_glob_hint(element, verb, candidates)}."
+    if isinstance(element, re.Pattern):
+        return f"{_described(element)} matches {none}; {_pattern_hint(element, candidates)}."
+    if isinstance(element, type):
+        types = Counter(type_name(layer) for layer in candidates.values())
+        named = f"{element.__module__}." if element.__name__ in types else ""
+        listed = [f"{name} ({number})" for name, number in types.most_common()]
+        return f"{named}{element.__name__} is the type of {none}; the types are {_listed(listed)}."
+    return f"{_described(element)} is true for {none}; {_names(candidates)}."
+
+
+def _glob_hint(element: str, verb: str, candidates: Mapping[str, object]) -> str:
+    """The glob that was probably meant, with the number of its layers, or the nearest names."""
+    mark, glob = ("!", element[1:]) if _is_exclusion(element) else ("", element)
+    segments = glob.split(".")
+    for level in ("*", "**"):
+        # Not at the end: what is below a layer is rarely meant by the name of the layer.
+        for position in range(len(segments)):
+            longer = Glob(".".join([*segments[:position], level, *segments[position:]]))
+            number = sum(map(longer.matches, candidates))
+            if number:
+                return f"{mark + longer.text!r} {verb} {number}"
+    return _near_or_all(glob, candidates)
+
+
+def _pattern_hint(pattern: re.Pattern[str], candidates: Mapping[str, object]) -> str:
+    for name in candidates:
+        if pattern.search(name):
+            return f"it is found inside {name!r}, but has to match the whole name"
+    return _near_or_all(pattern.pattern, candidates)
+
+
+def _near_or_all(text: str, candidates: Mapping[str, object]) -> str:
+    near = nearest(text, candidates)
+    return f"nearest: {', '.join(map(repr, near))}" if near else _names(candidates)
+
+
+def _nothing_left(exclusions: Sequence[str], included: AbstractSet[str]) -> str:
+    verb = "leaves" if len(exclusions) == 1 else "leave"
+    given = ", ".join(map(repr, exclusions))
+    return f"{given} {verb} none of {_count(included)} included; exclude fewer, or include more."
+
+
+def _described(element: Any) -> str:
+    if isinstance(element, re.Pattern):
+        return f"The pattern {element.pattern!r}"
+    if isinstance(element, str):
+        return repr(element)
+    kind = "type" if isinstance(element, type) else "callable"
+    return f"The {kind} {getattr(element, '__name__', type(element).__name__)}"
+
+
+def _count(layers: Sized) -> str:
+    return f"{len(layers):,} layer{'' if len(layers) == 1 else 's'}"
+
+
+def _names(candidates: Mapping[str, object]) -> str:
+    return f"the names are {_listed([repr(name) for name in candidates])}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
