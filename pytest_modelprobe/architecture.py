@@ -1,0 +1,91 @@
+"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from . import seeding
+from .assembly import assemble
+from .capture import Capture
+from .flatten import map_tensors
+from .layers import Layers
+from .record import Record
+from .restoring import preserved
+
+
+def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
+    """Return the structure of ``model``; with inputs also the shapes and dataflow of a forward.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        *args: Inputs for a forward; their contents do not matter. None given: structure alone.
+        **kwargs: Keyword inputs.
+
+    Raises:
+        UnsupportedModelError: No module, or one that cannot be probed.
+    """
+    capture = Capture(Layers(model), Layers(model).modules)
+    reason = None
+    if args or kwargs:
+        with preserved(model, values=False), seeding.forked_rng(), _quiet():
+            reason = _run_on_fakes(capture, model, args, kwargs)
+    device = next((str(p.device) for p in model.parameters()), "cpu")
+    if reason is None:
+        return assemble(capture, model=model, device=device)
+    capture = Capture(Layers(model), Layers(model).modules)
+    record = assemble(capture, model=model, device=device)
+    note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
+    return dataclasses.replace(record, notes=(*record.notes, note))
+
+
+def _run_on_fakes(capture: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Run one watched forward on fakes of the parameters and inputs; return why it cannot be done, if so."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            if tensor.is_meta:  # as if it were on the CPU: models make their masks and positions there
+                with mode:
+                    fakes[id(tensor)] = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+            else:
+                fakes[id(tensor)] = mode.from_tensor(tensor.detach())
+            fakes[id(tensor)].requires_grad_(tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    state = {name: fake(tensor) for name, tensor in tensors}
+    args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
+    capture.attach()
+    try:
+        with mode:
+            functional_call(model, state, args, kwargs, tie_weights=False)
+        capture.check()
+    except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        capture.detach()
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what a fake forward cannot do: the record says so."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

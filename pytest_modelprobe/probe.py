@@ -1,0 +1,491 @@
+"""`ModelProbe` and `Watch`: what a test calls. Works with and without pytest."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import architecture as _architecture
+from . import seeding
+from .assembly import Which, assemble
+from .capture import Capture
+from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
+from .flatten import flatten, map_tensors
+from .layers import Layers, check_supported
+from .origin import find_gradient_origin, find_origin
+from .record import Record
+from .restoring import preserved
+from .selection import Selector, select
+
+M = TypeVar("M", bound=nn.Module)
+Loss = Callable[[Any], torch.Tensor] | Literal["random"]
+Mode = Literal["train", "eval"]
+
+_REMEMBERED = 8  # sources kept for `record` and the summary: a test may watch a thousand times
+
+
+class Watch:
+    """Observes whatever is done with a model until it is closed.
+
+    It never moves or changes the model, and closes itself when it is forgotten. Made by `ModelProbe.watch`.
+
+    Args:
+        model: The model; its wrappers (DDP, compiled modules) are looked through.
+        layers: Which layers to record, see `selection`.
+        name: What messages call it; the model's class by default.
+        keep: Which layers' output tensors of the newest forward to keep.
+        functionals: Whether to record functional calls (``F.relu``) too.
+        seed: Stored in the record.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with Watch(model) as watch:
+    ...     _ = model(torch.ones(4, 2))
+    >>> watch.record.layers["1"].calls[0].outputs[0].shape
+    (4, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        /,
+        *,
+        layers: Selector = "**",
+        name: str | None = None,
+        keep: Selector = (),
+        functionals: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        found = Layers(model)
+        self.model = model
+        self.name = name or type(model).__name__
+        self.closed = False
+        self.first_hook = RemovableHandle.next_id
+        """Number of the first hook that torch gave out since the watch began."""
+        self._seed = seed
+        self._loss: str | None = None
+        self._records: dict[Which, tuple[int, Record]] = {}
+        self._capture = Capture(
+            found,
+            select(found.modules, layers),
+            keep=() if _is_empty(keep) else select(found.modules, keep),
+            functionals=functionals,
+        )
+        self._capture.attach()
+        self._finalizer = weakref.finalize(self, self._capture.detach)
+
+    @property
+    def record(self) -> Record:
+        """All forwards so far, merged."""
+        return self._record("all")
+
+    @property
+    def first(self) -> Record:
+        """The first forward alone, with the gradients that reached it."""
+        return self._record("first")
+
+    @property
+    def last(self) -> Record:
+        """The newest forward alone, with the gradients that reached it."""
+        return self._record("last")
+
+    @property
+    def kept(self) -> Mapping[str, list[Any]]:
+        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies."""
+        return self._capture.kept
+
+    def close(self) -> None:
+        """Take every hook off. What was recorded stays. Safe to repeat."""
+        self.closed = True
+        self._finalizer()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
+
+    def _record(self, which: Which) -> Record:
+        changes, record = self._records.get(which, (-1, None))
+        if record is None or changes != self._capture.changes:
+            device = next((str(p.device) for p in self.model.parameters()), "cpu")
+            record = assemble(self._capture, which, model=self.model, device=device, seed=self._seed, loss=self._loss)
+            self._records[which] = self._capture.changes, record
+        return record
+
+
+class ModelProbe:
+    """Runs and watches models on a device, under a seed; the fixture ``modelprobe`` is one.
+
+    Args:
+        device: Where `run` runs and the inputs are made: ``"cpu"``, ``"cuda"``, a `torch.device`.
+        seed: Base of every random number that the probe draws.
+        device_required: Refuse to watch a model that is elsewhere. Set where the device was asked for by name.
+
+    >>> from torch import nn
+    >>> with ModelProbe(seed=0) as probe:
+    ...     model = probe.build(lambda: nn.Linear(8, 2))
+    ...     record = probe.run(model, probe.randn(4, 8), loss=lambda out: out.pow(2).mean())
+    >>> record.layers["(root)"].calls[0].outputs[0].shape, record.backwards
+    ((4, 2), 1)
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, device_required: bool = False) -> None:
+        self.device = torch.device(device)
+        self.seed = seed
+        self.kept: Mapping[str, list[Any]] = {}
+        """Outputs of the layers in ``keep=`` of the newest `run`."""
+        self._device_required = device_required
+        self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
+        self._seen = 0
+        self._open: list[Watch] = []
+
+    # --- running and watching -------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        model: nn.Module,
+        /,
+        *args: Any,
+        loss: Loss | None = None,
+        mode: Mode | None = None,
+        layers: Selector = "**",
+        keep: Selector = (),
+        functionals: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+        **model_kwargs: Any,
+    ) -> Record:
+        """Run the model once on the device, backward too if there is a loss, and return what was seen.
+
+        It leaves no trace: it starts without gradients, from the probe's seed, on copies of the inputs; afterwards
+        parameters, buffers, gradients, mode, device and random states are what they were.
+
+        Args:
+            model: The model.
+            *args: Its positional arguments; tensors in them are moved to the device.
+            loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
+                output, which no normalisation makes constant. None: no backward.
+            mode: ``"train"`` or ``"eval"``; None: as the model is.
+            layers: Which layers to record.
+            keep: Which layers' output tensors to keep, in `kept`.
+            functionals: Whether to record functional calls (``F.relu``) as layers too.
+            kwargs: Keyword arguments for the model whose names `run` uses itself.
+            **model_kwargs: Keyword arguments for the model.
+
+        Raises:
+            UnsupportedModelError: No module, or one that cannot be probed.
+            SelectionError: ``layers`` or ``keep`` matches nothing.
+            UsageError: The loss is not scalar or has no gradient; ``mode`` is neither train nor eval.
+
+        >>> from torch import nn
+        >>> probe = ModelProbe()
+        >>> record = probe.run(nn.Linear(3, 2), torch.ones(5, 3), loss="random")
+        >>> record.layers["(root)"].parameters[0].gradient.statistics.count
+        6
+        """
+        __tracebackhide__ = True
+        check_supported(model)
+        if mode not in (None, "train", "eval"):
+            raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
+        run = _Run(self, model, args, {**(kwargs or {}), **model_kwargs}, loss, mode)
+        record, self.kept = run.record(layers=layers, keep=keep, functionals=functionals)
+        self._remember(type(model).__name__, record)
+        return record
+
+    def watch(
+        self,
+        model: nn.Module,
+        /,
+        *,
+        layers: Selector = "**",
+        name: str | None = None,
+        keep: Selector = (),
+        functionals: bool = False,
+    ) -> Watch:
+        """Observe whatever the test does with the model, until the watch or the probe is closed.
+
+        Raises:
+            UnsupportedModelError: No module, or one that cannot be probed.
+            SelectionError: ``layers`` or ``keep`` matches nothing.
+            UsageError: The model is not on the device that was asked for.
+
+        >>> from torch import nn
+        >>> with ModelProbe() as probe:
+        ...     model = nn.Linear(3, 2)
+        ...     watch = probe.watch(model)
+        ...     for _ in range(3):
+        ...         _ = model(torch.ones(5, 3))
+        >>> watch.record.forwards
+        3
+        """
+        check_supported(model)
+        self._check_device(model)
+        watch = Watch(model, layers=layers, name=name, keep=keep, functionals=functionals, seed=self.seed)
+        self._open = [other for other in self._open if not other.closed]
+        self._open.append(watch)
+        self._remember(watch.name, watch)
+        return watch
+
+    def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
+        """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.
+
+        With inputs, one forward runs on fake tensors, which have shapes but no contents: a model on the meta device
+        will do. Where that cannot be done the record tells the structure alone, and why.
+
+        >>> from torch import nn
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(10_000, 20_000), nn.ReLU())
+        >>> record = ModelProbe().architecture(model, torch.empty(4, 10_000))
+        >>> record.layers["1"].calls[0].outputs[0].shape
+        (4, 20000)
+        """
+        record = _architecture.architecture(model, *args, **kwargs)
+        self._remember(type(model).__name__, record)
+        return record
+
+    # --- models and inputs from the seed --------------------------------------------------------------------------
+
+    def build(self, factory: Callable[[], M]) -> M:
+        """Return the model that ``factory`` makes, each weight seeded by its own name, on the device.
+
+        The model is the same in every run and order of tests, and a layer added leaves the others' weights alone.
+
+        >>> from torch import nn
+        >>> a = ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2)))
+        >>> b = ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        >>> torch.equal(a[0].weight, b[0].weight)
+        True
+        """
+        model = seeding.build(factory, seed=self.seed)
+        if any(p.is_meta for p in model.parameters()):
+            return model
+        return model.to(self.device)
+
+    def randn(self, *shape: int, name: str = "x") -> torch.Tensor:
+        """Return normally distributed numbers that depend on ``name``, the shape and the seed alone, on the device.
+
+        >>> torch.equal(ModelProbe().randn(2, 3), ModelProbe().randn(2, 3))
+        True
+        """
+        return seeding.randn(shape, seed=self.seed, name=name, device=self.device)
+
+    def randint(self, low: int, high: int, shape: Iterable[int], name: str = "ids") -> torch.Tensor:
+        """Return integers from ``low`` to ``high`` - 1 that depend on ``name``, the shape and the seed alone.
+
+        >>> ids = ModelProbe().randint(0, 100, (2, 16))
+        >>> ids.shape, ids.dtype
+        (torch.Size([2, 16]), torch.int64)
+        """
+        return seeding.randint(low, high, tuple(shape), seed=self.seed, name=name, device=self.device)
+
+    # --- what was seen --------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> Record:
+        """The record of the only run or watch.
+
+        Raises:
+            NothingObservedError: There was none.
+            UsageError: There were several: assert on the record or watch itself.
+        """
+        source = self.source
+        return source.record if isinstance(source, Watch) else source
+
+    @property
+    def source(self) -> Watch | Record:
+        """The only watch, or the record of the only run; raises as `record` does."""
+        if not self._seen:
+            raise NothingObservedError(
+                "nothing was observed: call modelprobe.run(model, ...), or modelprobe.watch(model) before using it"
+            )
+        if self._seen > 1:
+            raise UsageError(
+                f"{self._seen} runs and watches were made ({', '.join(name for name, _ in self._sources)}): "
+                "say which, by asserting on the record that run returned or on the watch"
+            )
+        return self._sources[0][1]
+
+    @property
+    def sources(self) -> list[tuple[str, Watch | Record]]:
+        """The newest runs and watches, each with its name."""
+        return list(self._sources)
+
+    def close(self) -> None:
+        """Close every watch. Safe to repeat."""
+        for watch in self._open:
+            watch.close()
+        self._open.clear()
+
+    def __enter__(self) -> ModelProbe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ModelProbe on {self.device}, seed {self.seed}: {self._seen} runs and watches>"
+
+    def _remember(self, name: str, source: Watch | Record) -> None:
+        self._seen += 1
+        self._sources.append((name, source))
+
+    def _check_device(self, model: nn.Module) -> None:
+        if not self._device_required:
+            return
+        elsewhere = {str(p.device) for p in model.parameters() if not _same_device(p.device, self.device)}
+        if elsewhere:
+            raise UsageError(
+                f"{self.device} was asked for, but the model is on {', '.join(sorted(elsewhere))}, and a watch does "
+                "not move it: call model.to(modelprobe.device) first"
+            )
+
+
+class _Run:
+    """One `ModelProbe.run`: the same step, repeatable, that leaves no trace."""
+
+    def __init__(
+        self,
+        probe: ModelProbe,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss | None,
+        mode: Mode | None,
+    ) -> None:
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            raise UnsupportedModelError(
+                "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
+                "give it memory with model.to_empty(device=...) and weights"
+            )
+        self.probe, self.model, self.args, self.kwargs = probe, model, args, kwargs
+        self.loss, self.mode = loss, mode
+
+    def record(self, *, layers: Selector, keep: Selector, functionals: bool) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record and the tensors kept."""
+        __tracebackhide__ = True
+        with preserved(self.model), self._random():
+            self._prepare()
+            with Watch(self.model, layers=layers, keep=keep, functionals=functionals, seed=self.probe.seed) as watch:
+                watch._loss = _loss_name(self.loss)
+                self._step()
+                record = watch.record
+        return self._with_origins(record), watch.kept
+
+    def _prepare(self) -> None:
+        if self.mode is not None:
+            self.model.train(self.mode == "train")
+        if any(not _same_device(p.device, self.probe.device) for p in self.model.parameters()):
+            self.model.to(self.probe.device)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _random(self) -> Any:
+        return seeding.seeded(seeding.derive(self.probe.seed, "run"))
+
+    def _forward(self) -> Any:
+        __tracebackhide__ = True
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copy = tensor.detach().clone().to(self.probe.device)
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+            return copies[id(tensor)]
+
+        args, kwargs = map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
+        return self.model(*args, **kwargs)
+
+    def _step(self) -> None:
+        __tracebackhide__ = True
+        if self.loss is None:
+            self._forward()
+            return
+        with torch.enable_grad():
+            output = self._forward()
+            loss = self._random_loss(output) if self.loss == "random" else self.loss(output)
+            _check_loss(loss).backward()
+
+    def _random_loss(self, output: Any) -> torch.Tensor:
+        """Return the sum of every floating output times numbers seeded by its path, over the root of its size."""
+        total: torch.Tensor | None = None
+        for path, tensor in flatten("output", output).tensors:
+            if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+                weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
+                term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
+                total = term if total is None else total + term
+        if total is None:
+            raise UsageError(
+                'loss="random" needs a floating output that requires grad: the output has none '
+                "(is the model frozen, detached or under no_grad?)"
+            )
+        return total
+
+    def _with_origins(self, record: Record) -> Record:
+        """Look up the operation where something non-finite began, by running once more."""
+        __tracebackhide__ = True
+        statistics = [
+            (value.forward.statistics, value.backward.statistics if value.backward else None)
+            for layer in record.layers.values()
+            for call in layer.calls
+            for value in (*call.inputs, *call.outputs)
+        ]
+        if any(forward and forward.nonfinite for forward, _ in statistics):
+            with preserved(self.model), self._random():
+                self._prepare()
+                origin = find_origin(self._forward)
+            return dataclasses.replace(record, origin=origin)
+        if any(backward and backward.nan for _, backward in statistics) or any(
+            p.gradient and p.gradient.statistics and p.gradient.statistics.nan
+            for layer in record.layers.values()
+            for p in layer.parameters
+        ):
+            with preserved(self.model), self._random():
+                self._prepare()
+                origin = find_gradient_origin(self._step)
+            return dataclasses.replace(record, gradient_origin=origin)
+        return record
+
+
+def _check_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"loss(output) returns a scalar tensor; got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss(output) returned a tensor of shape {tuple(loss.shape)}: reduce it to a scalar, with .mean() say"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"
+        )
+    return loss
+
+
+def _loss_name(loss: Loss | None) -> str | None:
+    if loss is None or isinstance(loss, str):
+        return loss
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one: ``cuda`` means any of them, by name."""
+    return a.type == b.type and (b.index is None or a.index == b.index)
+
+
+def _is_empty(selector: Selector) -> bool:
+    return isinstance(selector, (tuple, list)) and not selector
