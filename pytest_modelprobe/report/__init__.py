@@ -1,0 +1,1 @@
+"""Records and findings → something to read: one room for each form."""

@@ -1,0 +1,160 @@
+"""Plain text: numbers, tables, the body of a failure, the layers of a record."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value
+
+MOST_ROWS = 20
+"""Rows of a table before the rest is only counted."""
+
+Cell = str | int | float | None
+
+
+def number(value: float | None) -> str:
+    """Return a number as a person reads it: integers grouped, others to four digits.
+
+    >>> number(12544), number(0.00012345678), number(-3.5), number(None)
+    ('12,544', '0.0001235', '-3.5', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def count(n: int, noun: str) -> str:
+    """Return ``1 layer``, ``2 layers``, ``12,544 outputs``.
+
+    >>> count(1, "layer"), count(1200, "layer")
+    ('1 layer', '1,200 layers')
+    """
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
+    return f"{n:,} {noun if n == 1 else plural}"
+
+
+def shape(dimensions: Sequence[Dimension]) -> str:
+    """Return ``(4, 2..8, 16)``: a dimension that varied is written as a range.
+
+    >>> shape((4, (2, 8), 16)), shape((4,)), shape(())
+    ('(4, 2..8, 16)', '(4,)', '()')
+    """
+    parts = [str(d) if isinstance(d, int) else f"{d[0]}..{d[1]}" for d in dimensions]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return ``a, b and c``, or ``a, b, c and 4 more``.
+
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefg"))
+    ('a', 'a, b and c', 'a, b, c and 4 more')
+    """
+    shown = list(names[:most])
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def printable(text: str) -> str:
+    r"""Return text that moves no cursor and sets no colour: control characters are written as escapes.
+
+    >>> printable("fc" + chr(27) + "[31m")
+    'fc\\x1b[31m'
+    """
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
+    r"""Return the lines of an aligned table; numbers to the right; what is beyond ``most`` rows is counted.
+
+    >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
+    layer   zeros
+    fc1         3
+    relu   12,544
+    """
+    rows = [list(row) for row in rows]
+    shown = [[_text(cell) for cell in row] for row in rows[:most]]
+    right = [all(not isinstance(row[i], str) or _numeric(row[i]) for row in rows) for i in range(len(columns))]
+    widths = [max(len(column), *(len(row[i]) for row in shown)) for i, column in enumerate(columns)]
+    lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
+    if len(rows) > most:
+        lines.append(f"... {count(len(rows) - most, 'row')} more")
+    return lines
+
+
+def _text(cell: Cell) -> str:
+    return printable(cell) if isinstance(cell, str) else number(cell)
+
+
+def _numeric(cell: Cell) -> bool:
+    return isinstance(cell, str) and cell[:1] in "-0123456789" and cell != ""
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+    return "   ".join(padded).rstrip()
+
+
+def failure(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str) -> str:
+    """Return the text of a failure: a line that stands alone, the table of all findings, what to do next.
+
+    >>> print(failure("fc1 is dead", ["layer"], [["fc1"]], "Look at its bias."))
+    fc1 is dead
+    <BLANKLINE>
+    layer
+    fc1
+    <BLANKLINE>
+    Look at its bias.
+    """
+    parts = [printable(first), "\n".join(table(columns, rows)), *(printable(step) for step in next_steps if step)]
+    return "\n\n".join(parts)
+
+
+def layer_table(record: Record, most: int = 200) -> list[str]:
+    """Return a table of the layers that were called, in order of execution: what the probe saw.
+
+    Containers whose output is that of a child are left out, for they would say it twice.
+    """
+    gradients = any(v.backward is not None for layer in record.layers.values() for _, v in layer.outputs)
+    columns = ["layer", "type", "calls", "output", "mean", "std", "min", "max", "zeros", "dead units"]
+    rows = []
+    said: set[int] = set()
+    for layer, call in sorted(record.calls, key=lambda pair: pair[1].finished):
+        value = next(iter(call.outputs), None)
+        if call.index or value is None or value.tensor in said:
+            continue
+        said.add(value.tensor)
+        rows.append(_layer_row(layer, call, value, gradients))
+    if gradients:
+        columns.append("gradient rms")
+    return table(columns, rows, most) if rows else ["no layer was called"]
+
+
+def _layer_row(layer: Layer, call: Call, value: Value, gradients: bool) -> list[Cell]:
+    s, units = value.forward.statistics, value.forward.units
+    row: list[Cell] = [
+        layer.name,
+        layer.type_name,
+        len([c for c in layer.calls if c.root == call.root and c.root_training == call.root_training]),
+        shape(value.shape),
+        *(_statistics_cells(s) if s is not None else [value.forward.reason or "-", "", "", "", ""]),
+        "-" if units is None else f"{units.dead}/{len(units)}",
+    ]
+    if gradients:
+        gradient = value.backward.statistics if value.backward is not None else None
+        row.append("-" if gradient is None else number(gradient.rms))
+    return row
+
+
+def _statistics_cells(s: Statistics) -> list[Cell]:
+    zeros = f"{s.zeros / s.count:.0%}" if s.count else "-"
+    return [_number_or_dash(v) for v in (s.mean, s.std, s.min, s.max)] + [zeros]
+
+
+def _number_or_dash(value: float | None) -> Cell:
+    return "-" if value is None else number(float(value) if not isinstance(value, int) else value)

@@ -1,0 +1,55 @@
+"""What a type checker says of a user's test; checked by mypy, never run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import torch
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    Record,
+    Watch,
+    assert_all_params_have_grad,
+    assert_called,
+    assert_dtypes,
+    assert_finite,
+    assert_grad_finite,
+    assert_grad_flow,
+    assert_no_dead_layers,
+    assert_no_leftover_hooks,
+    assert_shapes,
+)
+
+
+class Net(nn.Module):
+    """A model of the user's."""
+
+
+def test_run(modelprobe: ModelProbe) -> None:
+    model = modelprobe.build(Net)
+    assert_type(model, Net)
+    record = modelprobe.run(model, modelprobe.randn(4, 8), loss=lambda out: out.pow(2).mean(), mode="eval")
+    assert_type(record, Record)
+    modelprobe.run(model, modelprobe.randint(0, 10, (2, 3)), loss="random", layers=["**", "!head", nn.ReLU], mask=None)
+    assert_no_dead_layers(record, layers="blocks.*", max_dead_units=0.5)
+    assert_finite(record)
+    assert_grad_finite(record)
+    assert_grad_flow(modelprobe, max_ratio=1e4)
+    assert_all_params_have_grad(record, ignore="*.mask_token")
+    assert_shapes(record, {"fc1": "batch 16", "fc2": ("batch", 2), "head": {"output.logits": "batch 10"}})
+    assert_dtypes(record, {"**": torch.float32})
+    assert_called(record, "fc1", times=1)
+    assert_no_leftover_hooks(model)
+
+
+def test_watch(modelprobe: ModelProbe) -> None:
+    model = Net().to(modelprobe.device)
+    with modelprobe.watch(model, keep="fc1", functionals=True) as watch:
+        model(modelprobe.randn(2, 3))
+    assert_type(watch, Watch)
+    assert_type(watch.first, Record)
+    assert_grad_flow(watch)
+    assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)
+    assert_type(Record.from_dict(watch.record.to_dict()), Record)
