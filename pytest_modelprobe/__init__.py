@@ -1,0 +1,74 @@
+"""Unit tests for PyTorch models: see inside the model, record what it does, review the change."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .assertions import (
+        assert_all_params_have_grad,
+        assert_called,
+        assert_dtypes,
+        assert_finite,
+        assert_grad_finite,
+        assert_grad_flow,
+        assert_no_dead_layers,
+        assert_no_leftover_hooks,
+        assert_shapes,
+    )
+    from .exceptions import (
+        ModelProbeError,
+        NothingObservedError,
+        SelectionError,
+        ShapeSpecError,
+        UnsupportedModelError,
+        UsageError,
+    )
+    from .probe import ModelProbe, Watch
+    from .record import Record
+
+__all__ = [
+    "ModelProbe",
+    "ModelProbeError",
+    "NothingObservedError",
+    "Record",
+    "SelectionError",
+    "ShapeSpecError",
+    "UnsupportedModelError",
+    "UsageError",
+    "Watch",
+    "assert_all_params_have_grad",
+    "assert_called",
+    "assert_dtypes",
+    "assert_finite",
+    "assert_grad_finite",
+    "assert_grad_flow",
+    "assert_no_dead_layers",
+    "assert_no_leftover_hooks",
+    "assert_shapes",
+]
+
+_ROOMS = {
+    **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
+    "Record": "record",
+    **{name: "assertions" for name in __all__ if name.startswith("assert_")},
+    **{name: "exceptions" for name in __all__ if name.endswith("Error")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Open the room of a public name when it is first asked for: pytest imports the package in every run."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("pytest-modelprobe")
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,348 @@
+"""The pytest plugin: options, fixtures, seeding of tests, the section in the terminal.
+
+Loaded in every run of pytest where the package is installed, so nothing here imports torch before a test needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .probe import ModelProbe
+
+_PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
+_FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
+
+
+@dataclasses.dataclass
+class Settings:
+    """What the command line and the ini file ask for."""
+
+    devices: list[str]
+    devices_from: str | None
+    """``command line``, ``ini`` or None: the default."""
+    seed: int
+    verbose: bool
+    seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
+    """Definitions of the fixtures on which a test with a probe depends."""
+    reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """What tests with a probe saw; filled where the terminal is."""
+
+
+SETTINGS = pytest.StashKey[Settings]()
+_SAID = pytest.StashKey[list[dict[str, Any]]]()
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options and their ini twins."""
+    group = parser.getgroup("modelprobe", "unit tests for PyTorch models")
+    group.addoption(
+        "--modelprobe-device",
+        action="append",
+        default=None,
+        metavar="DEVICE",
+        help="device of the probe: cpu, cuda, cuda:N, mps or auto; may be repeated: each test runs on each",
+    )
+    group.addoption("--modelprobe-seed", type=int, default=None, metavar="N", help="base of all random numbers (0)")
+    group.addoption(
+        "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test's probe saw"
+    )
+    parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
+    parser.addini("modelprobe_seed", "base of all random numbers", default="0")
+    parser.addini("modelprobe_verbose", "show the layers that each test's probe saw", type="bool", default=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options; nothing is looked up on the machine before a test needs it."""
+    config.addinivalue_line(
+        "markers", "modelprobe(devices=..., seed=...): devices and seed of the probe for one test, class or module"
+    )
+    asked = config.getoption("--modelprobe-device")
+    devices = asked or config.getini("modelprobe_devices")
+    verbose = config.getoption("--modelprobe-verbose")
+    config.stash[SETTINGS] = Settings(
+        devices=list(dict.fromkeys(devices)) or ["cpu"],
+        devices_from="command line" if asked else "ini" if devices else None,
+        seed=_seed(config),
+        verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
+    )
+    if asked:
+        config.stash[SETTINGS].devices = _available(asked)
+
+
+def _seed(config: pytest.Config) -> int:
+    option = config.getoption("--modelprobe-seed")
+    if option is not None:
+        return int(option)
+    text = config.getini("modelprobe_seed")
+    try:
+        return int(text)
+    except ValueError:
+        raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None
+
+
+def _available(names: Iterable[str]) -> list[str]:
+    """Return the devices asked for by name, each once; one that is missing is a usage error."""
+    found = []
+    for name in names:
+        device, problem = _resolve(name)
+        if problem:
+            raise pytest.UsageError(f"--modelprobe-device={name}: {problem}")
+        found.append(device)
+    return list(dict.fromkeys(found))
+
+
+def _resolve(name: str) -> tuple[str, str | None]:
+    """Return the device that a name stands for, and why it cannot be had, if so."""
+    if name == "cpu":
+        return name, None
+    import torch
+
+    if name == "auto":
+        return ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"), None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return name, "not a device; give cpu, cuda, cuda:N, mps or auto"
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+            return name, f"torch.cuda.is_available() is False: {build} (torch {torch.__version__})"
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            return name, f"torch finds {torch.cuda.device_count()} CUDA device(s), numbered from 0"
+    elif device.type == "mps":
+        if not torch.backends.mps.is_available():
+            return name, f"torch.backends.mps.is_available() is False (torch {torch.__version__})"
+    elif device.type != "cpu":
+        return name, "not a device of the probe; give cpu, cuda, cuda:N, mps or auto"
+    return name, None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say what was asked for; nothing where nothing was."""
+    settings = config.stash[SETTINGS]
+    said = []
+    if settings.devices_from:
+        said.append(f"device {', '.join(settings.devices)}")
+    if settings.seed:
+        said.append(f"seed {settings.seed}")
+    return f"modelprobe: {'; '.join(said)}" if said else None
+
+
+# --- devices ------------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests with a probe once for each of several devices, grouped by device."""
+    if "modelprobe_device" not in metafunc.fixturenames:
+        return
+    devices = _devices_of(metafunc)
+    if len(devices) > 1 or devices != metafunc.config.stash[SETTINGS].devices:
+        ids = devices if len(devices) > 1 else [pytest.HIDDEN_PARAM] if hasattr(pytest, "HIDDEN_PARAM") else devices
+        metafunc.parametrize("modelprobe_device", devices, ids=ids, indirect=True, scope="session")
+
+
+def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
+    marker = metafunc.definition.get_closest_marker("modelprobe")
+    devices = _marked(marker).get("devices") if marker else None
+    if devices is None:
+        return metafunc.config.stash[SETTINGS].devices
+    return list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
+
+
+def _marked(marker: pytest.Mark) -> dict[str, Any]:
+    unknown = marker.kwargs.keys() - {"devices", "seed"}
+    if marker.args or unknown:
+        wrong = f"got {min(unknown)!r}" if unknown else "it takes keywords only"
+        raise pytest.UsageError(f"@pytest.mark.modelprobe takes devices= and seed=; {wrong}")
+    return dict(marker.kwargs)
+
+
+# --- fixtures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def modelprobe_device(request: pytest.FixtureRequest) -> Any:
+    """The `torch.device` of the test; tests are grouped by it, so that a model is built once for each."""
+    import torch
+
+    settings = request.config.stash[SETTINGS]
+    name, problem = _resolve(getattr(request, "param", None) or settings.devices[0])
+    if problem:
+        pytest.skip(f"device {name}: {problem}")
+    return torch.device(name)
+
+
+@pytest.fixture
+def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterator[ModelProbe]:
+    """A `ModelProbe` on the test's device: run or watch a model and assert on what was seen."""
+    from .probe import ModelProbe
+
+    settings = request.config.stash[SETTINGS]
+    marker = request.node.get_closest_marker("modelprobe")
+    seed = _marked(marker).get("seed", settings.seed) if marker else settings.seed
+    required = settings.devices_from == "command line" and modelprobe_device.type != "cpu"
+    with ModelProbe(modelprobe_device, seed, device_required=required) as probe:
+        yield probe
+        request.node.stash[_SAID] = _summaries(probe, request.config)
+
+
+@pytest.fixture(scope="session")
+def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterator[Callable[[], ModelProbe]]:
+    """Makes probes for fixtures of wider scope: run a model once, assert in many tests."""
+    from .probe import ModelProbe
+
+    settings = request.config.stash[SETTINGS]
+    with contextlib.ExitStack() as probes:
+
+        def make() -> ModelProbe:
+            return probes.enter_context(ModelProbe(modelprobe_device, settings.seed))
+
+        yield make
+
+
+# --- seeding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find the fixtures that a test with a probe depends on: they are seeded whichever test sets them up."""
+    seeded = config.stash[SETTINGS].seeded_fixtures
+    for item in items:
+        if _has_probe(item):
+            for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+                seeded.update(definitions)
+
+
+def _has_probe(item: pytest.Item) -> bool:
+    return not _PROBE_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
+    """Seed each fixture that a test with a probe depends on by its own name, under a fork."""
+    settings = request.config.stash[SETTINGS]
+    if fixturedef not in settings.seeded_fixtures:
+        return (yield)
+    from .seeding import derive, seeded
+
+    with seeded(derive(settings.seed, f"fixture {fixturedef.argname}")):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Seed the body of a test with a probe, innermost, and put the states back."""
+    if not _has_probe(pyfuncitem):
+        return (yield)
+    from .seeding import seeded
+
+    marker = pyfuncitem.get_closest_marker("modelprobe")
+    default = pyfuncitem.config.stash[SETTINGS].seed
+    with seeded(_marked(marker).get("seed", default) if marker else default):
+        return (yield)
+
+
+# --- what to say --------------------------------------------------------------------------------------------------
+
+
+def _summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
+    """Return, in plain types, what each run and watch of a probe saw."""
+    from .exceptions import ModelProbeError
+    from .report.text import layer_table
+    from .summary import findings
+
+    cache = getattr(config, "cache", None)
+    table_wanted = config.stash[SETTINGS].verbose or (cache is not None and cache.get(_FIRST_USE, None) is None)
+    said = []
+    for name, source in probe.sources:
+        try:
+            record = source if not hasattr(source, "record") else source.record
+        except ModelProbeError as error:
+            said.append({"name": name, "layers": 0, "calls": 0, "findings": [str(error)], "table": []})
+            continue
+        said.append(
+            {
+                "name": name,
+                "layers": len(record.layers),
+                "calls": sum(len(layer.calls) for layer in record.layers.values()),
+                "forwards": record.forwards,
+                "findings": findings(record),
+                "table": layer_table(record) if table_wanted and record.forwards else [],
+            }
+        )
+    return said
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Put what the probe saw on the report of the teardown: it reaches the controller of xdist by itself."""
+    report = yield
+    said = item.stash.get(_SAID, None)
+    if report.when == "teardown" and said:
+        report.modelprobe = said
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Collect reports where the terminal is: on the controller under xdist."""
+    config = session.config
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Terminal(config), "modelprobe-terminal")
+
+
+class _Terminal:
+    """The section in the terminal: written only where a probe was used and there is something to say."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._said: list[tuple[str, dict[str, Any]]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._said += [(report.nodeid, said) for said in getattr(report, "modelprobe", ())]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        verbose = self._config.stash[SETTINGS].verbose
+        first = self._first_use()
+        shown = self._said if verbose else [pair for pair in self._said if pair[1]["findings"]]
+        if first is not None and not verbose:
+            shown = [first, *(pair for pair in shown if pair is not first)]
+        if not shown or self._config.getoption("verbose") < 0:
+            return
+        terminalreporter.section("modelprobe")
+        for nodeid, said in shown:
+            with_table = verbose or (first is not None and said is first[1])
+            for line in _lines(nodeid, said, with_table=with_table):
+                terminalreporter.write_line(line)
+        if first is not None and not verbose:
+            terminalreporter.write_line("This table is shown once; --modelprobe-verbose shows it for every test.")
+
+    def _first_use(self) -> tuple[str, dict[str, Any]] | None:
+        """Return what to show a person on the first use in a project: value before any assertion."""
+        cache = getattr(self._config, "cache", None)
+        if cache is None or os.environ.get("CI") or cache.get(_FIRST_USE, None) is not None:
+            return None
+        first = next((pair for pair in self._said if pair[1]["table"]), None)
+        if first is not None:
+            cache.set(_FIRST_USE, "seen")
+        return first
+
+
+def _lines(nodeid: str, said: dict[str, Any], *, with_table: bool) -> Iterator[str]:
+    from .report.text import count, printable
+
+    seen = f"{count(said['layers'], 'layer')}, {count(said['calls'], 'call')}"
+    times = f" in {said['forwards']:,} forwards" if said.get("forwards", 1) > 1 else ""
+    yield printable(f"{nodeid}: {said['name']}, {seen}{times}")
+    yield from (f"  {printable(finding)}" for finding in said["findings"])
+    if with_table:
+        yield from (f"  {line}" for line in said["table"])
