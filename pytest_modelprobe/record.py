@@ -323,7 +323,7 @@ class Record:
         return {"schema": SCHEMA, **_encode(self)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+    def from_dict(cls, data: dict[str, Any]) -> Record:
         """Return the record that `to_dict` described.
 
         Raises:
@@ -332,8 +332,8 @@ class Record:
         >>> Record.from_dict({"schema": 1, "model": "Net"})  # doctest: +ELLIPSIS
         Record(model='Net', layers={}, forwards=0, ...)
         """
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        found: object = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        if found != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}: found {found!r}")
         try:
             return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))

@@ -35,8 +35,7 @@ from pytest_modelprobe.exceptions import SelectionError
 T = TypeVar("T")
 
 Selector: TypeAlias = (
-    "str | re.Pattern[str] | type | Callable[[str, Any], bool] | Sequence[Selector] | "
-    "AbstractSet[Selector]"
+    "str | re.Pattern[str] | type | Callable[[str, Any], bool] | Sequence[Selector] | AbstractSet[Selector]"
 )
 """What ``layers=`` accepts."""
 
@@ -66,8 +65,7 @@ class Glob:
         self.text = text
         # None stands for `**`, the one segment that no regular expression on a segment expresses.
         self._segments = [
-            None if segment == "**" else re.compile(fnmatch.translate(segment))
-            for segment in _checked_segments(text)
+            None if segment == "**" else re.compile(fnmatch.translate(segment)) for segment in _checked_segments(text)
         ]
 
     def __repr__(self) -> str:
@@ -221,8 +219,7 @@ def _checked_segments(glob: str) -> list[str]:
     if "" in segments:
         fixed = ".".join(filter(None, segments))
         raise SelectionError(
-            f"{glob!r} has an empty segment: write {fixed or '**'!r}"
-            " (between two dots stands a name, * or **)."
+            f"{glob!r} has an empty segment: write {fixed or '**'!r} (between two dots stands a name, * or **)."
         )
     for segment in segments:
         if "**" in segment and segment != "**":
@@ -247,9 +244,7 @@ def _no_selector(element: Any, candidates: Mapping[str, object]) -> str:
     )
 
 
-def _nothing_matched(
-    element: Any, candidates: Mapping[str, T], type_name: Callable[[T], str]
-) -> str:
+def _nothing_matched(element: Any, candidates: Mapping[str, T], type_name: Callable[[T], str]) -> str:
     if not candidates:
         return f"{_described(element)} matches nothing: there is no layer to select from."
     none = f"none of {_count(candidates)}"

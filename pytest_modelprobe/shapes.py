@@ -214,16 +214,14 @@ write 'batch 16', with spaces alone between tokens.
         elements = spec
     else:
         raise ShapeSpecError(
-            f"Shape spec {spec!r} is of type {type(spec).__name__};"
-            " write text such as 'batch 16', or a tuple."
+            f"Shape spec {spec!r} is of type {type(spec).__name__}; write text such as 'batch 16', or a tuple."
         )
     tokens: list[int | str] = []
     for place, element in enumerate(elements, start=1):
         token = _token(element)
         if token is None:
             raise ShapeSpecError(
-                f"Shape spec {spec!r}: token {place} of {len(elements)} is {element!r};"
-                f" {_fix(spec, element)}."
+                f"Shape spec {spec!r}: token {place} of {len(elements)} is {element!r}; {_fix(spec, element)}."
             )
         tokens.append(token)
     variadic = [token for token in tokens if _is_variadic(token)]
@@ -235,9 +233,7 @@ write 'batch 16', with spaces alone between tokens.
     return ShapeSpec(tuple(tokens))
 
 
-def match(
-    spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: str
-) -> list[Mismatch]:
+def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[Mismatch]:
     """Compare an observed shape with a spec, and bind the spec's free names if it matches.
 
     A shape that does not match binds nothing, so that one wrong layer is not blamed on others.
@@ -311,9 +307,7 @@ def _format_size(token: int | str, value: Any) -> str:
     return str(value) if isinstance(value, int) else f"{value[0]}..{value[1]}"
 
 
-def _aligned(
-    spec: ShapeSpec, shape: tuple[Dimension, ...]
-) -> Iterator[tuple[int, int | str, Size]]:
+def _aligned(spec: ShapeSpec, shape: tuple[Dimension, ...]) -> Iterator[tuple[int, int | str, Size]]:
     """Each token with the index of its first dimension and what it stands for in ``shape``."""
     dimension = 0
     for token in spec.tokens:
@@ -391,9 +385,7 @@ def _checked_size(name: str, value: Any) -> Size:
         sizes = [_dimension(each) for each in value] if isinstance(value, list | tuple) else [None]
         if None not in sizes:
             return tuple(size for size in sizes if size is not None)  # all of them, for mypy
-        raise ShapeSpecError(
-            f"dims= gives {name} the value {value!r}; write a tuple of sizes, such as (4, 16)."
-        )
+        raise ShapeSpecError(f"dims= gives {name} the value {value!r}; write a tuple of sizes, such as (4, 16).")
     size = _dimension(value)
     if size is None:
         raise ShapeSpecError(
