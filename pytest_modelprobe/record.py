@@ -337,7 +337,7 @@ class Record:
             raise ValueError(f"not a record of schema {SCHEMA}: found {found!r}")
         try:
             return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))
-        except (TypeError, KeyError, IndexError, AttributeError, StopIteration) as error:
+        except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"not a record: {error}") from error
 
 
@@ -393,21 +393,34 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _decode(hint: Any, data: Any) -> Any:
+    """Return what ``data`` stands for, of the type that ``hint`` names; ValueError where it is of another."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and isinstance(data, dict):
         hints = _hints(cast(type, hint))
         unknown = data.keys() - hints.keys()
         if unknown:
-            raise ValueError(f"{hint} has no field {min(unknown)!r}")
+            raise ValueError(f"{cast(type, hint).__name__} has no field {min(unknown)!r}")
         return cast(Any, hint)(**{k: _decode(hints[k], v) for k, v in data.items()})
-    if isinstance(data, dict) and data.keys() == {"float"} and not dataclasses.is_dataclass(hint):
-        return float(data["float"])
-    if isinstance(data, list):
-        options = [hint] if origin is tuple else [a for a in args if typing.get_origin(a) is tuple]
-        inner = typing.get_args(options[0])
-        return tuple(_decode(inner[0], v) for v in data)
-    if isinstance(data, dict):
-        if origin in (types.UnionType, typing.Union):
-            return _decode(next(a for a in args if a is not type(None)), data)
+    if origin in (types.UnionType, typing.Union):
+        fitting = next((arg for arg in args if _fits(arg, data)), args[0])
+        return _decode(fitting, data)
+    if not _fits(hint, data):
+        raise ValueError(f"{data!r} stands where {getattr(hint, '__name__', hint)} is expected")
+    if origin is tuple:
+        return tuple(_decode(args[0], v) for v in data)
+    if origin is Mapping:
         return {k: _decode(args[1], v) for k, v in data.items()}
-    return data
+    return float(data["float"]) if isinstance(data, dict) else data
+
+
+def _fits(hint: Any, data: Any) -> bool:
+    """Whether plain data is of the outer kind that a hint encodes to."""
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return isinstance(data, list)
+    if isinstance(data, dict):
+        encoded_float = data.keys() == {"float"} and isinstance(data["float"], str)
+        return encoded_float if hint is float else dataclasses.is_dataclass(hint) or origin is Mapping
+    if hint is float:
+        return type(data) in (int, float)
+    return type(data) is (type(None) if hint is None else hint)

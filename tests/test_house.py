@@ -1,0 +1,102 @@
+"""The rooms of the house import what they may, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
+
+# What each room may import besides the standard library: other rooms, and these packages.
+MAY_IMPORT = {
+    "__init__": {"assertions", "exceptions", "probe", "record"},
+    "exceptions": set(),
+    "record": set(),
+    "selection": {"exceptions"},
+    "shapes": {"exceptions"},
+    "statistics": {"torch", "numpy", "record"},
+    "units": {"torch"},
+    "flatten": {"torch", "record"},
+    "seeding": {"torch", "numpy", "exceptions"},
+    "restoring": {"torch", "seeding"},
+    "layers": {"torch", "record", "exceptions"},
+    "observation": {"torch", "record", "statistics"},
+    "functionals": {"torch", "capture"},
+    "capture": {
+        "torch", "exceptions", "flatten", "functionals", "layers", "observation", "record", "statistics", "units",
+    },
+    "assembly": {"torch", "numpy", "capture", "layers", "observation", "record", "statistics"},
+    "origin": {"torch", "flatten", "record"},
+    "architecture": {"torch", "assembly", "capture", "flatten", "layers", "record", "restoring", "seeding"},
+    "probe": {
+        "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "layers", "origin", "record",
+        "restoring", "seeding", "selection",
+    },
+    "report": {"record"},
+    "assertions": {"exceptions", "record", "report", "selection", "shapes"},
+    "summary": {"assertions", "record", "report"},
+    "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "summary", "torch"},
+}  # fmt: skip
+
+# Loaded in every run of pytest: these import nothing of theirs before a test needs it.
+LAZY = {"__init__", "plugin"}
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path, *, top_level: bool = False) -> set[str]:
+    """Return the rooms and packages that a file imports, outside `if TYPE_CHECKING` too."""
+    tree = ast.parse(path.read_text("utf-8"))
+    nodes = [n for n in tree.body if not isinstance(n, ast.If)] if top_level else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = "pytest_modelprobe." if node.level else ""
+            modules = [node.module] if node.module else [alias.name for alias in node.names]
+            if node.module == "pytest_modelprobe" and not node.level:
+                modules = [f"pytest_modelprobe.{alias.name}" for alias in node.names]
+            found |= {f"{inside}{module}" for module in modules}
+    return found
+
+
+def foreign(names: set[str], room: str) -> set[str]:
+    """Reduce dotted names to rooms and third-party packages."""
+    kept = set()
+    for name in names:
+        first, _, rest = name.partition(".")
+        if first == "pytest_modelprobe":
+            kept.add(rest.split(".")[0])
+        elif first in {"torch", "numpy", "pytest", "syrupy"}:
+            kept.add(first)
+    return kept - {room}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(path) for path in FILES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    room = room_of(path)
+    inside = {p.stem for p in path.parent.glob("*.py")} if path.parent != PACKAGE else set()
+    assert foreign(imports(path), room) - inside <= MAY_IMPORT[room]
+
+
+@pytest.mark.parametrize("room", sorted(LAZY))
+def test_what_every_run_loads_imports_nothing_at_its_top(room: str) -> None:
+    assert foreign(imports(PACKAGE / f"{room}.py", top_level=True), room) <= {"pytest"}
+
+
+def test_nothing_imports_the_plugin() -> None:
+    assert not any("plugin" in foreign(imports(path), room_of(path)) for path in FILES)

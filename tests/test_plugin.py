@@ -1,0 +1,505 @@
+"""The plugin as its users meet it: options, fixtures, seeding, what it says and when it is silent."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+MODELS = """
+import torch
+from torch import nn
+
+class TinyNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.fc2(self.relu(self.fc1(x)))
+"""
+
+PASSING = """
+from models import TinyNet
+from pytest_modelprobe import assert_grad_finite, assert_no_dead_layers, assert_shapes
+
+def test_tiny_net(modelprobe):
+    model = modelprobe.build(TinyNet)
+    record = modelprobe.run(model, modelprobe.randn(4, 8), loss=lambda out: out.pow(2).mean())
+    assert_no_dead_layers(record)
+    assert_grad_finite(record)
+    assert_shapes(record, {"fc1": "batch 16", "fc2": "batch 2"}, dims={"batch": 4})
+"""
+
+DEAD = """
+import torch
+from models import TinyNet
+from pytest_modelprobe import assert_no_dead_layers
+
+def test_dead(modelprobe):
+    model = modelprobe.build(TinyNet)
+    with torch.no_grad():
+        model.fc1.bias.fill_(-100)
+    modelprobe.run(model, modelprobe.randn(4, 8))
+    assert_no_dead_layers(modelprobe)
+"""
+
+QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
+
+
+@pytest.fixture(autouse=True)
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    pytester.syspathinsert()
+    pytester.makepyfile(models=MODELS)
+
+
+# --- the way to a failure -----------------------------------------------------------------------------------------
+
+
+def test_a_users_first_test_passes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
+
+
+def test_a_failure_names_the_layer_and_hides_our_frames(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DEAD)
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: relu is dead: all 64 outputs are 0 in 1 forward; 1 of 4 layers looked at",
+            "E       layer   type   outputs   dead units   input min   input max",
+            "E       relu    ReLU        64        16/16      *",
+            "E       Every input of relu is negative: look at the bias or the scale of fc1, which feeds it.",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*assertions*.py*")
+
+
+@pytest.mark.parametrize("option", ["--assert=plain", "--assert=rewrite"])
+def test_the_text_does_not_depend_on_assertion_rewriting(pytester: pytest.Pytester, option: str) -> None:
+    pytester.makepyfile(DEAD)
+    pytester.runpytest(*QUIET, option).stdout.fnmatch_lines(["*AssertionError: relu is dead: all 64 outputs*"])
+
+
+def test_the_models_own_exception_carries_a_note(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from models import TinyNet
+
+        def test_wrong_input(modelprobe):
+            modelprobe.run(modelprobe.build(TinyNet), modelprobe.randn(4, 9))
+        """
+    )
+    pytester.runpytest(*QUIET).stdout.fnmatch_lines(
+        [
+            "*RuntimeError: mat1 and mat2 shapes cannot be multiplied*",
+            "*raised in fc1 (Linear), inputs (4, 9) float32 cpu*",
+        ]
+    )
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import sys
+
+        def pytest_unconfigure(config):
+            heavy = [name for name in ("torch", "numpy", "pytest_modelprobe.probe") if name in sys.modules]
+            print("heavy:", heavy)
+        """
+    )
+    pytester.makepyfile("def test_nothing(): pass")
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "--collect-only", "-s")
+    result.stdout.fnmatch_lines(["*1 test collected*", "heavy: []"])
+
+
+def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(modelprobe): pass")
+    result = pytester.runpytest_subprocess(*QUIET, "-p", "no:modelprobe")
+    result.stdout.fnmatch_lines(["*fixture 'modelprobe' not found*"])
+
+
+def test_the_plugin_loads_alone_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(PASSING)
+    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
+
+
+def test_strict_markers_and_warnings_as_errors_are_no_obstacle(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n" + PASSING.replace("def test", "@pytest.mark.modelprobe(seed=3)\ndef test"))
+    pytester.runpytest(*QUIET, "--strict-markers", "-W", "error").assert_outcomes(passed=1)
+
+
+# --- devices ------------------------------------------------------------------------------------------------------
+
+
+def test_one_device_adds_no_id(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest(*QUIET, "-v", "--modelprobe-device=cpu", "--modelprobe-device=cpu")
+    result.stdout.fnmatch_lines(["modelprobe: device cpu", "*::test_tiny_net PASSED*"])
+
+
+def test_several_devices_parametrise_and_group(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.fixture(scope="session")
+        def built(modelprobe_device):
+            return [modelprobe_device]
+
+        def test_a(modelprobe, built): assert modelprobe.device in built
+        def test_b(modelprobe, built): assert modelprobe.device in built
+        """
+    )
+    result = pytester.runpytest(*QUIET, "-v", "--modelprobe-device=cpu", "--modelprobe-device=cpu:0")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*::test_a?cpu?*", "*::test_b?cpu?*", "*::test_a?cpu:0?*", "*::test_b?cpu:0?*"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_device_on_the_command_line_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest(*QUIET, "--modelprobe-device=cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --modelprobe-device=cuda: torch.cuda.is_available() is False: *(torch *)"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_device_in_the_ini_file_is_a_reported_skip(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmodelprobe_devices = cpu cuda")
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest(*QUIET, "-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*device cuda: torch.cuda.is_available() is False*"])
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", ""])
+def test_what_is_no_device_is_a_usage_error(pytester: pytest.Pytester, name: str) -> None:
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest(*QUIET, f"--modelprobe-device={name}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps or auto"])
+
+
+def test_auto_is_the_best_device_there_is(pytester: pytest.Pytester) -> None:
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    pytester.makepyfile(f"def test_it(modelprobe): assert modelprobe.device.type == {best!r}")
+    pytester.runpytest(*QUIET, "--modelprobe-device=auto").assert_outcomes(passed=1)
+
+
+def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.modelprobe(devices=["cpu", "cuda:99"])
+        def test_it(modelprobe): pass
+        """
+    )
+    result = pytester.runpytest(*QUIET, "-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+
+
+@pytest.mark.parametrize("arguments", ["colour=1", "3"])
+def test_a_marker_with_other_arguments_is_an_error(pytester: pytest.Pytester, arguments: str) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.modelprobe({arguments})
+        def test_it(modelprobe): pass
+        """
+    )
+    result = pytester.runpytest(*QUIET)
+    result.stdout.fnmatch_lines(["*pytest.mark.modelprobe takes devices= and seed=;*"])
+
+
+# --- seeding ------------------------------------------------------------------------------------------------------
+
+SEEDED = """
+import random, numpy, pytest, torch
+from models import TinyNet
+
+@pytest.fixture(scope="session")
+def session_model():
+    return TinyNet()
+
+@pytest.fixture(scope="module")
+def module_model(modelprobe_factory):
+    return modelprobe_factory().build(TinyNet)
+
+@pytest.fixture
+def noise():
+    return torch.rand(1).item(), numpy.random.rand(), random.random()
+
+def numbers(modelprobe, *models):
+    for model in models:
+        record = modelprobe.run(model, modelprobe.randn(4, 8), loss="random")
+        print("SEEN", float(record.layers["fc2"].calls[0].outputs[0].forward.statistics.mean))
+
+def test_without_probe(session_model):
+    torch.rand(3)
+
+def test_a(modelprobe, session_model, noise):
+    print("SEEN", noise, torch.rand(1).item(), numpy.random.rand(), random.random())
+    numbers(modelprobe, session_model, TinyNet())
+
+def test_b(modelprobe, session_model, module_model):
+    print("SEEN", torch.rand(1).item())
+    numbers(modelprobe, session_model, module_model)
+"""
+
+
+def seen(pytester: pytest.Pytester, *args: str) -> list[str]:
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rP", *args)
+    assert result.ret == 0
+    return sorted({line for line in result.outlines if line.startswith("SEEN")})
+
+
+def test_numbers_depend_neither_on_order_nor_on_workers_nor_on_randomly(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SEEDED)
+    expected = seen(pytester, "-p", "no:randomly")
+    assert len(expected) == 5  # the session's model prints the same line in both tests
+    module = "test_numbers_depend_neither_on_order_nor_on_workers_nor_on_randomly.py"
+    assert seen(pytester, "-p", "no:randomly", f"{module}::test_b", f"{module}::test_a") == expected
+    assert seen(pytester, "-p", "randomly") == expected
+    assert seen(pytester, "-n", "2") == expected
+    alone = seen(pytester, "-p", "no:randomly", f"{module}::test_b")
+    assert set(alone) < set(expected)
+
+
+def test_the_seed_option_changes_them(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import torch\ndef test_it(modelprobe): print('SEEN', torch.rand(1).item(), modelprobe.seed)")
+    one, two = (seen(pytester, "-p", "no:randomly", f"--modelprobe-seed={seed}") for seed in (1, 2))
+    assert one != two
+    pytester.makeini("[pytest]\nmodelprobe_seed = 2")
+    assert seen(pytester, "-p", "no:randomly") == two
+
+
+def test_random_states_are_put_back(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import random, numpy, pytest, torch
+
+        states = []
+
+        def state():
+            return torch.rand(1).item(), float(numpy.random.rand()), random.random()
+
+        def seed():
+            torch.manual_seed(7), numpy.random.seed(7), random.seed(7)
+
+        def test_before():
+            seed()
+            states.append(state())
+            seed()
+
+        @pytest.fixture
+        def drawing():
+            return state()
+
+        def test_probe(modelprobe, drawing):
+            state()
+
+        def test_after():
+            assert state() == states[0]
+        """
+    )
+    pytester.runpytest(*QUIET).assert_outcomes(passed=3)
+
+
+def test_a_seed_that_is_no_number_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmodelprobe_seed = x")
+    result = pytester.runpytest(*QUIET)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: modelprobe_seed is an integer; the ini file has 'x'"])
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+ENDINGS = {
+    "pass": "pass",
+    "failure": "assert False",
+    "exception": "raise RuntimeError('x')",
+    "interrupt in forward": "model.fc1.register_forward_pre_hook(interrupt); model(x)",
+    "xfail": "pytest.xfail('x')",
+    "skip": "pytest.skip('x')",
+    "fail in forward": "model.fc1.register_forward_pre_hook(lambda *a: pytest.fail('x')); model(x)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from models import TinyNet
+        from torch import ones
+
+        KEPT = []
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        @pytest.fixture
+        def model():
+            model = TinyNet()
+            handle = model.relu.register_forward_hook(lambda *args: None)
+            yield model
+            for module in model.modules():
+                hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+                assert not any(getattr(hook, "is_modelprobe", False) for hook in hooks)
+            assert handle.id in model.relu._forward_hooks
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+            assert not any(t._backward_hooks for t in KEPT)
+            print("CLEAN")
+
+        def test_it(model, modelprobe):
+            x = ones(4, 8, requires_grad=True)
+            modelprobe.watch(model)
+            KEPT.extend([x, model(x)])
+            {ENDINGS[ending]}
+        """
+    )
+    result = pytester.runpytest_subprocess(*QUIET, "-s")
+    result.stdout.fnmatch_lines(["*CLEAN*"])
+    assert result.ret == (2 if "interrupt" in ending else result.ret)
+
+
+# --- what it says -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_silent_where_there_is_nothing_to_say(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest(*QUIET)
+    result.stdout.no_fnmatch_line("*modelprobe:*")
+    result.stdout.no_fnmatch_line("=* modelprobe =*")
+
+
+def test_the_first_use_shows_the_layers_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    result = pytester.runpytest("-p", "no:randomly")
+    result.stdout.fnmatch_lines(
+        [
+            "=* modelprobe =*",
+            "*::test_tiny_net: TinyNet, 4 layers, 4 calls",
+            "  layer *type *calls *output *mean *",
+            "  fc1 * Linear * 1 * (4, 16) *",
+            "This table is shown once; --modelprobe-verbose shows it for every test.",
+        ]
+    )
+    pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("=* modelprobe =*")
+
+
+def test_verbose_shows_the_layers_of_every_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING + PASSING[PASSING.index("def ") :].replace("test_tiny_net", "test_other"))
+    result = pytester.runpytest(*QUIET, "--modelprobe-verbose")
+    result.stdout.fnmatch_lines(["*::test_tiny_net: TinyNet*", "  fc1 *", "*::test_other: TinyNet*", "  fc1 *"])
+
+
+def test_a_finding_nobody_asserted_on_is_said(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
+
+
+def test_xdist_brings_what_was_said_to_the_controller(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
+    result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
+
+
+def test_first_use_is_not_shown_in_ci(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    pytester.makepyfile(PASSING)
+    pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("=* modelprobe =*")
+
+
+# --- fixtures -----------------------------------------------------------------------------------------------------
+
+
+def test_the_factory_runs_once_for_many_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from models import TinyNet
+        from pytest_modelprobe import assert_finite, assert_no_dead_layers
+
+        @pytest.fixture(scope="session")
+        def record(modelprobe_factory):
+            probe = modelprobe_factory()
+            print("RAN")
+            return probe.run(probe.build(TinyNet), probe.randn(4, 8))
+
+        def test_finite(record): assert_finite(record)
+        def test_dead(record): assert_no_dead_layers(record)
+        """
+    )
+    result = pytester.runpytest(*QUIET, "-s")
+    result.assert_outcomes(passed=2)
+    assert result.stdout.str().count("RAN") == 1
+
+
+def test_the_command_line_device_refuses_a_model_elsewhere(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from models import TinyNet
+        from pytest_modelprobe import ModelProbe, UsageError
+
+        def test_it():
+            probe = ModelProbe("meta", device_required=True)
+            with pytest.raises(UsageError, match="meta was asked for, but the model is on cpu, and a watch does not move"):
+                probe.watch(TinyNet())
+        """
+    )
+    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
+
+
+def test_the_class_works_inside_hypothesis(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from hypothesis import given, settings, strategies as st
+        from models import TinyNet
+        from pytest_modelprobe import ModelProbe, assert_finite, assert_shapes
+
+        @settings(max_examples=5, deadline=None)
+        @given(st.integers(1, 8))
+        def test_any_batch(batch):
+            with ModelProbe(device="cpu", seed=0) as probe:
+                record = probe.run(probe.build(TinyNet), probe.randn(batch, 8))
+            assert_finite(record)
+            assert_shapes(record, {"fc2": "batch 2"}, dims={"batch": batch})
+        """
+    )
+    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
+
+
+def test_reruns_start_from_the_same_numbers(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import torch
+        SEEN = []
+
+        def test_it(modelprobe):
+            SEEN.append(torch.rand(1).item())
+            assert len(SEEN) == 2 and SEEN[0] == SEEN[1]
+        """
+    )
+    pytester.runpytest_subprocess(*QUIET, "--reruns", "1").stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
+
+
+def test_this_python_is_supported() -> None:
+    assert sys.version_info >= (3, 11)
