@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import architecture as _architecture
-from . import seeding
+from . import initialisation, seeding
 from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
@@ -270,7 +270,7 @@ class ModelProbe:
         >>> torch.equal(a[0].weight, b[0].weight)
         True
         """
-        model = seeding.build(factory, seed=self.seed)
+        model = initialisation.build(factory, seed=self.seed)
         if any(p.is_meta for p in model.parameters()):
             return model
         return model.to(self.device)
