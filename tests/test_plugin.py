@@ -461,7 +461,7 @@ def test_the_command_line_device_refuses_a_model_elsewhere(pytester: pytest.Pyte
 
         def test_it():
             probe = ModelProbe("meta", device_required=True)
-            with pytest.raises(UsageError, match="meta was asked for, but the model is on cpu, and a watch does not move"):
+            with pytest.raises(UsageError, match="meta was asked for, but the model is on cpu, and a watch does not"):
                 probe.watch(TinyNet())
         """
     )

@@ -1,0 +1,225 @@
+"""Put a model back as it was: tensors bit for bit, attributes of its modules, gradients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from .memory import as_bytes, has_bytes
+
+# What register_forward_hook and its like change: hooks come and go as their owners want.
+_HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
+
+# By exact type: a subclass may refuse to be cleared (transformers' ModelOutput does).
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+
+def preserved(model: nn.Module, *, values: bool = True) -> ModelState:
+    """Put `model` back on exit from a `with` block, also after an exception; see `ModelState`.
+
+    >>> model = nn.BatchNorm1d(3)
+    >>> with preserved(model):
+    ...     _ = model.double()(torch.ones(8, 3).double())
+    ...     int(model.num_batches_tracked)
+    1
+    >>> int(model.num_batches_tracked), model.weight.dtype
+    (0, torch.float32)
+    """
+    return ModelState(model, values=values)
+
+
+class ModelState:
+    """What a model is at this moment, to be put back with `restore`, any number of times.
+
+    Put back, on the same objects and in the same memory, are:
+
+    * parameters, buffers and tensors that are attributes, or in a list, dict or set that is one:
+      their bits, device, dtype, requires_grad and gradients (the same tensors, the same bits).
+      Memory that did not change is not written to, and no version counter moves.
+    * all attributes of all modules: those set get their old value, those added go. Lists, dicts
+      and sets, `_modules` and `_buffers` among them, get their contents back, one level deep.
+
+    Left alone are hooks, what attributes refer to beyond that level, and the bits of sparse, fake
+    and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile;
+    only its mode is put back.
+
+    Args:
+        model: The model; its tensors' memory is copied once.
+        values: False copies no memory and puts no bits back: for a forward that cannot change any.
+    """
+
+    def __init__(self, model: nn.Module, *, values: bool = True) -> None:
+        self._values = values
+        self._containers: dict[int, _Part] = {}  # by id, so that shared ones come once
+        self._tensors: dict[int, _TensorState] = {}
+        self._memory: dict[int, _Memory] = {}  # by address
+        with _modes_off():
+            for module in model.modules():
+                self._remember_module(module)
+            for tensor in chain(model.parameters(), model.buffers()):
+                self._remember_tensor(tensor)  # those of a ScriptModule are no attributes
+
+    def __enter__(self) -> ModelState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put everything back as it was when this state was taken."""
+        with _modes_off():
+            parts: list[_Part] = [*self._containers.values(), *self._tensors.values()]
+            for part in (*parts, *self._memory.values()):
+                part.restore()
+
+    def _remember_module(self, module: nn.Module) -> None:
+        names = vars(module)
+        if _is_lazy(module):
+            self._containers[id(names)] = _Mode(names)
+            return
+        self._containers[id(names)] = _Attributes(names)
+        for value in [value for key, value in names.items() if key not in _HOOKS]:
+            self._remember_tensor(value)
+            if type(value) in _CONTAINERS:
+                self._containers[id(value)] = _Contents(value)
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._remember_tensor(item)
+
+    def _remember_tensor(self, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or id(tensor) in self._tensors:
+            return
+        state = _TensorState(tensor)
+        self._remember_tensor(state.grad)  # first: it must fit again before it is assigned
+        self._tensors[id(tensor)] = state
+        for inner in _inner_tensors(tensor):
+            self._remember_tensor(inner)
+        if self._values and has_bytes(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._memory:
+                self._memory[storage._cdata] = _Memory(storage)
+
+
+class _Part(Protocol):
+    """A part of a model that can be put back."""
+
+    def restore(self) -> None:
+        """Put it back."""
+
+
+class _Contents:
+    """What a list, dict or set holds."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._contents = container.copy()
+
+    def restore(self) -> None:
+        self._container.clear()
+        add = getattr(self._container, "extend", None) or self._container.update
+        add(self._contents)
+
+
+class _Attributes:
+    """What a module's `__dict__` holds, hooks excepted."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._values = {key: value for key, value in names.items() if key not in _HOOKS}
+
+    def restore(self) -> None:
+        for key in self._names.keys() - self._values.keys() - _HOOKS:
+            del self._names[key]
+        self._names.update(self._values)
+
+
+class _Mode:
+    """Whether a lazy module was training."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._training = names["training"]
+
+    def restore(self) -> None:
+        self._names["training"] = self._training
+
+
+class _TensorState:
+    """Which memory a tensor looks at, and what autograd knows of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._place = tensor.data if has_bytes(tensor) else None
+        self._is_leaf = tensor.is_leaf
+        self._requires_grad = tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+
+    def restore(self) -> None:
+        tensor = self._tensor
+        if self._place is not None and not _same_place(tensor, self._place):
+            tensor.data = self._place  # module.to() gave it another
+        if not self._is_leaf:
+            return
+        if not tensor.is_leaf and not tensor._is_view():
+            tensor.detach_()  # something in-place made it part of a graph
+        if tensor.is_leaf:
+            if tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+class _Memory:
+    """The bytes of a storage: whole, so that views, overlaps and ties need no thought."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._bytes = as_bytes(storage).clone()
+
+    def restore(self) -> None:
+        if self._storage.nbytes() != self._bytes.numel():
+            self._storage.resize_(self._bytes.numel())
+        now = as_bytes(self._storage)
+        if not torch.equal(now, self._bytes):  # memory that did not change may be read-only
+            now.copy_(self._bytes)
+
+
+@contextmanager
+def _modes_off() -> Iterator[None]:
+    """Work on the tensors themselves, whatever fake mode or default device is around."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
+
+
+def _inner_tensors(tensor: Any) -> list[object]:
+    """What a wrapper is made of: a DTensor's local shard, for one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        has_bytes(a)
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        and a.storage_offset() == b.storage_offset()
+    )
