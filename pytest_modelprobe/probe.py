@@ -145,7 +145,7 @@ class ModelProbe:
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, device_required: bool = False) -> None:
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.seed = seed
         self.kept: Mapping[str, list[Any]] = {}
         """Outputs of the layers in ``keep=`` of the newest `run`."""
@@ -201,6 +201,8 @@ class ModelProbe:
         check_supported(model)
         if mode not in (None, "train", "eval"):
             raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
+        if loss is not None and loss != "random" and not callable(loss):
+            raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
         run = _Run(self, model, args, {**(kwargs or {}), **model_kwargs}, loss, mode)
         record, self.kept = run.record(layers=layers, keep=keep, functionals=functionals)
         self._remember(type(model).__name__, record)
@@ -480,6 +482,13 @@ def _loss_name(loss: Loss | None) -> str | None:
     if loss is None or isinstance(loss, str):
         return loss
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"{device!r} is no device that torch knows: give 'cpu', 'cuda', 'cuda:1' or 'mps'") from None
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

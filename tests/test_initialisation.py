@@ -557,7 +557,7 @@ def test_an_error_of_the_factory_passes_and_the_states_are_put_back():
 
 def test_weights_are_the_same_in_another_process():
     code = (
-        "from torch import nn; from pytest_modelprobe.seeding import build;"
+        "from torch import nn; from pytest_modelprobe.initialisation import build;"
         "print(build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -577,7 +577,8 @@ def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monke
     assert torch.equal(target, expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [n for n in WAYS if n not in ("orthogonal_", "spectral_norm")])
 def test_a_model_made_on_cuda_has_the_weights_of_the_cpu(name):
     cpu = tensors(build(lambda: Holder(WAYS[name], more=1), seed=0))

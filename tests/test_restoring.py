@@ -454,7 +454,8 @@ def test_a_device_context_does_not_move_what_is_kept():
     assert bits(model.running_mean) == before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_model_comes_back_from_another_device():
     model = Net()
     before = state(model)

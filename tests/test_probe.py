@@ -1,0 +1,441 @@
+"""`ModelProbe` and `Watch`: running, watching, what they refuse, and that a run leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
+
+from pytest_modelprobe import ModelProbe, NothingObservedError, SelectionError, UnsupportedModelError, UsageError
+from pytest_modelprobe.record import Record
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.drop(F.relu(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    return ModelProbe()
+
+
+@pytest.fixture
+def net(probe: ModelProbe) -> Net:
+    return probe.build(Net)
+
+
+def output_mean(record: Record, layer: str = "(root)") -> float | None:
+    statistics = record.layers[layer].calls[0].outputs[0].forward.statistics
+    return statistics.mean if statistics else None
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """Return all that a run might have changed, comparable."""
+    tensors = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        "tensors": {n: t.numpy().tobytes() for n, t in tensors.items()},
+        "identities": [id(t) for t in (*model.parameters(), *model.buffers())],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.numpy().tobytes()) for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "plain": [{k: v for k, v in vars(m).items() if isinstance(v, int)} for m in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "random": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", None])
+@pytest.mark.parametrize("loss", [None, "random", lambda out: out.sum()], ids=["no loss", "random", "sum"])
+def test_a_run_leaves_no_trace(probe: ModelProbe, net: Net, mode: Any, loss: Any) -> None:
+    net(probe.randn(2, 1, 8, 8)).sum().backward()  # gradients that are there before
+    before = everything(net)
+    probe.run(net, probe.randn(2, 1, 8, 8), loss=loss, mode=mode)
+    assert everything(net) == before
+
+
+def test_a_run_that_raises_leaves_no_trace(probe: ModelProbe, net: Net) -> None:
+    before = everything(net)
+    with pytest.raises(RuntimeError, match="expected input"):
+        probe.run(net, probe.randn(2, 3, 8, 8), mode="train")
+    assert everything(net) == before
+
+
+def test_a_run_does_not_change_its_inputs(probe: ModelProbe) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    probe.run(nn.Sequential(nn.ReLU(inplace=True)), torch.full((2,), -1.0))
+    y = torch.full((2,), -1.0)
+    probe.run(nn.ReLU(inplace=True), y)
+    assert y.tolist() == [-1.0, -1.0]
+    probe.run(nn.Linear(3, 1), x, loss="random")
+    assert x.grad is None
+
+
+def test_two_runs_give_the_same_record_in_train_mode_too(probe: ModelProbe, net: Net) -> None:
+    first = probe.run(net, probe.randn(4, 1, 8, 8), loss="random", mode="train")
+    torch.rand(7)
+    second = probe.run(net, probe.randn(4, 1, 8, 8), loss="random", mode="train")
+    assert first == second
+    assert first.layers["drop"].calls[0].random is not None
+
+
+def test_the_gradient_of_an_input_is_seen(probe: ModelProbe) -> None:
+    record = probe.run(nn.Linear(3, 1), torch.ones(2, 3, requires_grad=True), loss="random")
+    assert record.layers["(root)"].calls[0].inputs[0].backward is not None
+
+
+def test_a_run_starts_without_gradients(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 1)
+    plain = probe.run(model, torch.ones(1, 2), loss="random")
+    model.weight.grad = torch.full_like(model.weight, 100.0)
+    assert probe.run(model, torch.ones(1, 2), loss="random") == plain
+
+
+def test_keywords_reach_the_model_also_those_that_run_takes(probe: ModelProbe) -> None:
+    class Keywords(nn.Module):
+        def forward(self, *, x: torch.Tensor, mode: str, loss: float = 0.0) -> torch.Tensor:
+            return x + loss if mode == "add" else x
+
+    record = probe.run(Keywords(), x=torch.ones(2), kwargs={"mode": "add", "loss": 2.0})
+    assert output_mean(record) == 3.0
+    assert record.layers["(root)"].calls[0].arguments == {"mode": "add", "loss": 2.0}
+
+
+def test_a_loss_works_under_no_grad(probe: ModelProbe) -> None:
+    with torch.no_grad():
+        assert probe.run(nn.Linear(3, 1), torch.ones(2, 3), loss="random").backwards == 1
+
+
+@pytest.mark.parametrize("width", [2, 64])
+def test_the_random_loss_sees_through_a_softmax(probe: ModelProbe, width: int) -> None:
+    record = probe.run(nn.Sequential(nn.Linear(4, width), nn.Softmax(-1)), probe.randn(8, 4), loss="random")
+    gradient = record.layers["0"].parameters[0].gradient
+    assert gradient is not None
+    assert gradient.statistics is not None
+    assert (gradient.statistics.rms or 0) > 1e-4
+    assert record.loss == "random"
+
+
+def test_every_floating_output_has_a_part_in_the_random_loss(probe: ModelProbe) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"a": self.a(x), "b": [self.b(x), torch.arange(3)]}
+
+    record = probe.run(Two(), torch.ones(1, 2), loss="random")
+    assert all(p.gradient for layer in record.layers.values() for p in layer.parameters)
+
+
+def test_keep_holds_the_tensors_of_the_newest_run(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    probe.run(model, torch.ones(4, 2), keep="1")
+    (kept,) = probe.kept["1"]
+    assert torch.equal(kept, model(torch.ones(4, 2)))
+    assert not kept.requires_grad
+    probe.run(model, torch.ones(4, 2))
+    assert probe.kept == {}
+
+
+def test_functionals_are_recorded_where_asked_for(probe: ModelProbe, net: Net) -> None:
+    x = probe.randn(2, 1, 8, 8)
+    assert "relu" not in probe.run(net, x).layers
+    record = probe.run(net, x, functionals=True)
+    assert record.layers["relu"].functional
+    assert record.layers["relu"].calls[0].inputs[0].source == "norm output"
+
+
+# --- where something non-finite began -----------------------------------------------------------------------------
+
+
+class Log(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.log(self.fc1(x)))  # log
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(self.fc(x) * 0).sum(-1)  # sqrt
+
+
+def line_of(comment: str) -> int:
+    with open(__file__, encoding="utf-8") as source:
+        return next(i for i, line in enumerate(source, 1) if line.rstrip().endswith(f"# {comment}"))
+
+
+def test_the_operation_in_which_a_nan_began_is_named(probe: ModelProbe) -> None:
+    record = probe.run(probe.build(Log), probe.randn(8, 4))
+    assert record.origin is not None
+    assert record.origin.name == "torch.log"
+    assert record.origin.location == f"test_probe.py:{line_of('log')}"
+    assert record.origin.detail.startswith("input min -")
+
+
+def test_the_operation_whose_backward_gave_a_nan_is_named(probe: ModelProbe) -> None:
+    record = probe.run(probe.build(Root), probe.randn(8, 4), loss="random")
+    assert record.origin is None
+    assert record.gradient_origin is not None
+    assert record.gradient_origin.name == "SqrtBackward0"
+    assert record.gradient_origin.location == f"test_probe.py:{line_of('sqrt')}"
+
+
+# --- watch --------------------------------------------------------------------------------------------------------
+
+
+def test_a_watch_changes_nothing_and_sees_everything(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    twin = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    twin.load_state_dict(model.state_dict())
+    watch = probe.watch(model)
+    for m in (model, twin):
+        optimizer = torch.optim.Adam(m.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            m(torch.full((3, 2), float(step))).pow(2).mean().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert (watch.record.forwards, watch.record.backwards) == (5, 5)
+    statistics = watch.record.layers["(root)"].calls[0].inputs[0].forward.statistics
+    assert statistics is not None
+    assert (statistics.count, statistics.min, statistics.max, statistics.mean) == (30, 0.0, 4.0, 2.0)
+
+
+def test_first_and_last_tell_of_one_forward(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    watch = probe.watch(model)
+    for value in (1.0, 2.0, 3.0):
+        model(torch.full((1, 2), value))
+    inputs = [r.layers["(root)"].calls[0].inputs[0].forward.statistics for r in (watch.first, watch.last, watch.record)]
+    assert [(s.mean, s.count) for s in inputs if s] == [(1.0, 2), (3.0, 2), (2.0, 6)]
+
+
+def test_a_record_taken_early_does_not_change(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    watch = probe.watch(model)
+    model(torch.ones(1, 2))
+    early = watch.record
+    model(torch.ones(1, 2))
+    assert (early.forwards, watch.record.forwards) == (1, 2)
+
+
+def test_a_closed_watch_still_tells_what_it_saw(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    with probe.watch(model) as watch:
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    watch.close()
+    assert watch.record.forwards == 1
+    assert watch.closed
+
+
+def test_a_watch_that_is_forgotten_detaches(probe: ModelProbe) -> None:
+    from pytest_modelprobe import Watch
+
+    model = nn.Linear(2, 2)
+    watch = Watch(model)
+    gone = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert gone() is None
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_closing_the_probe_closes_its_watches() -> None:
+    model = nn.Linear(2, 2)
+    with ModelProbe() as probe:
+        probe.watch(model)
+        probe.watch(model)
+    assert not model._forward_hooks
+
+
+def test_many_watches_do_not_grow_memory(probe: ModelProbe) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+
+    def cycle(times: int) -> int:
+        for _ in range(times):
+            with probe.watch(model):
+                model(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+        return len(gc.get_objects())
+
+    settled = cycle(30)
+    assert cycle(1000) - settled < 300
+
+
+# --- the record of the only run or watch --------------------------------------------------------------------------
+
+
+def test_the_record_is_that_of_the_only_run(probe: ModelProbe) -> None:
+    record = probe.run(nn.Linear(2, 2), torch.ones(1, 2))
+    assert probe.record is record
+
+
+def test_without_a_run_the_record_is_an_explained_error(probe: ModelProbe) -> None:
+    with pytest.raises(NothingObservedError, match=r"nothing was observed: call modelprobe\.run\(model, \.\.\.\), or"):
+        _ = probe.record
+
+
+def test_with_two_watches_the_record_is_an_explained_error(probe: ModelProbe) -> None:
+    probe.watch(nn.Linear(2, 2), name="a")
+    probe.watch(nn.Linear(2, 2), name="b")
+    with pytest.raises(UsageError, match=r"2 runs and watches were made \(a, b\): say which, by asserting on"):
+        _ = probe.record
+
+
+# --- architecture -------------------------------------------------------------------------------------------------
+
+
+def test_the_architecture_of_a_model_on_meta_has_shapes() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=1024, intermediate_size=2048, num_attention_heads=8, vocab_size=32000
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    record = ModelProbe().architecture(model, input_ids=torch.zeros(2, 16, dtype=torch.int64), use_cache=False)
+    assert record.notes == ()
+    assert record.layers["lm_head"].calls[0].outputs[0].shape == (2, 16, 32000)
+    mlp = record.layers["model.layers.1.mlp"].calls[0]
+    assert mlp.inputs[0].source == "model.layers.1.post_attention_layernorm output"
+    assert all(p.is_meta for p in model.parameters())
+    assert not any("Fake" in type(v).__name__ for m in model.modules() for v in vars(m).values())
+
+
+def test_the_architecture_agrees_with_a_run(probe: ModelProbe) -> None:
+    model = probe.build(lambda: ResNetModel(ResNetConfig(depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8)))
+    x = probe.randn(2, 3, 32, 32)
+    real, fake = probe.run(model, x), probe.architecture(model, x)
+
+    def shapes(record: Record) -> dict[str, list[Any]]:
+        return {n: [v.shape for c in layer.calls for v in c.outputs] for n, layer in record.layers.items()}
+
+    assert shapes(real) == shapes(fake)
+    assert fake.layers["(root)"].calls[0].outputs[0].forward.reason == "fake tensor"
+
+
+def test_the_architecture_leaves_the_model_as_it_was(probe: ModelProbe) -> None:
+    model = probe.build(lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50)))
+    before = everything(model)
+    probe.architecture(model, input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert everything(model) == before
+    assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.int64)).logits).all()
+
+
+def test_a_forward_that_needs_contents_gives_structure_and_the_reason(probe: ModelProbe) -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if x.sum().item() > 0 else x
+
+    record = probe.architecture(Branch(), torch.ones(1, 2))
+    assert list(record.layers) == ["(root)", "fc"]
+    assert record.forwards == 0
+    assert record.notes[0].startswith("structure without shapes: the forward cannot run on fake tensors (DataDependent")
+
+
+def test_without_inputs_the_architecture_is_the_structure(probe: ModelProbe) -> None:
+    record = probe.architecture(nn.Linear(2, 3))
+    assert [p.shape for p in record.layers["(root)"].parameters] == [(3, 2), (3,)]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "function": (lambda: lambda x: x, "a model is a torch.nn.Module; got function: wrap the function in a module"),
+    "number": (lambda: 3, "a model is a torch.nn.Module; got int"),
+    "class": (lambda: Net, r"Net is the class, not a model: give an instance, Net\(\.\.\.\)"),
+    "script": (lambda: torch.jit.script(nn.Linear(1, 1)), "a ScriptModule runs outside Python and calls no hooks"),
+    "parallel": (lambda: nn.DataParallel(nn.Linear(1, 1)), "DataParallel runs copies .* give model.module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("call", ["run", "watch", "architecture"])
+@pytest.mark.parametrize("kind", BAD_MODELS)
+def test_what_cannot_be_probed_is_refused_with_a_sentence(probe: ModelProbe, kind: str, call: str) -> None:
+    make, message = BAD_MODELS[kind]
+    with pytest.raises(UnsupportedModelError, match=message):
+        getattr(probe, call)(make())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"loss\(output\) returned a tensor of shape \(3, 2\): reduce it to a scalar"),
+        (lambda out: out.sum().item(), r"loss\(output\) returns a scalar tensor; got float"),
+        (lambda out: out.sum().detach(), r"loss\(output\) has no gradient: it was detached"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(probe: ModelProbe, loss: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss=loss)
+
+
+def test_a_random_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match='loss="random" needs a floating output that requires grad'):
+        probe.run(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2), loss="random")
+
+
+def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
+        probe.run(nn.Linear(2, 2), torch.ones(3, 2), mode="test")
+    with pytest.raises(UsageError, match="loss is a function of the output, 'random' or None; got 'sum'"):
+        probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
+
+
+def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:
+    for call in (probe.watch, lambda m, **k: probe.run(m, torch.ones(1, 1, 8, 8), **k)):
+        with pytest.raises(SelectionError, match="'covn' .*conv"):
+            call(Net(), layers="covn")
+
+
+def test_a_model_without_numbers_cannot_run(probe: ModelProbe) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"the model is on the meta device .* modelprobe\.architecture"):
+        probe.run(nn.Linear(2, 2, device="meta"), torch.ones(1, 2))
+
+
+def test_inputs_on_another_device_are_named(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    probe.watch(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 2, device="meta"))
+    assert caught.value.__notes__ == [
+        "raised in (root) (Linear), inputs (1, 2) float32 meta",
+        "input is on meta, (root) on cpu: move one with .to('cpu')",
+    ]
+
+
+def test_an_unusual_device_is_refused() -> None:
+    with pytest.raises(UsageError, match="'gpu' is no device that torch knows"):
+        ModelProbe("gpu")
