@@ -1,0 +1,88 @@
+"""The unit axis of an output: where channels or features lie, decided by the module and never by the shape alone.
+
+By rank one would look along the wrong axis: NHWC outputs, tokens, and sequences of a convolution have the same number
+of axes. Axes are counted from the end, so that they hold with and without a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_LAST = -1
+_SECOND = "axis 1 of the output"  # behind the batch, whatever follows
+_INHERITED = "that of what went in"
+
+_BY_RULE: dict[int | str, str] = {
+    _LAST: "Linear Bilinear Embedding EmbeddingBag LayerNorm RMSNorm RNNBase RNNCellBase Conv1D Transformer "
+    "TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer",
+    _SECOND: "BatchNorm1d SyncBatchNorm GroupNorm LocalResponseNorm CrossMapLRN2d Upsample ChannelShuffle "
+    "FeatureAlphaDropout",
+    -2: "Unfold",
+    -3: "Fold PixelShuffle PixelUnshuffle",
+}
+_RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+"""By class name. Everything of torch with a number of spatial axes in its name (Conv2d, MaxPool1d) follows that."""
+
+_SPATIAL = re.compile(r"([123])d$")
+_POINTWISE = ("torch.nn.modules.activation.", "torch.nn.modules.dropout.", "torch.nn.modules.linear.Identity")
+_KNOWN = ("torch.nn.modules.", "torch.ao.nn.", "transformers.pytorch_utils.")  # the last has the `Conv1D` of GPT-2
+
+
+def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -> int | None:
+    """Return the axis of an output along which its units lie, counted from the end; None if it cannot be known.
+
+    Args:
+        module: The module that returned the output.
+        output: One of its output tensors; only its shape is looked at.
+        inherited: The unit axis of the input, or of what was made inside, of the same shape; None if there is none.
+
+    >>> import torch
+    >>> unit_axis(nn.Conv2d(3, 8, 3), torch.empty(2, 8, 4, 4)), unit_axis(nn.Linear(3, 8), torch.empty(2, 4, 8))
+    (-3, -1)
+    >>> unit_axis(nn.ReLU(), torch.empty(2, 8, 4, 4), inherited=-3), unit_axis(nn.ReLU(), torch.empty(2, 8))
+    (-3, None)
+    """
+    axis = _axis(module, output.shape, inherited)
+    return axis if axis is None or -axis <= output.dim() else None
+
+
+def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return _LAST if shape and shape[-1] == module.embed_dim else None  # not of the attention weights
+    if isinstance(module, nn.Flatten):
+        return _LAST if module.start_dim in (0, 1) and module.end_dim in (-1, len(shape)) else inherited
+    cls: type = type(module)
+    rule = _rule(cls)
+    if rule == _SECOND:
+        return 1 - len(shape) if len(shape) > 1 else None
+    if isinstance(rule, int):
+        return rule
+    own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]
+    if rule == _INHERITED or all(math.prod(size) == 1 for size in own) or any(module.children()):
+        return inherited
+    # A norm of one's own, like LlamaRMSNorm, has vectors of one size: they tell the axis if they fit only one.
+    fitting = {axis for axis in (_LAST, 1 - len(shape)) if axis < 0 and set(own) == {(shape[axis],)}}
+    return fitting.pop() if len(fitting) == 1 else inherited if inherited in fitting else None
+
+
+@functools.cache
+def _rule(cls: type) -> int | str | None:
+    """Return what holds for a class: what is known of its nearest base that is torch's."""
+    for base in cls.__mro__:
+        name = f"{base.__module__}.{base.__name__}"
+        spatial = _SPATIAL.search(base.__name__)
+        known = name.startswith(_KNOWN)
+        if known and base.__name__ in _RULES:
+            return _RULES[base.__name__]
+        # A class of another library counts if it is a norm: a LayerNorm2d permutes, then normalises the last axis.
+        if spatial and (known or issubclass(cls, (nn.LayerNorm, nn.GroupNorm))):
+            return -1 - int(spatial[1])
+        if name.startswith(_POINTWISE):
+            return _INHERITED
+    return None
