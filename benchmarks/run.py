@@ -1,0 +1,305 @@
+"""What the probe costs, as ratios to the same step without it, measured in turns in one process.
+
+    python benchmarks/run.py            # all, and writes RESULTS.md beside this file
+    python benchmarks/run.py gpt2 load  # some, printed only
+
+A step is a forward and a backward. In each round every mode runs once, in an order that changes; a ratio is the median
+over rounds of (mode / unwatched) within a round, for a machine's speed drifts between rounds. Spread: the middle half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
+
+from pytest_modelprobe import ModelProbe, Watch
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+Step = Callable[[], None]
+Mode = Callable[[nn.Module], Any]
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def resnet50() -> tuple[nn.Module, dict[str, Any]]:
+    return ResNetModel(ResNetConfig()).train(), {"pixel_values": torch.randn(8, 3, 224, 224)}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=6)).train()
+    return model, {"input_ids": torch.randint(0, 50257, (2, 256)), "use_cache": False}
+
+
+def vit() -> tuple[nn.Module, dict[str, Any]]:
+    return ViTModel(ViTConfig(num_hidden_layers=6)).train(), {"pixel_values": torch.randn(4, 3, 224, 224)}
+
+
+def tiny() -> tuple[nn.Module, dict[str, Any]]:
+    layers = [layer for _ in range(16) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(*layers), {"input": torch.randn(4, 8)}
+
+
+MODELS = {"ResNet-50, 8 x 224²": resnet50, "GPT-2, 6 blocks, 2 x 256": gpt2, "ViT-B, 6 blocks, 4 x 224²": vit}
+
+# --- modes --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    with Watch(model):
+        yield
+
+
+@contextlib.contextmanager
+def watched_and_read(model: nn.Module) -> Iterator[None]:
+    with Watch(model) as watch:
+        yield
+        _ = watch.record
+
+
+@contextlib.contextmanager
+def naive(model: nn.Module) -> Iterator[None]:
+    """What one writes by hand: eight statistics of each output and its gradient, each read at once."""
+    kept: dict[str, list[float]] = {}
+
+    def read(name: str, x: torch.Tensor) -> None:
+        kept[name] = [
+            x.mean().item(), x.std().item(), x.min().item(), x.max().item(), x.abs().mean().item(), x.norm().item(),
+            (x == 0).float().mean().item(), torch.isnan(x).any().item(),
+        ]  # fmt: skip
+
+    def hook(name: str) -> Any:
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                read(name, output.detach())
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: read(f"{name} gradient", gradient))
+
+        return see
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+MODES: dict[str, Mode] = {
+    "unwatched": unwatched,
+    "watched": watched,
+    "watched, record read": watched_and_read,
+    "naive hooks": naive,
+}
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def step_of(model: nn.Module, inputs: dict[str, Any]) -> Step:
+    def step() -> None:
+        model.zero_grad()
+        output = model(
+            *([inputs["input"]] if "input" in inputs else []), **{k: v for k, v in inputs.items() if k != "input"}
+        )
+        tensor = output if isinstance(output, torch.Tensor) else output[0]
+        tensor.float().pow(2).mean().backward()
+
+    return step
+
+
+def in_turns(model: nn.Module, step: Step, modes: dict[str, Mode], rounds: int) -> dict[str, list[float]]:
+    """Return seconds of each mode, a number a round. What attaching costs is measured apart."""
+    times: dict[str, list[float]] = {name: [] for name in modes}
+    order = list(modes)
+    shuffle = random.Random(0).shuffle
+    for turn in itertools.count(-1):  # the first round warms up
+        if turn == rounds:
+            return times
+        shuffle(order)
+        for name in order:
+            gc.collect()
+            with modes[name](model):
+                start = time.perf_counter()
+                step()
+                seconds = time.perf_counter() - start
+            if turn >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def ratios(times: dict[str, list[float]], base: str = "unwatched") -> dict[str, tuple[float, float, float]]:
+    """Return lower quartile, median and upper quartile of each mode's ratio to the base."""
+    found = {}
+    for name, values in times.items():
+        each = [a / b for a, b in zip(values, times[base], strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4)
+        found[name] = low, middle, high
+    return found
+
+
+def bench_model(make: Callable[[], tuple[nn.Module, dict[str, Any]]], rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs = make()
+    times = in_turns(model, step_of(model, inputs), MODES, rounds)
+    return {"seconds": statistics.median(times["unwatched"]), "ratios": ratios(times)}
+
+
+def bench_python(rounds: int = 200) -> dict[str, Any]:
+    """Microseconds a layer call, forward and backward: tensors so small that only Python counts."""
+    model, inputs = tiny()
+    times = in_turns(model, step_of(model, inputs), MODES, rounds)
+    calls = len(list(model.modules()))
+    base = statistics.median(times["unwatched"])
+    return {name: (statistics.median(values) - base) / calls * 1e6 for name, values in times.items()}
+
+
+def bench_attach(rounds: int = 5) -> float:
+    """Milliseconds to attach to 10,000 modules and detach again."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(10_000)))
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        Watch(model).close()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e3
+
+
+def bench_run(rounds: int = 7) -> float:
+    """`run` end to end, in plain steps of the same model."""
+    torch.manual_seed(0)
+    model, inputs = gpt2()
+    probe = ModelProbe()
+    step = step_of(model, inputs)
+    each = []
+    for turn in range(-1, rounds):
+        start = time.perf_counter()
+        step()
+        middle = time.perf_counter()
+        probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
+        end = time.perf_counter()
+        if turn >= 0:
+            each.append((end - middle) / (middle - start))
+    return statistics.median(each)
+
+
+def bench_load(rounds: int = 15) -> dict[str, float]:
+    """Milliseconds of `pytest --collect-only` on one empty test, with the plugin and without, in turns."""
+    modes = {"without": ["-p", "no:modelprobe"], "with": []}
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_empty.py").write_text("def test_nothing(): pass\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        for turn in range(-1, rounds):
+            for name, arguments in modes.items():
+                start = time.perf_counter()
+                subprocess.run([*command, *arguments], cwd=folder, check=True, capture_output=True)
+                if turn >= 0:
+                    seconds[name].append(time.perf_counter() - start)
+    pairs = zip(seconds["with"], seconds["without"], strict=True)
+    return {
+        "without": statistics.median(seconds["without"]) * 1e3,
+        "with": statistics.median(seconds["with"]) * 1e3,
+        "difference": statistics.median(a - b for a, b in pairs) * 1e3,
+    }
+
+
+# --- telling ------------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    return (
+        f"{os.cpu_count()} cores ({platform.machine()}), {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, float32 on the CPU"
+    )
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    names = [name for name in MODES if name != "unwatched"]
+    lines = [f"| model | step, ms | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for model, result in results.items():
+        cells = (f"{m:.3f} ({low:.3f} to {high:.3f})" for low, m, high in (result["ratios"][n] for n in names))
+        lines.append(f"| {model} | {result['seconds'] * 1e3:,.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def report(results: dict[str, Any]) -> str:
+    parts = ["# Results", "", "Command: `tox -e bench`. Machine: " + machine() + ".", ""]
+    if "models" in results:
+        parts += ["## A step, forward and backward, in steps without a probe", ""]
+        parts += ["Median over rounds, and the middle half. *Naive hooks*: eight statistics an output and a gradient,"]
+        parts += ["each read with `.item()`.", "", *table(results["models"]), ""]
+    if "python" in results:
+        parts += [
+            "## The price of Python",
+            "",
+            "Microseconds a layer call beyond the unwatched step, forward and backward,",
+        ]
+        parts += ["on 32 layers of 8 units:", ""]
+        parts += [f"- {name}: {value:.0f}" for name, value in results["python"].items() if name != "unwatched"] + [""]
+    if "attach" in results:
+        parts += [f"Attach to 10,000 modules and detach: {results['attach']:.0f} ms.", ""]
+    if "run" in results:
+        parts += [
+            f"`run` of the GPT-2 end to end (state kept and put back, record made): {results['run']:.2f} steps.",
+            "",
+        ]
+    if "load" in results:
+        load = results["load"]
+        parts += [
+            "## A project that does not use the probe",
+            "",
+            "`pytest --collect-only` on one empty test, in turns:",
+        ]
+        times = f"{load['without']:.0f} ms without the plugin, {load['with']:.0f} ms with it"
+        parts += [f"{times}; the median difference of pairs is {load['difference']:.1f} ms. torch is not imported.", ""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="*", help="resnet, gpt2, vit, python, attach, run, load; all by default")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    chosen = set(options.which)
+
+    def wanted(name: str) -> bool:
+        return not chosen or name in chosen
+
+    results: dict[str, Any] = {}
+    for title, make in MODELS.items():
+        if wanted(make.__name__.removesuffix("50")):
+            results.setdefault("models", {})[title] = bench_model(make, options.rounds)
+            print(title, json.dumps(results["models"][title]), flush=True)
+    for name, bench in (("python", bench_python), ("attach", bench_attach), ("run", bench_run), ("load", bench_load)):
+        if wanted(name):
+            results[name] = bench()
+    text = report(results)
+    print(text)
+    if not chosen:
+        RESULTS.write_text(text, encoding="utf-8")
+        RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
