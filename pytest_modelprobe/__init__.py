@@ -65,9 +65,8 @@ def __getattr__(name: str) -> Any:
         return version("pytest-modelprobe")
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
-    globals()[name] = value
-    return value
+    # Not kept here: pytester drops modules between runs and keeps this one, and two `Record` classes are not one.
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
 
 
 def __dir__() -> list[str]:

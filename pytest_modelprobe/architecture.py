@@ -71,7 +71,6 @@ def _run_on_fakes(capture: Capture, model: nn.Module, args: tuple[Any, ...], kwa
     try:
         with mode:
             functional_call(model, state, args, kwargs, tie_weights=False)
-        capture.check()
     except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:

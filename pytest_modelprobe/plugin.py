@@ -31,12 +31,13 @@ class Settings:
     verbose: bool
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
     """Definitions of the fixtures on which a test with a probe depends."""
-    reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """What tests with a probe saw; filled where the terminal is."""
+    shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
+    """Probes that outlive a test: what they newly saw is told with the test in which they saw it."""
 
 
 SETTINGS = pytest.StashKey[Settings]()
 _SAID = pytest.StashKey[list[dict[str, Any]]]()
+_FAILED = pytest.StashKey[bool]()
 
 # --- options ------------------------------------------------------------------------------------------------------
 
@@ -189,24 +190,35 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     settings = request.config.stash[SETTINGS]
     marker = request.node.get_closest_marker("modelprobe")
     seed = _marked(marker).get("seed", settings.seed) if marker else settings.seed
-    required = settings.devices_from == "command line" and modelprobe_device.type != "cpu"
-    with ModelProbe(modelprobe_device, seed, device_required=required) as probe:
+    with ModelProbe(modelprobe_device, seed, device_required=_required(settings, modelprobe_device)) as probe:
         yield probe
-        request.node.stash[_SAID] = _summaries(probe, request.config)
+        request.node.stash[_SAID] = _told(probe, request.config)
+
+
+def _required(settings: Settings, device: Any) -> bool:
+    """Whether a model elsewhere is a mistake: the device was asked for by name, and is not where models are made."""
+    return settings.devices_from == "command line" and device.type != "cpu"
 
 
 @pytest.fixture(scope="session")
 def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterator[Callable[[], ModelProbe]]:
-    """Makes probes for fixtures of wider scope: run a model once, assert in many tests."""
+    """Makes probes for fixtures of wider scope: run a model once, assert in many tests.
+
+    They take the seed of the session: a marker belongs to one test, and these do not.
+    """
     from .probe import ModelProbe
 
     settings = request.config.stash[SETTINGS]
     with contextlib.ExitStack() as probes:
 
         def make() -> ModelProbe:
-            return probes.enter_context(ModelProbe(modelprobe_device, settings.seed))
+            required = _required(settings, modelprobe_device)
+            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, device_required=required))
+            settings.shared_probes.append(probe)
+            return probe
 
         yield make
+    settings.shared_probes.clear()
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------
@@ -254,8 +266,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 # --- what to say --------------------------------------------------------------------------------------------------
 
 
-def _summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
-    """Return, in plain types, what each run and watch of a probe saw."""
+def _told(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
+    """Return, in plain types, what each run and watch of a probe saw that was not told before."""
     from .exceptions import ModelProbeError
     from .report.text import layer_table
     from .summary import findings
@@ -263,7 +275,7 @@ def _summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]
     cache = getattr(config, "cache", None)
     table_wanted = config.stash[SETTINGS].verbose or (cache is not None and cache.get(_FIRST_USE, None) is None)
     said = []
-    for name, source in probe.sources:
+    for name, source in probe.tell():
         try:
             record = source if not hasattr(source, "record") else source.record
         except ModelProbeError as error:
@@ -286,9 +298,16 @@ def _summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Put what the probe saw on the report of the teardown: it reaches the controller of xdist by itself."""
     report = yield
-    said = item.stash.get(_SAID, None)
-    if report.when == "teardown" and said:
-        report.modelprobe = said
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    elif report.when == "teardown":
+        said = item.stash.get(_SAID, [])
+        for probe in item.config.stash[SETTINGS].shared_probes:
+            said += _told(probe, item.config)
+        if item.stash.get(_FAILED, False):
+            said = [{**one, "findings": []} for one in said]  # the failure has said it
+        if said:
+            report.modelprobe = said
     return report
 
 
@@ -316,7 +335,7 @@ class _Terminal:
         shown = self._said if verbose else [pair for pair in self._said if pair[1]["findings"]]
         if first is not None and not verbose:
             shown = [first, *(pair for pair in shown if pair is not first)]
-        if not shown or self._config.getoption("verbose") < 0:
+        if not shown or (self._config.getoption("verbose") < 0 and not verbose):
             return
         terminalreporter.section("modelprobe")
         for nodeid, said in shown:

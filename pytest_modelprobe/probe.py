@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +23,7 @@ from .layers import Layers, check_supported
 from .origin import find_gradient_origin, find_origin
 from .record import Record
 from .restoring import preserved
-from .selection import Selector, select
+from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
@@ -152,6 +152,7 @@ class ModelProbe:
         self._device_required = device_required
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
+        self._told = 0
         self._open: list[Watch] = []
 
     # --- running and watching -------------------------------------------------------------------------------------
@@ -277,22 +278,28 @@ class ModelProbe:
             return model
         return model.to(self.device)
 
-    def randn(self, *shape: int, name: str = "x") -> torch.Tensor:
+    def randn(self, *shape: int | Sequence[int], name: str = "x") -> torch.Tensor:
         """Return normally distributed numbers that depend on ``name``, the shape and the seed alone, on the device.
 
-        >>> torch.equal(ModelProbe().randn(2, 3), ModelProbe().randn(2, 3))
-        True
-        """
-        return seeding.randn(shape, seed=self.seed, name=name, device=self.device)
+        Two calls with one name and shape give the same numbers: name the inputs of a model that takes several.
 
-    def randint(self, low: int, high: int, shape: Iterable[int], name: str = "ids") -> torch.Tensor:
+        >>> probe = ModelProbe()
+        >>> torch.equal(probe.randn(2, 3), probe.randn((2, 3))), torch.equal(probe.randn(2), probe.randn(2, name="y"))
+        (True, False)
+        """
+        sizes = [n for size in shape for n in ([size] if isinstance(size, int) else size)]
+        return seeding.randn(sizes, seed=self.seed, name=name, device=self.device)
+
+    def randint(self, low: int, high: int, shape: Sequence[int], name: str = "ids") -> torch.Tensor:
         """Return integers from ``low`` to ``high`` - 1 that depend on ``name``, the shape and the seed alone.
+
+        Two calls with one name and shape give the same numbers, as with `randn`.
 
         >>> ids = ModelProbe().randint(0, 100, (2, 16))
         >>> ids.shape, ids.dtype
         (torch.Size([2, 16]), torch.int64)
         """
-        return seeding.randint(low, high, tuple(shape), seed=self.seed, name=name, device=self.device)
+        return seeding.randint(low, high, shape, seed=self.seed, name=name, device=self.device)
 
     # --- what was seen --------------------------------------------------------------------------------------------
 
@@ -321,10 +328,11 @@ class ModelProbe:
             )
         return self._sources[0][1]
 
-    @property
-    def sources(self) -> list[tuple[str, Watch | Record]]:
-        """The newest runs and watches, each with its name."""
-        return list(self._sources)
+    def tell(self) -> list[tuple[str, Watch | Record]]:
+        """Return the newest runs and watches that were not told before, each with its name."""
+        new = list(self._sources)[-(self._seen - self._told) :] if self._seen > self._told else []
+        self._told = self._seen
+        return new
 
     def close(self) -> None:
         """Close every watch. Safe to repeat."""
@@ -341,7 +349,8 @@ class ModelProbe:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<ModelProbe on {self.device}, seed {self.seed}: {self._seen} runs and watches>"
+        seen = ", ".join(name for name, _ in self._sources) or "nothing yet"
+        return f"<ModelProbe on {self.device}, seed {self.seed}: {seen}>"
 
     def _remember(self, name: str, source: Watch | Record) -> None:
         self._seen += 1
@@ -411,7 +420,18 @@ class _Run:
             return copies[id(tensor)]
 
         args, kwargs = map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
-        return self.model(*args, **kwargs)
+        try:
+            return self.model(*args, **kwargs)
+        except TypeError as error:
+            self._note_misspelt(error)
+            raise
+
+    def _note_misspelt(self, error: TypeError) -> None:
+        """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
+        options = ("loss", "mode", "layers", "keep", "functionals", "kwargs")
+        for name in self.kwargs:
+            if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
+                error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
     def _step(self) -> None:
         __tracebackhide__ = True

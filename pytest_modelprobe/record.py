@@ -180,6 +180,16 @@ class Value:
     source: str | None = None
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 
+    @property
+    def statistics(self) -> Statistics | None:
+        """Of the value itself; None where there are no numbers."""
+        return self.forward.statistics
+
+    @property
+    def gradient(self) -> Statistics | None:
+        """Of the value's gradient; None where none arrived."""
+        return None if self.backward is None else self.backward.statistics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -257,6 +267,17 @@ class Layer:
         return self.type.rpartition(".")[2]
 
     @property
+    def output(self) -> Value:
+        """The first output of the first call.
+
+        Raises:
+            LookupError: The layer was not called, or gave out no tensor.
+        """
+        for _, value in self.outputs:
+            return value
+        raise LookupError(f"{self.name} was {'called without a tensor as output' if self.calls else 'never called'}")
+
+    @property
     def outputs(self) -> Iterator[tuple[Call, Value]]:
         """Every output value with its call."""
         return ((call, value) for call in self.calls for value in call.outputs)
@@ -283,9 +304,30 @@ class Operation:
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Record:
-    """Everything that was seen of a model: layers, their calls, the numbers of each value."""
+    """Everything that was seen of a model: layers, their calls, the numbers of each value.
+
+    >>> call = Call(
+    ...     root="fc",
+    ...     root_training=False,
+    ...     index=0,
+    ...     outputs=(
+    ...         Value(
+    ...             path="output",
+    ...             shape=(4, 2),
+    ...             dtype="float32",
+    ...             device="cpu",
+    ...             forward=Reading(statistics=Statistics(count=8, mean=0.5)),
+    ...         ),
+    ...     ),
+    ... )
+    >>> record = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear", calls=(call,))}, forwards=1)
+    >>> record
+    <Record of Net: 1 layer, 1 forward, 0 backwards>
+    >>> record["fc"].output.shape, record["fc"].output.statistics.mean
+    ((4, 2), 0.5)
+    """
 
     model: str
     """Class name of the model."""
@@ -308,6 +350,14 @@ class Record:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
 
+    def __getitem__(self, layer: str) -> Layer:
+        return self.layers[layer]
+
+    def __repr__(self) -> str:
+        seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
+        counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
+        return f"<Record of {self.model}: {', '.join(counts)}>"
+
     @property
     def calls(self) -> list[tuple[Layer, Call]]:
         """Every call with its layer, in order of execution (by start)."""
@@ -329,8 +379,8 @@ class Record:
         Raises:
             ValueError: The data is of another schema, or no record.
 
-        >>> Record.from_dict({"schema": 1, "model": "Net"})  # doctest: +ELLIPSIS
-        Record(model='Net', layers={}, forwards=0, ...)
+        >>> Record.from_dict({"schema": 1, "model": "Net"})
+        <Record of Net: 0 layers, 0 forwards, 0 backwards>
         """
         found: object = data.get("schema") if isinstance(data, dict) else type(data).__name__
         if found != SCHEMA:

@@ -335,6 +335,7 @@ ENDINGS = {
     "xfail": "pytest.xfail('x')",
     "skip": "pytest.skip('x')",
     "fail in forward": "model.fc1.register_forward_pre_hook(lambda *a: pytest.fail('x')); model(x)",
+    "timeout in forward": "model.fc1.register_forward_pre_hook(wait); model(x)",
 }
 
 
@@ -342,6 +343,8 @@ ENDINGS = {
 def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
     pytester.makepyfile(
         f"""
+        import time
+
         import pytest
         from models import TinyNet
         from torch import ones
@@ -350,6 +353,9 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
 
         def interrupt(*args):
             raise KeyboardInterrupt
+
+        def wait(*args):
+            time.sleep(60)
 
         @pytest.fixture
         def model():
@@ -371,7 +377,8 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
             {ENDINGS[ending]}
         """
     )
-    result = pytester.runpytest_subprocess(*QUIET, "-s")
+    limit = ["--timeout=1"] if "timeout" in ending else []
+    result = pytester.runpytest_subprocess(*QUIET, "-s", "-x", *limit)
     result.stdout.fnmatch_lines(["*CLEAN*"])
     assert result.ret == (2 if "interrupt" in ending else result.ret)
 
@@ -419,6 +426,33 @@ def test_xdist_brings_what_was_said_to_the_controller(pytester: pytest.Pytester)
     result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
+
+
+def test_a_failure_is_not_said_again(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DEAD)
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*dead: relu*")
+
+
+def test_what_a_shared_probe_saw_is_said_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from models import TinyNet
+
+        @pytest.fixture(scope="session")
+        def record(modelprobe_factory):
+            probe = modelprobe_factory()
+            return probe.run(probe.build(TinyNet), probe.randn(4, 8))
+
+        def test_a(record): pass
+        def test_b(record): pass
+        """
+    )
+    result = pytester.runpytest(*QUIET, "--modelprobe-verbose")
+    result.stdout.fnmatch_lines(["*::test_a: TinyNet, 4 layers, 4 calls", "  fc1 *"])
+    result.stdout.no_fnmatch_line("*::test_b: TinyNet*")
 
 
 def test_first_use_is_not_shown_in_ci(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,8 +188,8 @@ class Root(nn.Module):
 
 
 def line_of(comment: str) -> int:
-    with open(__file__, encoding="utf-8") as source:
-        return next(i for i, line in enumerate(source, 1) if line.rstrip().endswith(f"# {comment}"))
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
 
 
 def test_the_operation_in_which_a_nan_began_is_named(probe: ModelProbe) -> None:
@@ -414,9 +415,15 @@ def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
 
 
+def test_an_option_misspelt_is_told_from_the_models_keywords(probe: ModelProbe) -> None:
+    with pytest.raises(TypeError) as caught:
+        probe.run(nn.Linear(2, 2), torch.ones(1, 2), layer="*")
+    assert caught.value.__notes__[-1] == "layer= went to the model: is run's own layers= meant?"
+
+
 def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:
     for call in (probe.watch, lambda m, **k: probe.run(m, torch.ones(1, 1, 8, 8), **k)):
-        with pytest.raises(SelectionError, match="'covn' .*conv"):
+        with pytest.raises(SelectionError, match=r"'covn' .*conv"):
             call(Net(), layers="covn")
 
 

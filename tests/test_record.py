@@ -121,7 +121,19 @@ def example() -> Record:
 
 def test_a_record_survives_strict_json() -> None:
     text = json.dumps(example().to_dict(), allow_nan=False)
-    assert repr(Record.from_dict(json.loads(text))) == repr(example())  # by repr: NaN is not equal to itself
+    back = Record.from_dict(json.loads(text))
+    assert repr(back.layers) == repr(example().layers)  # by repr: NaN is not equal to itself
+    assert back.to_dict() == example().to_dict()
+
+
+def test_a_record_is_short_in_a_traceback() -> None:
+    assert repr(example()) == "<Record of Net: 1 layer, 2 forwards, 0 backwards>"
+
+
+def test_the_output_of_a_layer_is_at_hand() -> None:
+    assert example()["fc1"].output.shape == ((2, 4), 3)
+    with pytest.raises(LookupError, match="fc2 was never called"):
+        _ = Layer(name="fc2", type="Linear").output
 
 
 def test_defaults_are_left_out_of_dicts() -> None:
