@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +20,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from .flatten import Flat, flatten, flatten_call
 from .record import Operation
 
-_LIBRARIES = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, __file__))
+_OURS = f"{Path(__file__).parent}{os.sep}"
+_NO_MODELS = (f"{Path(torch.__file__).parent}{os.sep}", "<frozen ")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -26,25 +29,40 @@ def _is_model_code(path: str) -> bool:
     """Whether a source file is neither torch's, nor Python's, nor ours."""
     if path.startswith(_STDLIB) and "site-packages" not in path:
         return False
-    return not path.startswith(_LIBRARIES)
+    return not path.startswith((_OURS, *_NO_MODELS))
 
 
 class OriginMode(TorchFunctionMode):
-    """Finds the first torch operation that gives a NaN, or an infinity of a new sign, which no input of it has."""
+    """Finds the first torch operation that gives a NaN, or an infinity of a new sign, which no input of it has.
+
+    A constant is an input too: ``masked_fill(mask, -inf)`` begins nothing. Where an infinity comes first, the operation
+    that makes a NaN is looked for besides.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Operation | None = None
+        self._complete = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        before = None if self.found else flatten_call(args, kwargs)
-        had = _kinds(before) if before else frozenset()  # before the call: it may write in place
-        ranges = _ranges(before) if before else ""
+        if self._complete:
+            return func(*args, **kwargs)
+        before = flatten_call(args, kwargs)
+        had, ranges = _kinds(before), _ranges(before)  # before the call: it may write in place
         output = func(*args, **kwargs)
-        if before is not None and _kinds(flatten("", output)) - had:
-            self.found = Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=ranges)
+        new = _kinds(flatten("", output)) - had
+        if new and (self.found is None or "nan" in new):
+            self._add(Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=ranges))
+            self._complete = "nan" in new
         return output
+
+    def _add(self, operation: Operation) -> None:
+        if self.found is None:
+            self.found = operation
+        else:
+            where = dataclasses.replace(operation, detail="")
+            self.found = dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:
@@ -63,10 +81,11 @@ def find_gradient_origin(step: Callable[[], Any]) -> Operation | None:
             with torch.autograd.detect_anomaly(check_nan=True):
                 step()
         except RuntimeError as error:
-            function = str(error).partition("'")[2].partition("'")[0]
-            if not function.endswith("Backward0") and "returned nan" not in str(error):
-                return None
-            return Operation(name=function, location=_forward_line(caught), detail="its backward gave the first NaN")
+            function, returned_nan, _ = str(error).removeprefix("Function '").partition("' returned nan")
+            if returned_nan:
+                return Operation(
+                    name=function, location=_forward_line(caught), detail="its backward gave the first NaN"
+                )
     return None
 
 
@@ -83,9 +102,11 @@ def _forward_line(caught: list[warnings.WarningMessage]) -> str | None:
 
 
 def _model_line(frame: FrameType | None) -> str | None:
-    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    """Return file and line of the innermost frame of the model: one that is neither torch's nor Python's."""
     for caller, line in traceback.walk_stack(frame):
         path = caller.f_code.co_filename
+        if path.startswith(_OURS):
+            return None  # all of it torch's own modules: what calls us is no part of the model
         if _is_model_code(path):
             return f"{Path(path).name}:{line}"
     return None
@@ -96,26 +117,39 @@ def _name(function: Any) -> str:
 
 
 def _kinds(flat: Flat) -> frozenset[str]:
-    """Return which non-finite kinds are among the tensors."""
-    kinds = set()
-    for _, tensor in flat.tensors:
-        if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+    """Return which non-finite kinds are among the tensors and the plain numbers."""
+    kinds = {_kind(value) for value in flat.plain.values() if isinstance(value, float)}
+    for _, values in _floating(flat):
+        if values.isfinite().all():
             continue
-        values = tensor.detach().float() if tensor.element_size() < 2 else tensor.detach()
-        if bool(torch.isnan(values).any()):
-            kinds.add("nan")
-        if bool(torch.isposinf(values).any()):
-            kinds.add("inf")
-        if bool(torch.isneginf(values).any()):
-            kinds.add("-inf")
-    return frozenset(kinds)
+        kinds |= {kind for kind in ("nan", "inf", "-inf") if _has(values, kind)}
+    return frozenset(filter(None, kinds))
+
+
+def _kind(value: float) -> str | None:
+    return None if math.isfinite(value) else str(value)
+
+
+def _has(values: torch.Tensor, kind: str) -> bool:
+    return bool((values.isnan() if kind == "nan" else values == float(kind)).any())
 
 
 def _ranges(flat: Flat) -> str:
     """Return the smallest and largest element of each floating input: ``input min -0.3, max 2``."""
     shown = []
-    for path, tensor in flat.tensors:
-        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-            low, high = tensor.detach().double().aminmax()
-            shown.append(f"{path} min {low.item():.4g}, max {high.item():.4g}")
+    for path, values in _floating(flat):
+        low, high = values.double().aminmax()
+        shown.append(f"{path} min {low.item():.4g}, max {high.item():.4g}")
     return "; ".join(shown)
+
+
+def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what has floating elements to look at: nothing sparse, quantised or without contents."""
+    for path, tensor in flat.tensors:
+        looked_into = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+        if not looked_into or not tensor.numel():
+            continue
+        if tensor.is_complex():
+            yield path, torch.view_as_real(tensor.detach().resolve_conj())
+        elif tensor.is_floating_point():
+            yield path, tensor.detach().float() if tensor.element_size() < 2 else tensor.detach()

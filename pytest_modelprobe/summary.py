@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .assertions.activations import find_dead, find_origin, nonfinite_counts
-from .assertions.structure import uncalled
+from .assertions.activations import find_dead, find_origin
+from .assertions.evidence import full_name
+from .assertions.structure import uncalled, weights_in_use
 from .record import Record
 from .report.text import count, listed
 
@@ -20,14 +21,15 @@ def findings(record: Record) -> list[str]:
     dead = find_dead(record, record.layers)
     if dead:
         found.append(f"dead: {listed([d.where for d in dead])}")
-    origin = find_origin(record)
-    if origin is not None and origin.value.forward.statistics is not None:
-        found.append(f"not finite: {nonfinite_counts(origin.value.forward.statistics)} in {origin.layer.name}")
-    unused = [layer.name for layer in uncalled(record) if layer.parameters]
+    origin = find_origin(record, record.layers)
+    if origin is not None:
+        found.append(f"not finite: {origin.step.name} {origin.value.path}, {origin.counts}")
+    in_use = weights_in_use(record)
+    unused = {layer.name: None for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
     if unused:
-        found.append(f"never called: {listed(unused)}")
+        found.append(f"never called: {listed(list(unused))}")
     without = [
-        f"{layer.name}.{p.name}" if layer.name != "(root)" else p.name
+        full_name(layer, p.name)
         for layer in record.layers.values()
         for p in layer.parameters
         if record.backwards and p.requires_grad and p.gradient is None and layer.name not in unused

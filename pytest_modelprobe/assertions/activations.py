@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, address
+from pytest_modelprobe.record import Layer, Record, Statistics, Units, Value
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector
 
-from .evidence import Subject, akin, between, called, is_floating, made_outside, newest_of, record_of, returned
+from .evidence import (
+    Course,
+    Place,
+    Step,
+    Subject,
+    forward_of,
+    full_name,
+    is_floating,
+    is_zero,
+    newest_of,
+    numbers,
+    record_of,
+    with_numbers,
+)
 
 # --- dead ---------------------------------------------------------------------------------------------------------
 
@@ -20,18 +34,20 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
 
     A layer is dead if every output is zero, in all forwards or in the newest one; what a functional activation gives is
     seen where the next layer receives it. Where no output is, a layer whose gradient is zero throughout is reported. A
-    layer that only passes on the zeros it is given is not, nor is one whose own parameters are all zero
-    (zero-initialised). Leave out layers that are meant to give zeros with ``layers=["**", "!name"]``.
+    layer that only passes on the zeros it is given is not, nor is one that starts from zero (its own parameters are all
+    zero, or were and are learning), nor is what lies before such a layer for having no gradient yet. Leave out layers
+    that are meant to give zeros with ``layers=["**", "!name"]``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
         max_dead_units: How many units (channels or features that are zero in every call) a layer may have: a number
-            of units if an int, a share of the layer's units if a float below 1. None: units are not looked at.
+            of units if an int, a share of the layer's units if a float from 0 to 1. None: units are not looked at.
 
     Raises:
         AssertionError: A layer is dead, or has more dead units than allowed.
-        NothingObservedError: No selected layer was called, or no units are known.
+        NothingObservedError: No selected layer was called or gave out numbers, or no units are known.
+        UsageError: ``max_dead_units`` is neither a number of units nor a share.
 
     >>> import torch
     >>> from torch import nn
@@ -40,181 +56,224 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     >>> assert_no_dead_layers(ModelProbe().run(model, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])))
     """
     __tracebackhide__ = True
-    record = record_of(subject)
-    looked_at = called(record, layers)
+    _check_units_allowed(max_dead_units)
+    record, newest = record_of(subject), newest_of(subject)
+    looked_at = with_numbers(record, layers)
     names = {layer.name for layer in looked_at}
     dead = find_dead(record, names)
-    seen = {d.where for d in dead}
-    dead += [d for d in find_dead(newest_of(subject), names) if d.where not in seen]
+    if newest is not record:
+        known = {d.where for d in dead}
+        dead += [d for d in find_dead(newest, names) if d.where not in known]
     if dead:
         raise AssertionError(_dead_text(dead, record, looked_at))
     silent = find_zero_gradients(record, names)
     if silent:
-        raise AssertionError(_silent_text(silent, looked_at))
+        raise AssertionError(_silent_text(silent, record, looked_at))
     if max_dead_units is not None:
-        crowded = _too_many_dead_units(record, looked_at, max_dead_units)
+        crowded = _too_many_dead_units(record, names, max_dead_units)
         if crowded:
             raise AssertionError(_units_text(crowded, looked_at, max_dead_units))
 
 
 @dataclass(frozen=True)
 class Dead:
-    """A value that is zero throughout."""
+    """A layer that gives out nothing but zeros, or receives nothing else from the code before it."""
 
     where: str
-    layer: Layer
-    call: Call
+    step: Step
+    """The first of its calls."""
     value: Value
     record: Record
     received: bool
-    """It is an input: code between layers made it."""
+    """It is the input: code between layers made it."""
 
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
-    """Return what is dead among the layers ``names``, in order of execution, each tensor once."""
-    names = set(names)
-    zero_initialised = {layer.name for layer in record.layers.values() if is_zero_initialised(layer)}
-    found, said = [], set()
-    alive = {layer.name for layer, _, value in _outputs(record) if not _dead(value)}
-    for layer, call in returned(record):
-        if layer.name not in names:
-            continue
-        for value in made_outside(record, layer, call):
-            if _dead(value) and value.tensor not in said and not _follows_zeros(record, call):
-                said.add(value.tensor)
-                found.append(Dead(f"{layer.name} input", layer, call, value, record, received=True))
-        if layer.name in zero_initialised:
-            said.update(value.tensor for value in call.outputs)
-            continue
-        if layer.name in alive or _was_given_zeros(call):
-            said.update(v.tensor for v in call.outputs if _dead(v))
-            continue
-        for value in call.outputs:
-            if _dead(value) and value.tensor not in said:
-                said.add(value.tensor)
-                found.append(Dead(layer.name, layer, call, value, record, received=False))
-    return found
+    """Return what is dead among the layers ``names``, each once, in order of execution."""
+    names, course = set(names), Course(record)
+    alive = {s.layer.name for s in course.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
+    fed = {s.layer.name for s in course.returned if any(not is_zero(v) for v in course.made_outside(s))}
+    found: dict[str, Dead] = {}
+    zero_places: set[Place] = set()  # where zeros were made: the code there may pass them on
+    learning_places: set[Place] = set()  # where something was made that requires a gradient
+    for step in course.returned:
+        name = step.layer.name
+        if name in names and name not in fed and step.before is not None:
+            for value in filter(is_zero, course.made_outside(step)):
+                constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
+                if not (constant or step.place in zero_places or _is_inside_zeros(step)):
+                    found.setdefault(f"{name} input", Dead(f"{name} input", step, value, record, received=True))
+        passed_on = _was_given_zeros(step) or step.inside in zero_places or starts_from_zero(step.layer)
+        for value in filter(is_zero, step.call.outputs):
+            if name in names and name not in alive and not passed_on:
+                found.setdefault(name, Dead(name, step, value, record, received=False))
+            zero_places.add(step.place)
+        if any(value.requires_grad for value in step.call.outputs):
+            learning_places.add(step.place)
+    return list(found.values())
 
 
-def is_zero_initialised(layer: Layer) -> bool:
+def starts_from_zero(layer: Layer) -> bool:
+    """Whether a layer gives out zeros because its parameters are zero, or were when it did: they get a gradient."""
+    outputs = [s for s in (numbers(value) for _, value in layer.outputs) if s is not None]
+    if not all(s.all_zero for s in outputs):
+        return False
+    gradients = [p.gradient.statistics for p in layer.parameters if p.gradient is not None]
+    return has_zero_parameters(layer) or any(s is not None and s.rms for s in gradients)
+
+
+def has_zero_parameters(layer: Layer) -> bool:
     """Whether the layer has parameters of its own and all of them are zero."""
     readings = [parameter.reading.statistics for parameter in layer.parameters]
     return bool(readings) and all(s is not None and s.all_zero for s in readings)
 
 
 def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Layer, Value]]:
-    """Return the layers whose outputs all have a gradient that is zero throughout, in reverse order of execution."""
-    names = set(names)
-    found = []
-    for layer in {layer.name: layer for layer, _ in reversed(returned(record))}.values():
-        values = [v for _, v in layer.outputs if v.requires_grad and v.backward is not None]
-        statistics = [v.backward.statistics for v in values if v.backward is not None]
-        if layer.name in names and statistics and all(s is not None and s.all_zero for s in statistics):
-            found.append((layer, values[0]))
-    return found
+    """Return the layers whose outputs all have a gradient that is zero throughout, the one nearest to the loss first.
+
+    Those that only a zero-initialised layer follows get theirs when that has learned something.
+    """
+    course = Course(record)
+    reached = {s.layer.name for s in course.returned if any(_has_gradient(value) for value in s.call.outputs)}
+    silent = set(names) - reached
+    found: dict[int, tuple[Layer, Value]] = {}  # by tensor: a container gives out that of its child
+    excused = False
+    for step in reversed(course.returned):
+        values = [v for v in step.call.outputs if v.requires_grad and _gradient(v) is not None]
+        if starts_from_zero(step.layer) or (has_zero_parameters(step.layer) and not step.layer.leaf):
+            excused = True  # a leaf, or a container that scales what is inside it
+        elif any(map(_has_gradient, values)):
+            excused = False
+        elif values and step.layer.name in silent and not excused:
+            found[values[0].tensor] = step.layer, values[0]
+    return list(found.values())
 
 
-def _outputs(record: Record) -> Iterable[tuple[Layer, Call, Value]]:
-    return (
-        (layer, call, value)
-        for layer in record.layers.values()
-        for call, value in layer.outputs
-        if is_floating(value) and value.forward.statistics is not None and value.forward.statistics.count
-    )
+def _has_gradient(value: Value) -> bool:
+    gradient = _gradient(value)
+    return gradient is not None and not gradient.all_zero
 
 
-def _dead(value: Value) -> bool:
-    statistics = value.forward.statistics
-    return is_floating(value) and statistics is not None and statistics.all_zero
+def _gradient(value: Value) -> Statistics | None:
+    return value.backward.statistics if value.backward is not None else None
 
 
-def _was_given_zeros(call: Call) -> bool:
+def _was_given_zeros(step: Step) -> bool:
     """Whether all that a call took in was zero: it merely passes that on."""
-    entered = [v for v in call.inputs if is_floating(v)]
-    return bool(entered) and all(_dead(v) for v in entered)
+    entered = [value for value in step.call.inputs if is_floating(value)]
+    return bool(entered) and all(map(is_zero, entered))
 
 
-def _follows_zeros(record: Record, call: Call) -> bool:
-    """Whether what was made last before a call is zero already: the code between passes it on."""
-    earlier = [v for _, c in returned(record) if c.finished < call.started and akin(c, call) for v in c.outputs]
-    return bool(earlier) and _dead(earlier[-1])
+def _is_inside_zeros(step: Step) -> bool:
+    """Whether the call around was given zeros, which its code may pass on."""
+    return step.around is not None and any(map(is_zero, step.around.call.inputs))
 
 
 def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     first = dead[0]
-    numbers = first.value.forward.statistics
-    assert numbers is not None
-    forwards = f"in {count(first.record.forwards, 'forward')}"
-    if first.record is not record and first.record.forwards < record.forwards:
-        forwards = f"in the newest of {record.forwards:,} forwards"
-    if first.received:
-        what = f"input of {first.layer.name} is dead: all {number(numbers.count)} values it receives are 0 {forwards}"
+    total = sum(s.count for s in map(numbers, _zero_values(first)) if s is not None)
+    if first.record is not record and record.forwards > 1:
+        forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
-        what = f"{first.layer.name} is dead: all {count(numbers.count, 'output')} are 0 {forwards}"
-    share = f"{len(dead)} of {count(len(looked_at), 'layer')} looked at"
+        forwards = f"in {count(_forwards(first.step.layer), 'forward')}"
+    if first.received:
+        what = f"{first.where} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
+    else:
+        what = f"{first.where} is dead: all {count(total, 'output')} are 0 {forwards}"
+    share = f"{len({d.step.layer.name for d in dead}):,} of {count(len(looked_at), 'layer')} looked at"
     columns = ["layer", "type", "outputs", "dead units", "input min", "input max"]
     return failure(f"{what}; {share}", columns, [_dead_row(d) for d in dead], _dead_hint(first), _zero_note(record))
 
 
+def _zero_values(dead: Dead) -> list[Value]:
+    layer = dead.record.layers[dead.step.layer.name]
+    if dead.received:
+        return [v for _, v in layer.inputs if v.path == dead.value.path]
+    return [v for _, v in layer.outputs if is_floating(v)]
+
+
+def _forwards(layer: Layer) -> int:
+    """Return in how many forwards, of all kinds, a layer was called."""
+    kinds: dict[tuple[str, bool], int] = {}
+    for call in layer.calls:
+        kind = call.root, call.root_training
+        kinds[kind] = max(kinds.get(kind, 0), call.forwards)
+    return sum(kinds.values())
+
+
 def _dead_row(dead: Dead) -> list[Cell]:
-    s, units = dead.value.forward.statistics, dead.value.forward.units
-    entered = None if dead.received else _first_statistics(dead.call.inputs)
+    units = dead.value.forward.units
+    entered = None if dead.received else _first_numbers(dead.step.call.inputs)
     return [
         dead.where,
-        dead.layer.type_name,
-        s.count if s else None,
-        "-" if units is None else f"{units.dead}/{len(units)}",
+        dead.step.layer.type_name,
+        sum(s.count for s in map(numbers, _zero_values(dead)) if s is not None),
+        "-" if units is None else f"{units.dead:,}/{len(units):,}",
         None if entered is None else entered.min,
         None if entered is None else entered.max,
     ]
 
 
-def _first_statistics(values: Iterable[Value]) -> Statistics | None:
-    return next((v.forward.statistics for v in values if is_floating(v)), None)
+def _first_numbers(values: Iterable[Value]) -> Statistics | None:
+    return next((s for s in map(numbers, values) if s is not None), None)
 
 
 def _dead_hint(dead: Dead) -> str:
+    name = dead.step.layer.name
+    meant = f'If that is meant: layers=["**", "!{name}"].'
     if dead.received:
-        place = between(dead.record, dead.call, dead.layer.name)
-        return f"The zeros are made {place}: look at the function called there."
-    entered = _first_statistics(dead.call.inputs)
-    source = next((v.source for v in dead.call.inputs if is_floating(v)), None)
-    feeder = source.rpartition(" ")[0] if source else None
+        return f"The zeros are made {dead.step.between()}: look at the function called there. {meant}"
+    entered = _first_numbers(dead.step.call.inputs)
+    feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and is_floating(v)), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:
-        negative = "Every input of {} is negative" if entered.max < 0 else "No input of {} is positive"
-        return f"{negative.format(dead.layer.name)}: look at the bias or the scale of {feeder}, which feeds it."
-    if dead.layer.type_name.startswith("Dropout") and dead.layer.attributes.get("p") == 1.0:
-        return f'{dead.layer.name} drops everything (p=1.0). If that is meant: layers=["**", "!{dead.layer.name}"].'
-    return (
-        f"Look at the parameters of {dead.layer.name} and at what multiplies its output. "
-        f'If it is meant to give zeros: layers=["**", "!{dead.layer.name}"].'
-    )
+        negative = f"Every input of {name} is negative" if entered.max < 0 else f"No input of {name} is positive"
+        return f"{negative}: look at the bias or the scale of {feeder}, which feeds it."
+    if "Dropout" in dead.step.layer.type_name and dead.step.layer.attributes.get("p") == 1.0:
+        return f"{name} drops everything (p=1.0). {meant}"
+    return f"Look at the parameters of {name} and at what multiplies its output. {meant}"
 
 
 def _zero_note(record: Record) -> str:
-    names = [layer.name for layer in record.layers.values() if is_zero_initialised(layer)]
-    if not names:
-        return ""
-    return f"Zero-initialised, and so not counted as dead: {listed(names)}."
+    names = [layer.name for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
+    return f"Zero-initialised, and so not counted as dead: {listed(names)}." if names else ""
 
 
-def _silent_text(silent: list[tuple[Layer, Value]], looked_at: list[Layer]) -> str:
+def _silent_text(silent: list[tuple[Layer, Value]], record: Record, looked_at: list[Layer]) -> str:
+    rows: list[list[Cell]] = [
+        [layer.name, layer.type_name, value.path, _elements(value), _range(value)] for layer, value in silent
+    ]
     layer, value = silent[0]
-    total = _elements(value)
-    rows: list[list[Cell]] = [[found.name, found.type_name, v.path, _elements(v)] for found, v in silent]
     return failure(
-        f"{layer.name} gets a zero gradient: all {count(total, 'element')} of its output's gradient are 0; "
-        f"{len(silent)} of {count(len(looked_at), 'layer')} looked at",
-        ["layer", "type", "value", "elements"],
+        f"{layer.name} has a zero gradient: all {count(_elements(value), 'element')} of its output's are 0 in "
+        f"{count(record.backwards, 'backward')}; {len(silent):,} of {count(len(looked_at), 'layer')} looked at",
+        ["layer", "type", "value", "elements", "range of values"],
         rows,
-        f"What comes after {layer.name} does not depend on its output, or is flat there (saturated, dead, multiplied "
-        "by zero).",
+        f"What comes after {layer.name} does not depend on its output, or is flat there: dead, saturated, multiplied "
+        f'by zero, a loss at its minimum. If that is meant: layers=["**", "!{layer.name}"].',
     )
 
 
 def _elements(value: Value) -> int:
-    reading = value.backward
-    return reading.statistics.count if reading is not None and reading.statistics is not None else 0
+    gradient = _gradient(value)
+    return gradient.count if gradient is not None else 0
+
+
+def _range(value: Value) -> str:
+    s = numbers(value)
+    return "-" if s is None or s.min is None else f"{number(s.min)} to {number(s.max)}"
+
+
+# --- dead units ---------------------------------------------------------------------------------------------------
+
+
+def _check_units_allowed(allowed: float | None) -> None:
+    if allowed is None:
+        return
+    number_or_share = isinstance(allowed, (int, float)) and not isinstance(allowed, bool)
+    if not number_or_share or not 0 <= allowed <= (1 if isinstance(allowed, float) else math.inf):
+        raise UsageError(
+            f"max_dead_units is a number of units (an int) or a share of them (a float from 0 to 1); got {allowed!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -224,57 +283,65 @@ class _Crowded:
     units: int
 
 
-def _too_many_dead_units(record: Record, looked_at: list[Layer], allowed: float) -> list[_Crowded]:
-    if isinstance(allowed, bool) or allowed < 0 or (isinstance(allowed, float) and allowed > 1):
-        raise UsageError(
-            f"max_dead_units is a number of units (an int) or a share of them (a float from 0 to 1); got {allowed!r}"
-        )
+def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_Crowded]:
     known, found = 0, []
-    for layer in looked_at:
-        counts = _dead_units(layer)
-        if counts is None:
+    said: set[tuple[int, ...]] = set()  # a container gives out the tensors of its children, which come first
+    for layer in {step.layer.name: step.layer for step in Course(record).returned}.values():
+        values = _values_with_units(layer)
+        tensors = tuple(value.tensor for value in values)
+        if layer.name not in names or not values or tensors in said:
             continue
         known += 1
-        dead, units, inherited = counts
+        said.add(tensors)
+        dead, units = _dead_units(values), len(_units(values[0]))
         limit = allowed * units if isinstance(allowed, float) else allowed
-        if dead > limit and dead > inherited:
+        if dead > limit and dead > _inherited(layer, units) and not starts_from_zero(layer):
             found.append(_Crowded(layer, dead, units))
     if not known:
         raise NothingObservedError(
-            f"the units of none of the {len(looked_at)} layers looked at are known: select layers with channels or "
-            "features (conv, linear, norm, and activations after them)"
+            f"the units of none of the {count(len(names), 'layer')} looked at are known: select layers with channels "
+            "or features (conv, linear, norm, and activations after them)"
         )
     return sorted(found, key=lambda c: -c.dead / c.units)
 
 
-def _dead_units(layer: Layer) -> tuple[int, int, int] | None:
-    """Return dead units, units, and dead units of its input, over all calls."""
-    lows, highs = [], []
-    for _, value in layer.outputs:
-        if value.forward.units is None or not is_floating(value):
-            return None
-        lows.append(value.forward.units.low)
-        highs.append(value.forward.units.high)
-    if not lows or len({len(low) for low in lows}) > 1:
-        return None
-    dead = sum(
-        all(low == high == 0 for low, high in zip(unit_lows, unit_highs, strict=True))
-        for unit_lows, unit_highs in zip(zip(*lows, strict=True), zip(*highs, strict=True), strict=True)
-    )
+def _values_with_units(layer: Layer) -> list[Value]:
+    """Return the layer's first output in every call, if its units are known in each and the same.
+
+    What draws random numbers is left out: over a small batch dropout zeroes some units by chance.
+    """
+    values = [call.outputs[0] for call in layer.calls if call.outputs]
+    by_chance = any(call.random for call in layer.calls)
+    sizes = {len(v.forward.units) if v.forward.units is not None and is_floating(v) else 0 for v in values}
+    return [] if by_chance or len(sizes) != 1 or 0 in sizes else values
+
+
+def _units(value: Value) -> Units:
+    assert value.forward.units is not None
+    return value.forward.units
+
+
+def _dead_units(values: list[Value]) -> int:
+    """Return how many units are zero in all the values."""
+    bounds = [bound for value in values for bound in (_units(value).low, _units(value).high)]
+    return sum(not any(unit) for unit in zip(*bounds, strict=True))  # NaN is true
+
+
+def _inherited(layer: Layer, units: int) -> int:
+    """Return how many units of an input were dead already."""
     entered = [v.forward.units for _, v in layer.inputs if v.forward.units is not None]
-    inherited = [units.dead for units in entered if len(units) == len(lows[0])]
-    return dead, len(lows[0]), max(inherited, default=0)
+    return max((e.dead for e in entered if len(e) == units), default=0)
 
 
 def _units_text(crowded: list[_Crowded], looked_at: list[Layer], allowed: float) -> str:
     worst = crowded[0]
-    limit = f"{allowed:.0%} are allowed" if isinstance(allowed, float) else f"{allowed:,} are allowed"
+    limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
-        f"{worst.layer.name} has {worst.dead:,} of {count(worst.units, 'dead unit')}, {limit}; "
-        f"{len(crowded)} of {count(len(looked_at), 'layer')} looked at",
+        f"{worst.layer.name} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
+        f"{len(crowded):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "dead units", "share"],
-        [[c.layer.name, c.layer.type_name, f"{c.dead}/{c.units}", f"{c.dead / c.units:.0%}"] for c in crowded],
-        f"A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning "
+        [[c.layer.name, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in crowded],
+        "A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning "
         f"rate of what feeds {worst.layer.name}.",
     )
 
@@ -294,7 +361,7 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
 
     Raises:
         AssertionError: An output is not finite.
-        NothingObservedError: No selected layer was called.
+        NothingObservedError: No selected layer was called or gave out numbers.
 
     >>> import torch
     >>> from torch import nn
@@ -303,132 +370,132 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    looked_at = called(record, layers)
-    names = {layer.name for layer in looked_at}
-    bad = [(layer, call, v) for layer, call, v in _outputs(record) if layer.name in names and _nonfinite(v)]
-    if bad:
-        raise AssertionError(_finite_text(record, bad, looked_at))
+    looked_at = with_numbers(record, layers)
+    origin = find_origin(record, {layer.name for layer in looked_at})
+    if origin is not None:
+        raise AssertionError(_finite_text(record, origin, looked_at))
 
 
 @dataclass(frozen=True)
 class Origin:
     """The value in which something non-finite began."""
 
+    since: int
+    """Index of the forward in which it was first seen."""
     position: int
     """Of the start or the end of the call, in order of execution."""
-    layer: Layer
-    call: Call
+    step: Step
     value: Value
     kind: str
-    """``input``: code between layers made it; ``given``: it went into the model so; ``output``: the layer made it."""
+    """``given``: it went into the model so; ``input``: code between layers made it; ``output``: the layer made it."""
+
+    @property
+    def counts(self) -> str:
+        """What is not finite in the value."""
+        statistics = numbers(self.value)
+        return "" if statistics is None else nonfinite_counts(statistics)
 
 
-def find_origin(record: Record) -> Origin | None:
-    """Return where the first non-finite value of a record began."""
-    candidates = []
-    for layer, call in returned(record):
-        entered = _kinds(call.inputs)
-        for value in call.outputs:
+def find_origin(record: Record, names: Iterable[str]) -> Origin | None:
+    """Return where what is not finite in the outputs of the layers ``names`` began; None if nothing is."""
+    course, names = Course(record), set(names)
+    kinds = _kinds(v for step in course.returned if step.layer.name in names for v in step.call.outputs)
+    if not kinds:
+        return None
+    # -inf that went into a layer and not out of any is a mask, and no origin of the NaN that came out.
+    origins = [origin for origin, kind in _not_finite(course) if kind != "-inf" or kind in kinds]
+    return min(origins, key=lambda origin: (origin.since, origin.position))
+
+
+def _not_finite(course: Course) -> Iterator[tuple[Origin, str]]:
+    """Yield every value that went in from outside the layers, or came out of one, with each kind that it has."""
+    for step in course.started:
+        for value in step.call.inputs:
+            if step.outermost or course.maker(step, value) is None:
+                where = "given" if step.outermost else "input"
+                for kind, since in _kinds([value]).items():
+                    yield Origin(since, step.call.started, step, value, where), kind
+    for step in course.returned:
+        for value in step.call.outputs:
             for kind, since in _kinds([value]).items():
-                if since < entered.get(kind, since + 1):
-                    candidates.append((since, call.finished, Origin(call.finished, layer, call, value, "output")))
-    for layer, call in record.calls:
-        outermost = layer.name == call.root and call.index == 0
-        kind = "given" if outermost else "input"
-        candidates += (
-            (since, call.started, Origin(call.started, layer, call, value, kind))
-            for value in call.inputs
-            if value.source is None and (outermost or value.path.startswith("input"))
-            for since in _kinds([value]).values()
-        )
-    return min(candidates, key=lambda c: c[:2], default=(0, 0, None))[2]
+                yield Origin(since, step.call.finished, step, value, "output"), kind
 
 
 def _kinds(values: Iterable[Value]) -> dict[str, int]:
-    """Return which kinds of non-finite numbers are among the values, each with the forward of its first."""
+    """Return which kinds of non-finite elements are among the values, each with the forward of its first."""
     kinds: dict[str, int] = {}
-    for value in values:
-        s = value.forward.statistics
-        if s is None:
-            continue
-        for kind, n, since in (
+    for s in filter(None, map(numbers, values)):
+        for kind, n, first in (
             ("nan", s.nan, s.first_nan),
             ("inf", s.posinf, s.first_posinf),
             ("-inf", s.neginf, s.first_neginf),
         ):
             if n:
-                kinds[kind] = min(kinds.get(kind, since or 0), since or 0)
+                kinds[kind] = min(kinds.get(kind, first or 0), first or 0)
     return kinds
 
 
-def _nonfinite(value: Value) -> bool:
-    return value.forward.statistics is not None and value.forward.statistics.nonfinite > 0
-
-
 def nonfinite_counts(s: Statistics) -> str:
-    """Return ``12 NaN and 3 inf of 512``."""
+    """Return ``12 NaN and 3 inf of 512 elements``."""
     parts = [f"{n:,} {kind}" for kind, n in (("NaN", s.nan), ("inf", s.posinf), ("-inf", s.neginf)) if n]
-    return f"{' and '.join(parts)} of {count(s.count, 'element')}"
+    return f"{listed(parts)} of {count(s.count, 'element')}"
 
 
-def _finite_text(record: Record, bad: list[tuple[Layer, Call, Value]], looked_at: list[Layer]) -> str:
-    origin = find_origin(record) or Origin(bad[0][1].finished, *bad[0], kind="output")
-    s = origin.value.forward.statistics
-    assert s is not None
-    layers = {layer.name for layer, _, _ in bad}
-    first, hint = _finite_first(record, origin, s)
-    operation = f"It began in {record.origin}." if record.origin else ""
+def _finite_text(record: Record, origin: Origin, looked_at: list[Layer]) -> str:
+    what, why, hint = _finite_sentence(origin)
+    when = f" from forward {origin.since + 1:,} of {record.forwards:,} on" if record.forwards > 1 else ""
+    bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
     return failure(
-        f"{first}; {len(layers)} of {count(len(looked_at), 'layer')} looked at",
+        f"{what} is not finite{when}: {why}; {bad:,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
-        _frames(record, origin),
-        operation,
+        [_frame(step) for step in _frames(record, origin)],
+        f"It began in {record.origin}." if record.origin else "",
         hint,
     )
 
 
-def _finite_first(record: Record, origin: Origin, s: Statistics) -> tuple[str, str]:
-    name, counts = origin.layer.name, nonfinite_counts(s)
-    where = address(name, origin.call, origin.value.path)
+def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
+    """Return what is not finite, with which numbers, and what to look at."""
+    step, layer, counts = origin.step, origin.step.layer, origin.counts
+    where = f"{step.name} {origin.value.path}"
     if origin.kind == "given":
-        return f"the model's input is not finite: {where} has {counts}", "Look at the data: the model was given it so."
+        return "model input", f"{where} has {counts}", "Look at the data: the model was given it so."
     if origin.kind == "input":
-        place = between(record, origin.call, name)
-        return f"input of {name} is not finite: {counts}, made {place}", f"Look at the code {place}."
-    bad = [
-        p.name for p in origin.layer.parameters if p.reading.statistics is not None and p.reading.statistics.nonfinite
-    ]
-    if bad:
-        return (
-            f"{name}.{bad[0]} is not finite, a parameter of {name}; its output has {counts}",
-            "Look at the step that wrote the parameter: its gradient (assert_grad_finite), the learning rate, loading.",
-        )
-    entered = _first_statistics(origin.call.inputs)
-    since = next(iter(_kinds([origin.value]).values()))
-    when = f" from forward {since + 1} on" if record.forwards > 1 else ""
-    span = f" from {number(entered.min)} to {number(entered.max)}" if entered and entered.min is not None else ""
-    return f"{name} is not finite{when}: its output has {counts}, its inputs are finite{span}", ""
+        return where, f"{counts}, made {step.between()}", f"Look at the code {step.between()}."
+    held = next((p.name for p in (*layer.parameters, *layer.buffers) if _is_bad(p.reading.statistics)), None)
+    if held is not None:
+        hint = "Look at what wrote it: loading, the learning rate, its gradient (assert_grad_finite)."
+        return full_name(layer, held), f"the output of {step.name} has {counts}", hint
+    entered = _first_numbers(step.call.inputs)
+    if entered is not None and entered.nonfinite:
+        because = f"its input has {nonfinite_counts(entered)}"
+        hint = "A softmax over a row that is -inf throughout gives NaN, and so do inf - inf and 0 * inf."
+    elif entered is not None and entered.min is not None:
+        because, hint = f"its input is finite from {number(entered.min)} to {number(entered.max)}", ""
+    else:
+        because, hint = "its input is no floating tensor", ""
+    if step.last is not None:
+        because += f", what {step.last.name} gave is finite"
+        hint = f"Look at the code after {step.last.name}{forward_of(step) or ' in the forward'}."
+    return step.name, f"its output has {counts}, {because}", hint
 
 
-def _frames(record: Record, origin: Origin) -> list[list[Cell]]:
-    """Return rows for the calls before the origin, up to five, and the origin."""
+def _is_bad(statistics: Statistics | None) -> bool:
+    return statistics is not None and statistics.nonfinite > 0
+
+
+def _frames(record: Record, origin: Origin) -> list[Step]:
+    """Return the step of the origin after up to five that returned before it, containers left out."""
     before = [
-        (layer, call)
-        for layer, call in returned(record)
-        if call.finished < origin.position and (layer.leaf or layer.functional)
+        step
+        for step in Course(record).returned
+        if step.place[:2] == origin.step.place[:2] and step.call.finished < origin.position and step.layer.leaf
     ]
-    rows = [_frame(layer, call) for layer, call in before[-5:]]
-    return [*rows, _frame(origin.layer, origin.call)]
+    return [*before[-5:], origin.step]
 
 
-def _frame(layer: Layer, call: Call) -> list[Cell]:
-    entered, left = _first_statistics(call.inputs), _first_statistics(call.outputs)
-    values: list[Cell] = [_shown(s, bound) for s in (entered, left) for bound in ("min", "max")]
-    name = f"{layer.name} (call {call.index + 1})" if call.index else layer.name
+def _frame(step: Step) -> list[Cell]:
+    entered, left = _first_numbers(step.call.inputs), _first_numbers(step.call.outputs)
+    bounds: list[Cell] = [getattr(s, bound, None) for s in (entered, left) for bound in ("min", "max")]
     bad = nonfinite_counts(left) if left is not None and left.nonfinite else "-"
-    return [name, layer.type_name, *values, bad]
-
-
-def _shown(s: Statistics | None, bound: str) -> str:
-    value = None if s is None else getattr(s, bound)
-    return "-" if value is None else f"{value:.4g}"
+    return [step.name, step.layer.type_name, *bounds, bad]

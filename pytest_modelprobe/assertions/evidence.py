@@ -1,16 +1,18 @@
-"""What an assertion looks at: the record behind a probe, a watch or a record, and the layers selected in it."""
+"""What an assertion looks at: the record behind a probe, a watch or a record, and the layers and calls in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import ROOT, Call, Layer, Record, Value
+from pytest_modelprobe.record import ROOT, Call, Layer, Record, Statistics, Value, address
+from pytest_modelprobe.report.text import count, printable
 from pytest_modelprobe.selection import Selector, select
 
 
-@runtime_checkable
 class WatchLike(Protocol):
     """What a `Watch` offers."""
 
@@ -28,7 +30,6 @@ class WatchLike(Protocol):
         """The newest forward alone."""
 
 
-@runtime_checkable
 class ProbeLike(Protocol):
     """What a `ModelProbe` offers."""
 
@@ -43,7 +44,7 @@ Subject = ProbeLike | WatchLike | Record
 
 def record_of(subject: Subject) -> Record:
     """Return the record behind ``subject``, of all forwards."""
-    source = _source(subject)
+    source = source_of(subject)
     record = source if isinstance(source, Record) else source.record
     if not record.forwards:
         raise NothingObservedError(_nothing(source, record))
@@ -52,7 +53,7 @@ def record_of(subject: Subject) -> Record:
 
 def newest_of(subject: Subject) -> Record:
     """Return the record of the newest forward alone, where it is known."""
-    source = _source(subject)
+    source = source_of(subject)
     return source if isinstance(source, Record) else source.last
 
 
@@ -61,15 +62,52 @@ def backward_of(subject: Subject) -> Record:
     record = record_of(subject)
     if not record.backwards:
         raise NothingObservedError(
-            f"{record.model} saw {record.forwards} forward(s) but no backward: give run(..., loss=...), "
-            "or call loss.backward() while the watch is open"
+            f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: give "
+            "run(..., loss=...), or call loss.backward() while the watch is open"
         )
     return record
 
 
+def source_of(subject: Subject) -> WatchLike | Record:
+    """Return the watch or record behind ``subject``."""
+    if isinstance(subject, Record) or is_watch(subject):
+        return subject
+    if _is_probe(subject):
+        source: WatchLike | Record = subject.source
+        return source
+    raise UsageError(
+        f"assertions take modelprobe, a watch or a record first; got {type(subject).__name__}: "
+        "record = modelprobe.run(model, ...) gives one"
+    )
+
+
+def is_watch(subject: Any) -> TypeGuard[WatchLike]:
+    """Whether ``subject`` is a watch. Asks its class: to look at the property itself would make a record."""
+    return hasattr(type(subject), "last") and hasattr(subject, "first_hook")
+
+
+def _is_probe(subject: Any) -> TypeGuard[ProbeLike]:
+    return hasattr(type(subject), "source")
+
+
+def _nothing(source: WatchLike | Record, record: Record) -> str:
+    if not isinstance(source, Record) and source.closed:
+        return f"the watch on {printable(source.name)} was closed before the model was called: call it while it is open"
+    return f"{printable(record.model)} was never called: call it, or give architecture() its inputs"
+
+
+# --- layers -------------------------------------------------------------------------------------------------------
+
+
 def selected(record: Record, layers: Selector) -> list[Layer]:
-    """Return the layers of ``record`` that ``layers`` selects."""
-    names = select(record.layers, layers, is_instance=is_instance, type_name=lambda layer: layer.type_name)
+    """Return the layers of ``record`` that ``layers`` selects; of a class, those recorded under it or one below it."""
+    names_of = functools.cache(_qualified_names)  # the classes there are now: others may be defined later
+    names = select(
+        record.layers,
+        layers,
+        is_instance=lambda layer, cls: layer.type in names_of(cls),
+        type_name=lambda layer: layer.type_name,
+    )
     return [record.layers[name] for name in names]
 
 
@@ -78,20 +116,31 @@ def called(record: Record, layers: Selector) -> list[Layer]:
     found = selected(record, layers)
     active = [layer for layer in found if layer.calls]
     if not active:
+        others = f", nor any of {count(len(found) - 1, 'other')} selected," if len(found) > 1 else ""
         raise NothingObservedError(
-            f"none of the {len(found)} selected layers of {record.model} was called, {found[0].name} among them: "
-            "was the model run, and does its forward use them?"
+            f"{printable(found[0].name)} was never called{others} in {count(record.forwards, 'forward')} of "
+            f"{printable(record.model)}: select layers that its forward uses"
         )
     return active
 
 
-def is_instance(layer: Layer, cls: type) -> bool:
-    """Whether the class of a recorded layer is ``cls`` or derived from it, as far as it is imported."""
-    return layer.type in _qualified_names(cls)
+def with_numbers(record: Record, layers: Selector) -> list[Layer]:
+    """Return the selected layers that gave out floating numbers; none is an error."""
+    active = called(record, layers)
+    found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
+    if not found:
+        reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)
+        why = next(reasons, "integers, booleans, or no tensor that could be looked at")
+        raise NothingObservedError(
+            f"none of the {count(len(active), 'layer')} looked at gave out numbers, "
+            f"{printable(active[0].name)} among them: {printable(why)}"
+        )
+    return found
 
 
 def _qualified_names(cls: type) -> set[str]:
-    names, classes = set(), [cls]
+    names: set[str] = set()
+    classes = [cls]
     while classes:
         current = classes.pop()
         name = f"{current.__module__}.{current.__qualname__}"
@@ -101,71 +150,127 @@ def _qualified_names(cls: type) -> set[str]:
     return names
 
 
-def _source(subject: Subject) -> WatchLike | Record:
-    if isinstance(subject, Record) or _is_watch(subject):
-        return subject
-    if isinstance(subject, ProbeLike):
-        source: WatchLike | Record = subject.source
-        return source
-    raise UsageError(
-        f"assertions take modelprobe, a watch or a record first; got {type(subject).__name__}: "
-        "record = modelprobe.run(model, ...) gives one"
-    )
+def full_name(layer: Layer, parameter: str) -> str:
+    """Return a parameter's name within the model: ``fc1.weight``."""
+    return parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
 
 
-def _is_watch(subject: object) -> TypeGuard[WatchLike]:
-    return isinstance(subject, WatchLike)
-
-
-def _nothing(source: WatchLike | Record, record: Record) -> str:
-    if not isinstance(source, Record) and source.closed:
-        return f"the watch on {source.name} was closed before the model was called: call the model while it is open"
-    return f"{record.model} was never called: call it, or give architecture() its inputs"
-
-
-# --- calls and what lies between them -----------------------------------------------------------------------------
-
-
-def returned(record: Record) -> list[tuple[Layer, Call]]:
-    """Return the calls that returned, in the order in which they did: a child before its container."""
-    calls = ((layer, call) for layer in record.layers.values() for call in layer.calls if call.finished >= 0)
-    return sorted(calls, key=lambda pair: pair[1].finished)
-
-
-def made_outside(record: Record, layer: Layer, call: Call) -> Iterator[Value]:
-    """Yield what a call took in first that no recorded layer gave out: results of code between layers."""
-    outermost = call.root == layer.name and call.index == 0
-    if not outermost:
-        yield from (v for v in call.inputs if v.source is None and v.path in ("input", "input[0]"))
-
-
-def between(record: Record, call: Call, layer: str) -> str:
-    """Return where the code lies that made an input of ``call``: ``between fc1 and fc2``."""
-    earlier = [
-        (other, name.name) for name, other in returned(record) if other.finished < call.started and akin(other, call)
-    ]
-    parent = enclosing(record, call)
-    inside = [pair for pair in earlier if parent is None or pair[0].started > parent[1].started]
-    place = f" in {parent[0].name}'s forward" if parent is not None and parent[0].name != ROOT else ""
-    return f"between {inside[-1][1]} and {layer}{place}" if inside else f"before {layer}{place}"
-
-
-def enclosing(record: Record, call: Call) -> tuple[Layer, Call] | None:
-    """Return the innermost recorded call during which ``call`` ran."""
-    around = [
-        (layer, other)
-        for layer in record.layers.values()
-        for other in layer.calls
-        if akin(other, call) and other.started < call.started and (other.finished > call.started)
-    ]
-    return max(around, key=lambda pair: pair[1].started, default=None)
-
-
-def akin(a: Call, b: Call) -> bool:
-    """Whether two calls are of forwards of one kind."""
-    return (a.root, a.root_training) == (b.root, b.root_training)
+# --- values -------------------------------------------------------------------------------------------------------
 
 
 def is_floating(value: Value) -> bool:
     """Whether a value is of a floating or complex dtype: those that can be dead, or not finite."""
     return value.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def numbers(value: Value) -> Statistics | None:
+    """Return the statistics of a floating value that has elements."""
+    statistics = value.forward.statistics
+    return statistics if is_floating(value) and statistics is not None and statistics.count else None
+
+
+def is_zero(value: Value) -> bool:
+    """Whether a floating value is zero throughout."""
+    statistics = numbers(value)
+    return statistics is not None and statistics.all_zero
+
+
+# --- calls in order -----------------------------------------------------------------------------------------------
+
+
+Place = tuple[str, bool, "Step | None"]
+"""What calls have in common that run one after the other in one call, or outermost in forwards of one kind."""
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A call in its place: what runs around it, and what ran there before it."""
+
+    layer: Layer
+    call: Call
+    around: Step | None
+    """The innermost recorded call during which it ran."""
+    before: Step | None
+    """The call before it, within the same one around."""
+    last: Step | None = None
+    """The last call that ran inside it."""
+
+    @property
+    def place(self) -> Place:
+        """Where the call ran."""
+        return self.call.root, self.call.root_training, self.around
+
+    @property
+    def inside(self) -> Place:
+        """Where the calls that it makes run."""
+        return self.call.root, self.call.root_training, self
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the call is a forward: what it takes in comes from the test."""
+        return self.layer.name == self.call.root and self.call.index == 0
+
+    @property
+    def name(self) -> str:
+        """The layer's name, with the number of the call from the second one on."""
+        return address(self.layer.name, self.call, "").rstrip()
+
+    def between(self) -> str:
+        """Return where the code runs that makes the inputs of the call: ``between fc1 and fc2``."""
+        where = f"before {self.name}" if self.before is None else f"between {self.before.name} and {self.name}"
+        return where + forward_of(self.around)
+
+
+def forward_of(step: Step | None) -> str:
+    """Return `` in block's forward``; nothing for the root, where else should it be."""
+    return "" if step is None or step.layer.name == ROOT else f" in {step.layer.name}'s forward"
+
+
+class Course:
+    """The calls of a record in order, each in its place; forwards of different kinds one after the other."""
+
+    def __init__(self, record: Record) -> None:
+        kinds: dict[tuple[str, bool], list[tuple[Layer, Call]]] = {}
+        for layer in record.layers.values():
+            for call in layer.calls:
+                kinds.setdefault((call.root, call.root_training), []).append((layer, call))
+        self.started: list[Step] = []
+        """In order of start: a container before what is inside it."""
+        self.returned: list[Step] = []
+        """Those that returned, in that order: a container after what is inside it."""
+        for pairs in kinds.values():
+            steps = list(_placed(sorted(pairs, key=lambda pair: pair[1].started)))
+            self.started += steps
+            self.returned += sorted((s for s in steps if s.call.finished >= 0), key=lambda s: s.call.finished)
+
+    @functools.cached_property
+    def _made(self) -> dict[tuple[str, bool, str], tuple[Step, Value]]:
+        return {
+            (*step.place[:2], address(step.layer.name, step.call, value.path)): (step, value)
+            for step in self.returned
+            for value in step.call.outputs
+        }
+
+    def maker(self, step: Step, value: Value) -> tuple[Step, Value] | None:
+        """Return the earlier call, and its output, that an input of ``step`` is; None if code between made it."""
+        return self._made.get((*step.place[:2], value.source)) if value.source else None
+
+    def made_outside(self, step: Step) -> Iterable[Value]:
+        """Yield what a call took in first, if no recorded layer gave it out: a result of the code before it."""
+        return (value for value in step.call.inputs[:1] if self.maker(step, value) is None)
+
+
+def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
+    running: list[Step] = []
+    outermost: Step | None = None
+    for layer, call in pairs:
+        while running and 0 <= running[-1].call.finished < call.started:
+            running.pop()
+        around = running[-1] if running else None
+        step = Step(layer, call, around, before=around.last if around else outermost)
+        if around:
+            around.last = step
+        else:
+            outermost = step
+        running.append(step)
+        yield step

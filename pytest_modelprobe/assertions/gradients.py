@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
-from pytest_modelprobe.exceptions import NothingObservedError, SelectionError
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, address
+from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.report.text import shape as shape_text
 from pytest_modelprobe.selection import Glob, Selector, nearest
 
-from .activations import nonfinite_counts
-from .evidence import Subject, backward_of, called, returned, selected
+from .activations import has_zero_parameters, nonfinite_counts
+from .evidence import Course, Step, Subject, backward_of, called, forward_of, full_name, is_floating, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
@@ -36,45 +39,66 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     record = backward_of(subject)
     looked_at = called(record, layers)
     names = {layer.name for layer in looked_at}
-    bad = [g for g in _gradients(record) if g.statistics.nonfinite and g.layer.name in names]
+    gradients = _gradients(record)
+    seen = [g for g in gradients if g.layer.name in names]
+    if not seen:
+        raise NothingObservedError(
+            f"no gradient reached {looked_at[0].name} nor any other of the {count(len(looked_at), 'layer')} looked at: "
+            "they are frozen, detached, or no part of the loss"
+        )
+    bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
-        raise AssertionError(_finite_text(record, bad, looked_at))
+        raise AssertionError(_finite_text(record, gradients, bad, looked_at))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Gradient:
-    """One gradient, with the moment of the forward at which its value was made."""
+    """The gradient of one value or parameter."""
 
-    where: str
     layer: Layer
-    position: int
-    statistics: Statistics
+    step: Step | None
+    """The call of the value; of a parameter's layer the first; None if it was never called."""
+    path: str
     kind: str
     """``output``, ``input`` or ``parameter``."""
+    statistics: Statistics
 
     @property
-    def since(self) -> int:
+    def where(self) -> str:
+        """Its address: ``fc1 output``, ``fc1.weight``."""
+        return f"{self.step.name} {self.path}" if self.step and self.kind != "parameter" else self.path
+
+    @property
+    def position(self) -> int:
+        """When in the forward the value was there, which a backward pass meets from the end."""
+        if self.step is None:
+            return -1
+        return self.step.call.finished if self.kind == "output" else self.step.call.started
+
+    @property
+    def since(self) -> float:
+        """Index of the first forward in the backward of which it was not finite; infinity if it never was."""
+        if not self.statistics.nonfinite:
+            return math.inf
         firsts = (self.statistics.first_nan, self.statistics.first_posinf, self.statistics.first_neginf)
-        return min((f for f in firsts if f is not None), default=0)
+        return min((first for first in firsts if first is not None), default=0)
 
 
 def _gradients(record: Record) -> list[_Gradient]:
     """Return every gradient in the order in which a backward pass meets them."""
     found: list[_Gradient] = []
+    first_steps: dict[str, Step] = {}
+    for step in Course(record).started:
+        first_steps.setdefault(step.layer.name, step)
+        for kind, values in (("output", step.call.outputs), ("input", step.call.inputs)):
+            found += (
+                _Gradient(step.layer, step, value.path, kind, statistics)
+                for value in values
+                for statistics in _statistics(value.backward, value.backward_inner)
+            )
     for layer in record.layers.values():
-        for call in layer.calls:
-            for kind, values, position in (
-                ("output", call.outputs, call.finished),
-                ("input", call.inputs, call.started),
-            ):
-                found += (
-                    _Gradient(address(layer.name, call, value.path), layer, position, statistics, kind)
-                    for value in values
-                    for statistics in _statistics(value.backward, value.backward_inner)
-                )
-        started = min((call.started for call in layer.calls), default=-1)
         found += (
-            _Gradient(_full_name(layer, p), layer, started, statistics, "parameter")
+            _Gradient(layer, first_steps.get(layer.name), full_name(layer, p.name), "parameter", statistics)
             for p in layer.parameters
             for statistics in _statistics(p.gradient)
         )
@@ -85,46 +109,41 @@ def _statistics(*readings: Reading | None) -> Iterator[Statistics]:
     return (r.statistics for r in readings if r is not None and r.statistics is not None)
 
 
-def _finite_text(record: Record, bad: list[_Gradient], looked_at: list[Layer]) -> str:
-    everything = [g for g in _gradients(record) if g.statistics.nonfinite]
-    earliest = min(g.since for g in everything)
-    origin = next(g for g in everything if g.since == earliest)
-    layers = {g.layer.name for g in bad}
+def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient], looked_at: list[Layer]) -> str:
+    origin = min(gradients, key=lambda g: g.since)  # of those of one forward the first that the backward met
+    what, why, hint = _finite_sentence(origin, gradients)
+    when = f" from forward {origin.since + 1:.0f} of {record.forwards:,} on" if record.forwards > 1 else ""
     counts = nonfinite_counts(origin.statistics)
     rows: list[list[Cell]] = [
         [g.where, g.layer.type_name, g.statistics.min, g.statistics.max, nonfinite_counts(g.statistics)] for g in bad
     ]
-    operation = f"It began in {record.gradient_origin}." if record.gradient_origin else ""
     return failure(
-        f"{_origin_sentence(record, origin, counts)}; {len(layers)} of {count(len(looked_at), 'layer')} looked at",
+        f"{what} is not finite{when}: {counts}, {why}; "
+        f"{len({g.layer.name for g in bad}):,} of {count(len(looked_at), 'layer')} looked at",
         ["gradient of", "type", "min", "max", "not finite"],
         rows,
-        operation,
-        _finite_hint(origin),
+        f"It began in {record.gradient_origin}." if record.gradient_origin else "",
+        hint,
     )
 
 
-def _origin_sentence(record: Record, origin: _Gradient, counts: str) -> str:
-    finite_after = any(
-        not g.statistics.nonfinite for g in _gradients(record) if g.position > origin.position and g.kind == "output"
-    )
-    if origin.kind == "output" and not finite_after:
-        return f"loss gives a gradient that is not finite: {counts} in that of {origin.where}"
-    if origin.kind == "output":
-        return f"gradient of {origin.where} is not finite: {counts}, begun after {origin.layer.name}"
-    if origin.kind == "parameter":
-        return f"{origin.layer.name} has a gradient that is not finite: {counts} in that of {origin.where}"
-    path = origin.where.rpartition(" ")[2]
-    return f"{origin.layer.name} gives a gradient that is not finite: {counts} in that of its {path}"
-
-
-def _finite_hint(origin: _Gradient) -> str:
-    if origin.kind == "output":
-        return (
-            f"The code that takes {origin.where} further has a derivative that is not finite there: sqrt or norm at 0, "
-            "log at 0, a division, or torch.where around one of them."
-        )
-    return f"Its incoming gradient is finite: look at the backward of {origin.layer.name} for the inputs it had."
+def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
+    """Return which gradient began not to be finite, where that was made, and what to look at."""
+    step, what = origin.step, f"gradient of {origin.where}"
+    if step is None or origin.kind == "parameter":
+        return what, "those around it are finite", f"Look at what {origin.layer.name} computes with {origin.path}."
+    suspects = "sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them"
+    if origin.kind == "input":
+        why = f"made in the backward of {step.name}"
+        return what, why, f"Look at the derivative of {step.name} for the inputs it had: {suspects}."
+    later = [g.step for g in gradients if g.kind != "parameter" and g.position > origin.position and g.step]
+    if not any(g.position > origin.position and g.since > origin.since for g in gradients if g.kind != "parameter"):
+        hint = f"Look at the loss, or at what the test computes from {origin.where} before it: {suspects}."
+        return what, "made by the loss", hint
+    taker = next((s for s in reversed(later) if s.before is step), None)
+    place = f"between {step.name} and {taker.name}" if taker else f"after {step.name}"
+    place += forward_of(step.around)
+    return what, f"made {place}", f"Look at the derivative of the code {place}: {suspects}."
 
 
 # --- presence -----------------------------------------------------------------------------------------------------
@@ -162,7 +181,7 @@ def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) ->
         raise NothingObservedError(
             "no parameter of the selected layers requires a gradient: they are frozen, or have none"
         )
-    names = [_full_name(layer, p) for layer, p in every]
+    names = [full_name(layer, p.name) for layer, p in every]
     ignored = set()
     for glob in [ignore] if isinstance(ignore, str) else ignore:
         matched = {name for name in names if Glob(glob).matches(name)}
@@ -170,56 +189,81 @@ def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) ->
             near = listed(nearest(glob, names)) or "none"
             raise SelectionError(f"ignore={glob!r} matches none of {len(names)} parameters; nearest: {near}")
         ignored |= matched
-    return [pair for pair, name in zip(every, names, strict=True) if name not in ignored]
+    wanted = [pair for pair, name in zip(every, names, strict=True) if name not in ignored]
+    if not wanted:
+        raise NothingObservedError(f"no parameter is left to look at: ignore= names all {len(names):,} of them")
+    return wanted
 
 
 def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted: list[tuple[Layer, Parameter]]) -> str:
     layer, parameter = missing[0]
+    name = full_name(layer, parameter.name)
     return failure(
-        f"{_full_name(layer, parameter)} has no gradient; "
-        f"{len(missing):,} of {count(len(wanted), 'parameter')} looked at have none",
+        f"{name} has no gradient; {len(missing):,} of {count(len(wanted), 'parameter')} looked at have none",
         ["parameter", "layer type", "shape", "layer called"],
         [
-            [_full_name(found, p), found.type_name, str(p.shape), "yes" if found.calls else "never"]
+            [full_name(found, p.name), found.type_name, shape_text(p.shape), "yes" if found.calls else "never"]
             for found, p in missing
         ],
-        _missing_hint(record, layer),
+        _missing_hint(record, layer, name),
     )
 
 
-def _missing_hint(record: Record, layer: Layer) -> str:
+def _missing_hint(record: Record, layer: Layer, what: str) -> str:
     if not layer.calls:
         return f"{layer.name} was never called in the forward: is it meant to be used, or to be there at all?"
-    cut = find_cut(record, layer)
-    if cut:
-        return cut
-    return f"The loss does not depend on the output of {layer.name}: is its result used, and the right loss taken?"
+    if any(v.backward is not None for _, v in layer.outputs):
+        return f"The output of {layer.name} has a gradient: does its forward use {what}, and not a detached copy?"
+    if any(v.overwritten for _, v in layer.outputs):
+        return f"The output of {layer.name} is a view that was overwritten in place: whether it has one is not known."
+    return find_cut(record, layer) or (
+        f"The loss does not depend on the output of {layer.name}: is its result used, and the right loss taken?"
+    )
 
 
 def find_cut(record: Record, layer: Layer) -> str | None:
-    """Return where the graph was cut after ``layer``: an input that has its numbers but no gradient."""
-    started = min((call.started for call in layer.calls), default=0)
-    made = {
-        address(maker.name, call, value.path): (maker.name, value)
-        for maker, call in returned(record)
-        for value in call.outputs
-    }
-    for taker, call in record.calls:
-        if call.started < started:
-            continue
-        if not call.grad_enabled and layer.calls[0].grad_enabled:
-            return f"{taker.name} ran under no_grad."
-        for value in call.inputs:
-            maker, output = made.get(value.source or "", (None, None))
-            if output is not None and output.requires_grad and not value.requires_grad:
-                return f"The graph is cut between {maker} and {taker.name}: look for .detach(), .data or no_grad there."
-    if any(not call.grad_enabled for call in layer.calls):
+    """Return where the graph was cut after the first call of ``layer``: what went in there required a gradient."""
+    course = Course(record)
+    first = next((step for step in course.started if step.layer is layer), None)
+    if first is None:
+        return None
+    if not (first.call.grad_enabled or any(v.requires_grad for v in first.call.outputs)):
         return f"{layer.name} ran under no_grad."
+    for step in course.started:
+        if step.place[:2] != first.place[:2] or step.call.started <= first.call.started:
+            continue
+        if not step.call.grad_enabled and first.call.grad_enabled:
+            return f"{step.name} ran under no_grad."
+        cut = _cut_before(course, step)
+        if cut:
+            return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
+    for step in course.returned:
+        if (
+            step.last is None
+            or step.call.finished < first.call.finished
+            or not any(map(is_floating, step.call.outputs))
+        ):
+            continue
+        if _requires(step.last.call.outputs) and not _requires(step.call.outputs):
+            return f"The graph is cut after {step.last.name}{forward_of(step)}: look for .detach() or .data there."
     return None
 
 
-def _full_name(layer: Layer, parameter: Parameter) -> str:
-    return parameter.name if layer.name == "(root)" else f"{layer.name}.{parameter.name}"
+def _cut_before(course: Course, step: Step) -> str | None:
+    """Return where the graph was cut before a call: what it took in needs no gradient, what that is made from does."""
+    entered = [value for value in step.call.inputs if is_floating(value)]
+    if not entered or _requires(entered):
+        return None
+    made = course.maker(step, entered[0])
+    if made is not None:
+        return f"between {made[0].name} and {step.name}" if made[1].requires_grad else None
+    given = step.around is not None and any(v.tensor == entered[0].tensor for v in step.around.call.inputs)
+    cut = not given and step.before is not None and _requires(step.before.call.outputs)
+    return step.between() if cut else None
+
+
+def _requires(values: Iterable[Value]) -> bool:
+    return any(value.requires_grad for value in values)
 
 
 # --- flow ---------------------------------------------------------------------------------------------------------
@@ -231,14 +275,19 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     The gradient of a layer is the largest rms among those of its own parameters (biases before a normalisation have
     none in exact arithmetic); where no selected layer has parameters that require one, that of its output.
 
+    A layer has faded out if its gradient, with those of all that ran before it or of all that ran after it, is smaller
+    than the largest by more than ``max_ratio``: the gradient passes by a single small one (a key projection, a scaled
+    residual branch), which may be smaller by the square of that.
+
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
-        max_ratio: How many times smaller than the largest the smallest may be.
+        max_ratio: How many times smaller than the largest the gradients up to a layer, or from it on, may be.
 
     Raises:
-        AssertionError: A layer gets no gradient, a zero one, or one beyond the ratio.
+        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio.
         NothingObservedError: No backward was seen, or no selected layer takes part in it.
+        UsageError: ``max_ratio`` is not above 1.
 
     >>> import torch
     >>> from torch import nn
@@ -247,72 +296,89 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     >>> assert_grad_flow(ModelProbe().run(model, torch.ones(4, 2), loss=lambda out: out.sum()))
     """
     __tracebackhide__ = True
+    if not max_ratio > 1:
+        raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
-    flow = list(_flow(record, called(record, layers)))
+    flow = list(_flow(called(record, layers)))
     if not flow:
         raise NothingObservedError(
             "none of the selected layers takes part in the backward: they are frozen, or ran under no_grad"
         )
-    largest = max((f.rms for f in flow if f.rms is not None), default=0.0)
-    bad = [f for f in flow if f.rms is None or f.rms == 0 or largest / f.rms > max_ratio]
+    bad = _out_of_bounds(flow, max_ratio)
     if bad:
-        raise AssertionError(_flow_text(record, bad, flow, largest, max_ratio))
+        raise AssertionError(_flow_text(record, bad, flow, max_ratio))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flow:
     layer: Layer
-    call: Call
     rms: float | None
-    """None: no gradient arrived."""
+    """NaN: no element of the gradient was finite; None: no gradient arrived."""
+
+    @property
+    def known(self) -> float:
+        """The rms, 0 where there is none."""
+        return self.rms if self.rms is not None and math.isfinite(self.rms) else 0.0
 
 
-def _flow(record: Record, looked_at: list[Layer]) -> Iterator[_Flow]:
+def _flow(looked_at: list[Layer]) -> Iterator[_Flow]:
     """Yield the gradient of each layer, in order of execution."""
     by_parameters = any(p.requires_grad for layer in looked_at for p in layer.parameters)
     for layer in sorted(looked_at, key=lambda layer: layer.calls[0].started):
-        if by_parameters:
-            own = [p.gradient for p in layer.parameters if p.requires_grad]
-            if not own:
-                continue
-        else:
-            own = [v.backward for _, v in layer.outputs if v.requires_grad and not v.overwritten]
-            if not own:
-                continue
-        rms = [s.rms for s in _statistics(*own) if s.rms is not None]
-        yield _Flow(layer, layer.calls[0], max(rms, default=None))
+        outputs = [v.backward for _, v in layer.outputs if v.requires_grad and not v.overwritten]
+        own = (
+            [p.gradient for p in layer.parameters if p.requires_grad and 0 not in p.shape] if by_parameters else outputs
+        )
+        if not own or (layer.leaf and all(0 in value.shape for _, value in layer.outputs)):
+            continue  # frozen, or an expert that no token came to
+        if not layer.leaf and not any(own):
+            own = outputs  # a token or a position that this forward did not need: the gradient came by
+        rms = [math.nan if s.rms is None else s.rms for s in _statistics(*own) if s.count]
+        yield _Flow(layer, max(rms, key=lambda r: (math.isfinite(r), r), default=None))
 
 
-def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], largest: float, max_ratio: float) -> str:
-    bad.reverse()
-    bad.sort(key=lambda f: (f.rms is not None, f.rms or 0.0))  # stable: of equals the one nearest to the loss
-    first = bad[0]
+def _out_of_bounds(flow: list[_Flow], max_ratio: float) -> list[_Flow]:
+    """Return what has no gradient or too small a one: those with none first, then the smallest."""
+    known = [f.known for f in flow]
+    before = accumulate(known, max)
+    after = reversed(list(accumulate(reversed(known), max)))
+    largest = max(known)
+    bad = [
+        f
+        for f, up_to, on in zip(flow, before, after, strict=True)
+        if not f.known or largest > max_ratio * min(up_to, on) or largest / f.known > max_ratio**2
+    ]
+    bad.reverse()  # of equals the one nearest to the loss comes first
+    return sorted(bad, key=lambda f: (f.rms is not None, f.known))
+
+
+def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], max_ratio: float) -> str:
+    first, strongest = bad[0], max(flow, key=lambda f: f.known)
     name = first.layer.name
-    strongest = next((f.layer.name for f in flow if f.rms == largest), None)
     if first.rms is None:
-        what, hint = f"{name} gets no gradient", _missing_hint(record, first.layer)
+        what, hint = f"{name} gets no gradient", _missing_hint(record, first.layer, "its parameters")
+    elif first.rms != first.known:
+        what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite tells where that began."
     elif first.rms == 0:
         what = f"{name} gets a zero gradient"
-        hint = f"What comes after {name} does not depend on it, or is flat there: dead, saturated, times zero."
+        zero = [layer.name for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
+        reasons = f"zero-initialised ({listed(zero)})" if zero else "dead, saturated, times zero"
+        hint = f"What comes after {name} does not depend on it, or is flat there: {reasons}."
     else:
-        times = f"{number(largest / first.rms)} times smaller than {strongest}"
+        times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.name}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"
         hint = "It fades or grows on the way: look at activations, initialisation and normalisation between the two."
     rows: list[list[Cell]] = [
-        [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, largest)] for f in flow
+        [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
+        for f in dict.fromkeys([*bad, *flow])  # the others for comparison
     ]
     return failure(
-        f"{what}; {len(bad)} of {count(len(flow), 'layer')} looked at",
+        f"{what}; {len(bad):,} of {count(len(flow), 'layer')} looked at",
         ["layer", "type", "gradient rms", "of the largest"],
-        _around(rows, [flow.index(f) for f in bad]),
+        rows,
         hint,
     )
 
 
-def _share(flow: _Flow, largest: float) -> str:
-    return "-" if flow.rms is None or not largest else f"{flow.rms / largest:.1g}"
-
-
-def _around(rows: list[list[Cell]], bad: list[int]) -> list[list[Cell]]:
-    """Return the rows in question first, then the others, for comparison."""
-    return [rows[i] for i in bad] + [row for i, row in enumerate(rows) if i not in set(bad)]
+def _share(flow: _Flow, strongest: _Flow) -> str:
+    return f"{flow.known / strongest.known:.1g}" if flow.rms is not None and strongest.known else "-"

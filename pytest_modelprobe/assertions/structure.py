@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Value, address
+from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
 from pytest_modelprobe.report.text import Cell, count, failure, listed
 from pytest_modelprobe.selection import Selector, select
-from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Spec, format_shape, match, parse
+from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
-from .evidence import Subject, WatchLike, called, is_floating, record_of, returned, selected
+from .evidence import Course, Subject, called, full_name, is_watch, record_of, selected, source_of
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -20,7 +21,7 @@ def assert_shapes(
     subject: Subject,
     specs: Mapping[str, Spec | Mapping[str, Spec]],
     *,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Size] | None = None,
 ) -> None:
     """Assert the shapes of layers' outputs; a name stands for the same size wherever it occurs.
 
@@ -48,9 +49,9 @@ def assert_shapes(
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    if not specs:
-        raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
     wanted = [(selector, path, parse(spec)) for selector, path, spec in _specs(specs)]
+    if not wanted:
+        raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
     bindings = Bindings(dims)
     bindings.check_used([spec for _, _, spec in wanted])
     mismatches: list[tuple[Layer, Mismatch, ShapeSpec]] = []
@@ -92,11 +93,15 @@ def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: i
     ]
     differing = len({m.address for _, m, _ in mismatches})
     return failure(
-        f"{first}; {differing} of {count(checked, 'shape')} differ",
+        f"{first}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
         ["value", "type", "shape", "specification", "actual", "expected", "bound by"],
         rows,
         "Where a size is free, write _ for it; a name must mean the same size everywhere.",
     )
+
+
+def _differ(n: int) -> str:
+    return "differs" if n == 1 else "differ"
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------
@@ -107,13 +112,14 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        dtypes: One dtype (``torch.float32`` or ``"float32"``), or a dict of dtypes by a glob on layers. Where a
-            floating dtype is asked for, only floating outputs are looked at: indices and masks have their own.
+        dtypes: One dtype (``torch.float32`` or ``"float32"``), or a dict of dtypes by a glob on layers. Only outputs
+            of its kind are looked at, floating, complex, or integer and bool: indices and masks have their own.
         layers: Which layers to look at, where one dtype is given.
 
     Raises:
         AssertionError: A dtype differs.
         NothingObservedError: The layers were not called, or have no output to look at.
+        UsageError: There is no such dtype, or ``layers`` is given besides a dict.
 
     >>> import torch
     >>> from torch import nn
@@ -123,6 +129,8 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     """
     __tracebackhide__ = True
     record = record_of(subject)
+    if isinstance(dtypes, Mapping) and layers != "**":
+        raise UsageError("layers= goes with one dtype; a dict of dtypes names its layers itself")
     wanted: Iterable[tuple[Selector, Any]] = dtypes.items() if isinstance(dtypes, Mapping) else [(layers, dtypes)]
     rows: list[list[Cell]] = []
     checked = 0
@@ -130,7 +138,7 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         expected = _dtype_name(dtype)
         for layer in called(record, selector):
             for call, value in layer.outputs:
-                if _is_floating_name(expected) and not is_floating(value):
+                if _dtype_kind(value.dtype) != _dtype_kind(expected):
                     continue
                 checked += 1
                 if value.dtype != expected:
@@ -141,25 +149,30 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         raise NothingObservedError("the selected layers gave out no tensor of that kind: nothing was compared")
     if rows:
         first, _, actual, wanted_dtype, took = rows[0]
+        cast = "look for a cast (.to, .float, autocast) in or before it"
+        share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
         raise AssertionError(
             failure(
-                f"{first} is {actual}, not {wanted_dtype}; {len(rows)} of {count(checked, 'output')} differ",
+                f"{first} is {actual}, not {wanted_dtype}; {share}",
                 ["value", "type", "actual", "expected", "inputs"],
                 rows,
-                f"The first one took in {took}: look for a cast (.to, .float, autocast) in or before it.",
+                f"It took in {took}: {cast}." if took != "-" else f"It took in no tensor: {cast}.",
             )
         )
 
 
+_DTYPE = re.compile(r"bool|bfloat16|(?:float|complex|u?int)\d+\w*")
+
+
 def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
-    if type(dtype).__name__ != "dtype" and not isinstance(dtype, str):
+    if not (isinstance(dtype, str) or type(dtype).__name__ == "dtype") or not _DTYPE.fullmatch(name):
         raise UsageError(f"a dtype is torch.float32 or 'float32'; got {dtype!r}")
     return name
 
 
-def _is_floating_name(name: str) -> bool:
-    return name.startswith(("float", "bfloat", "complex"))
+def _dtype_kind(name: str) -> str:
+    return "float" if "float" in name else "complex" if "complex" in name else "integer"
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
@@ -174,11 +187,12 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers; all by default.
-        times: How often in each forward; None: at least once in one of them.
+        times: How often in each forward, of those of its root and mode that call it; None: at least once in one.
 
     Raises:
         AssertionError: A layer was not called, or another number of times.
         NothingObservedError: The model was never run.
+        UsageError: ``times`` is no number of calls.
 
     >>> import torch
     >>> from torch import nn
@@ -187,59 +201,106 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
     >>> assert_called(record, "0", times=1)
     """
     __tracebackhide__ = True
+    if times is not None and (not isinstance(times, int) or isinstance(times, bool) or times < 0):
+        raise UsageError(f"times is a number of calls in a forward, from 0; got {times!r}")
     record = record_of(subject)
     looked_at = selected(record, layers)
+    forwards, around = _forwards(record), _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
-        fewest, most = _times(record, layer)
+        fewest, most = _times(layer, forwards)
+        actual = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        if not most and times != 0 and (layer.name in around or _only_holds(layer)):
+            continue
         if times is not None and (fewest, most) != (times, times):
-            rows.append([layer.name, layer.type_name, str(fewest) if fewest == most else f"{fewest} to {most}", times])
-        elif times is None and not layer.calls and not _inside_called(record, layer):
-            rows.append([layer.name, layer.type_name, 0, "1 or more"])
+            rows.append([layer.name, layer.type_name, actual, f"{times:,}"])
+        elif times is None and not most:
+            rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
         raise AssertionError(_called_text(record, rows, looked_at))
 
 
 def uncalled(record: Record) -> list[Layer]:
     """Return the layers that were not called, nor any inside them."""
-    return [layer for layer in record.layers.values() if not layer.calls and not _inside_called(record, layer)]
+    around = _around_called(record)
+    return [
+        layer for layer in record.layers.values() if not (layer.calls or layer.name in around or _only_holds(layer))
+    ]
 
 
-def _times(record: Record, layer: Layer) -> tuple[int, int]:
-    """Return the fewest and the most calls of a layer in one forward."""
-    if not layer.calls:
-        return 0, 0
-    forwards: dict[tuple[str, bool], int] = {}
-    for _, call in record.calls:
+def weights_in_use(record: Record) -> set[str]:
+    """Return the layers whose parameters take part though they are not called: by themselves, or tied to others'."""
+
+    def storage(layer: Layer, parameter: Parameter) -> str:
+        return parameter.tied_to or full_name(layer, parameter.name)
+
+    active = {storage(layer, p) for layer in record.layers.values() if layer.calls for p in layer.parameters}
+    return {
+        layer.name
+        for layer in record.layers.values()
+        if layer.parameters and not layer.calls
+        if any(p.gradient for p in layer.parameters) or active.issuperset(storage(layer, p) for p in layer.parameters)
+    }
+
+
+_Kind = tuple[str, bool]
+
+
+def _forwards(record: Record) -> dict[_Kind, int]:
+    """Return the number of forwards of each kind: that of the layer that was called most often in them."""
+    forwards: dict[_Kind, int] = {}
+    for layer in record.layers.values():
+        for call in layer.calls:
+            kind = call.root, call.root_training
+            forwards[kind] = max(forwards.get(kind, 0), call.forwards)
+    return forwards
+
+
+def _times(layer: Layer, forwards: Mapping[_Kind, int]) -> tuple[int, int]:
+    """Return the fewest and the most calls of a layer in one forward, of the kinds that call it."""
+    fewest: dict[_Kind, int] = {}
+    most: dict[_Kind, int] = {}
+    for call in layer.calls:
         kind = call.root, call.root_training
-        forwards[kind] = max(forwards.get(kind, 0), call.forwards)
-    fewest, most = [], []
-    for kind, total in forwards.items():
-        calls = [call for call in layer.calls if (call.root, call.root_training) == kind]
-        if calls:
-            fewest.append(sum(call.forwards == total for call in calls))
-            most.append(len(calls))
-    return min(fewest), max(most)
+        fewest[kind] = fewest.get(kind, 0) + (call.forwards == forwards[kind])
+        most[kind] = most.get(kind, 0) + 1
+    return min(fewest.values(), default=0), max(most.values(), default=0)
 
 
-def _inside_called(record: Record, layer: Layer) -> bool:
-    prefix = "" if layer.name == "(root)" else f"{layer.name}."
-    return any(other.calls and name.startswith(prefix) and name != layer.name for name, other in record.layers.items())
+def _around_called(record: Record) -> set[str]:
+    """Return the names of all layers inside which one is called."""
+    names: set[str] = set()
+    for layer in record.layers.values():
+        name = layer.name if layer.calls else ""
+        while name and name != ROOT:
+            name = name.rpartition(".")[0] or ROOT
+            if name in names:
+                break
+            names.add(name)
+    return names
+
+
+def _only_holds(layer: Layer) -> bool:
+    """Whether a layer of its type cannot be called, and has nothing inside that could."""
+    return layer.leaf and layer.type.startswith("torch.nn.modules.container.") and layer.type_name != "Sequential"
 
 
 def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer]) -> str:
     name, _, actual, expected = rows[0]
-    if actual in (0, "0"):
+    if actual == "0":
         first = f"{name} was never called in {count(record.forwards, 'forward')}"
     else:
-        first = f"{name} was called {actual} times in a forward, not {expected}"
-    order = [layer.name for layer, _ in returned(record) if layer.leaf]
+        times = "1 time" if actual == "1" else f"{actual} times"
+        first = f"{name} was called {times} in a forward, not {expected}"
+    order = dict.fromkeys(step.layer.name for step in Course(record).started if step.layer.leaf)
+    hint = "Calling .forward() itself runs no hooks: call the module."
+    if actual == "0" and name in weights_in_use(record):
+        hint = f"The parameters of {name} are used without calling it: by themselves, or tied to another layer's."
     return failure(
-        f"{first}; {len(rows)} of {count(len(looked_at), 'layer')} looked at",
-        ["layer", "type", "actual", "expected"],
+        f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
+        ["layer", "type", "calls", "expected"],
         rows,
-        f"Called in this order: {listed(list(dict.fromkeys(order)), most=8)}. Calling .forward() itself runs no hooks: "
-        "call the module.",
+        f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
     )
 
 
@@ -251,14 +312,18 @@ _HOOK_DICTS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
+_PARAMETER_HOOK_DICTS = {
+    "_backward_hooks": "hook",
+    "_post_accumulate_grad_hooks": "hook after accumulation",
+}
 
 
 def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
-    """Assert that no hooks are left on a model: those of the probe itself do not count.
+    """Assert that no hooks are left on a model and its parameters: those of the probe itself do not count.
 
     Args:
-        subject: A module: it may have no forward or backward hook at all. A watch: only hooks that came since it began
-            and are still there count.
+        subject: A module: it may have no forward or backward hook at all. A watch, or a probe with one: only hooks that
+            came since it began and are still there count.
         layers: Which layers to look at. Leave out those whose hooks belong to them: ``["**", "!spectral"]``.
 
     Raises:
@@ -269,17 +334,15 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     >>> assert_no_leftover_hooks(nn.Linear(2, 3))
     """
     __tracebackhide__ = True
-    source = getattr(subject, "source", subject)
-    since, model = 0, source
-    if isinstance(source, WatchLike) and not isinstance(source, Record):
+    since, model = 0, subject
+    if not hasattr(subject, "named_modules"):
+        source = source_of(subject)
+        if not is_watch(source):
+            raise UsageError("a record has no model to look for hooks on: give the model itself, or a watch")
         since, model = source.first_hook, source.model
-    if not hasattr(model, "named_modules"):
-        raise UsageError(
-            f"hooks are looked for on a module or a watch; got {type(source).__name__}: give the model itself"
-        )
-    modules = {name or "(root)": module for name, module in model.named_modules()}
-    names = set(select(modules, layers))
-    found = [(name, kind, hook) for name, kind, key, hook in find_hooks(model) if name in names and key >= since]
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    names = select(modules, layers)
+    found = [(name, kind, hook) for name in names for kind, key, hook in find_hooks(modules[name]) if key >= since]
     if found:
         name, kind, hook = found[0]
         raise AssertionError(
@@ -292,13 +355,15 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         )
 
 
-def find_hooks(model: Any) -> Iterator[tuple[str, str, int, Any]]:
-    """Yield (layer, kind, key, hook) for each hook on the model's modules that is not the probe's."""
-    for name, module in model.named_modules():
-        for attribute, kind in _HOOK_DICTS.items():
-            for key, hook in getattr(module, attribute).items():
-                if not getattr(hook, "is_modelprobe", False):
-                    yield name or "(root)", kind, key, hook
+def find_hooks(module: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yield (kind, key, hook) for each hook on a module and its own parameters that is not the probe's."""
+    owners = [(module, _HOOK_DICTS, "")]
+    owners += [(p, _PARAMETER_HOOK_DICTS, f" on {name}") for name, p in module.named_parameters(recurse=False)]
+    for owner, dicts, where in owners:
+        for attribute, kind in dicts.items():
+            for key, hook in (getattr(owner, attribute, None) or {}).items():
+                if not type(hook).__module__.startswith("pytest_modelprobe."):
+                    yield kind + where, key, hook
 
 
 def _hook_name(hook: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -58,29 +59,34 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
-def printable(text: str) -> str:
-    r"""Return text that moves no cursor and sets no colour: control characters are written as escapes.
+def printable(text: str, longest: int = 120) -> str:
+    r"""Return text that moves no cursor, sets no colour and floods no screen, whatever names are in it.
+
+    Control characters are written as escapes; of a word of more than ``longest`` characters the middle is left out.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc\\x1b[31m'
     """
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text
-    )
+    half = longest // 2
+    shown = re.sub(rf"\S{{{longest + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
+
+
+_NOT_PRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
-    r"""Return the lines of an aligned table; numbers to the right; what is beyond ``most`` rows is counted.
+    r"""Return the lines of an aligned table, columns of numbers to the right; rows beyond ``most`` are counted.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
-    layer   zeros
-    fc1         3
-    relu   12,544
+    layer    zeros
+    fc1          3
+    relu    12,544
     """
     rows = [list(row) for row in rows]
     shown = [[_text(cell) for cell in row] for row in rows[:most]]
-    right = [all(not isinstance(row[i], str) or _numeric(row[i]) for row in rows) for i in range(len(columns))]
-    widths = [max(len(column), *(len(row[i]) for row in shown)) for i, column in enumerate(columns)]
+    right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
+    widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
     lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
     if len(rows) > most:
         lines.append(f"... {count(len(rows) - most, 'row')} more")
@@ -91,8 +97,7 @@ def _text(cell: Cell) -> str:
     return printable(cell) if isinstance(cell, str) else number(cell)
 
 
-def _numeric(cell: Cell) -> bool:
-    return isinstance(cell, str) and cell[:1] in "-0123456789" and cell != ""
+_NUMBER = re.compile(r"[-+\d][-+.,/%e\d]*|nan|inf")
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
@@ -153,8 +158,4 @@ def _layer_row(layer: Layer, call: Call, value: Value, gradients: bool) -> list[
 
 def _statistics_cells(s: Statistics) -> list[Cell]:
     zeros = f"{s.zeros / s.count:.0%}" if s.count else "-"
-    return [_number_or_dash(v) for v in (s.mean, s.std, s.min, s.max)] + [zeros]
-
-
-def _number_or_dash(value: float | None) -> Cell:
-    return "-" if value is None else number(float(value) if not isinstance(value, int) else value)
+    return [*(number(v) for v in (s.mean, s.std, s.min, s.max)), zeros]

@@ -1,0 +1,424 @@
+"""Shapes, dtypes, calls, hooks left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    SelectionError,
+    ShapeSpecError,
+    UsageError,
+    Watch,
+    assert_called,
+    assert_dtypes,
+    assert_no_leftover_hooks,
+    assert_shapes,
+)
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def failure_of(assertion: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assertion(*args, **kwargs)
+    return str(failure.value)
+
+
+def run(model: nn.Module, *args: torch.Tensor, **kwargs: Any) -> Record:
+    return ModelProbe().run(model, *(args or (X,)), **kwargs)
+
+
+class Net(nn.Module):
+    """A model from layers by name and a forward as a function of it."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
+
+
+def two_layers(**kwargs: Any) -> Record:
+    return run(Net(lambda m, x: m.fc2(m.fc1(x)), fc1=nn.Linear(6, 16), fc2=nn.Linear(16, 2)), **kwargs)
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_that_match_pass() -> None:
+    assert_shapes(two_layers(), {"fc1": "batch hidden", "fc2": ("batch", 2), "**": "batch _"}, dims={"batch": 4})
+
+
+def test_a_shape_that_differs_is_told_with_the_layer_that_bound_the_dimension() -> None:
+    assert failure_of(assert_shapes, two_layers(), {"fc1": "batch hidden", "fc2": "batch hidden"}) == (
+        "fc2 output has shape (4, 2): dimension 1 is 2, but hidden is 16, bound by fc1 output; 1 of 2 shapes differs\n"
+        "\n"
+        "value        type     shape    specification   actual   expected   bound by\n"
+        "fc2 output   Linear   (4, 2)   batch hidden         2         16   fc1 output\n"
+        "\n"
+        "Where a size is free, write _ for it; a name must mean the same size everywhere."
+    )
+
+
+def test_all_differences_are_listed() -> None:
+    text = failure_of(assert_shapes, two_layers(), {"fc1": "3 15", "fc2": "batch 7"})
+    assert text.splitlines()[0].endswith("; 2 of 2 shapes differ")
+    assert len(text.split("\n\n")[1].splitlines()) == 4
+
+
+def test_inputs_and_outputs_have_paths() -> None:
+    record = run(Net(lambda m, x: m.lstm(x[None]), lstm=nn.LSTM(6, 3, batch_first=True)))
+    assert_shapes(record, {"lstm": {"input": "1 4 6", "output[0]": "1 4 3", "output[1][0]": "1 1 3"}})
+    text = failure_of(assert_shapes, record, {"lstm": {"output[1][1]": "1 1 4"}})
+    assert text.startswith("lstm output[1][1] has shape (1, 1, 3): dimension 2 is 3, expected 4;")
+
+
+def test_a_spec_alone_is_for_the_first_output() -> None:
+    model = Net(lambda m, x: m.head(x), head=Net(lambda m, x: {"logits": x, "extra": x[0]}))
+    assert_shapes(run(model), {"head": "4 6"})
+
+
+def test_each_call_is_checked() -> None:
+    model = Net(lambda m, x: m.fc(x)[:2] + m.fc(x[:2]), fc=nn.Linear(6, 6))
+    text = failure_of(assert_shapes, run(model), {"fc": "4 6"})
+    assert text.startswith("fc (call 2) output has shape (2, 6): dimension 0 is 2, expected 4; 1 of 2 shapes differs\n")
+
+
+def test_a_size_that_varies_over_forwards_is_a_range() -> None:
+    with Watch(nn.Linear(6, 2)) as watch:
+        for n in (1, 3):
+            watch.model(X[:n])
+    assert_shapes(watch, {"(root)": "batch 2"})
+    assert_shapes(watch, {"(root)": {"input": "batch _", "output": "batch 2"}})
+    assert failure_of(assert_shapes, watch, {"(root)": "3 2"}).startswith(
+        "(root) output has shape (1..3, 2): dimension 0 varies in 1..3, expected 3;"
+    )
+
+
+def test_shapes_need_no_numbers() -> None:
+    record = ModelProbe().architecture(nn.Sequential(nn.Linear(6, 2)), X)
+    assert_shapes(record, {"0": "4 2"})
+
+
+@pytest.mark.parametrize("specs", [{}, {"fc1": {}}])
+def test_no_shapes_are_an_error(specs: Any) -> None:
+    with pytest.raises(UsageError, match="no shapes were given"):
+        assert_shapes(two_layers(), specs)
+
+
+def test_a_slip_in_a_spec_is_an_error() -> None:
+    with pytest.raises(ShapeSpecError, match="write 'batch 16', with spaces alone between tokens"):
+        assert_shapes(two_layers(), {"fc1": "batch,16"})
+
+
+def test_a_slip_in_dims_is_an_error() -> None:
+    with pytest.raises(ShapeSpecError, match="dims= fixes 'bacth', which no spec uses; write 'batch'"):
+        assert_shapes(two_layers(), {"fc1": "batch 16"}, dims={"bacth": 4})
+
+
+def test_a_slip_in_a_layer_is_an_error() -> None:
+    with pytest.raises(SelectionError, match="'fc3' matches none of 3 layers; nearest: 'fc1', 'fc2'"):
+        assert_shapes(two_layers(), {"fc3": "batch 16"})
+
+
+def test_a_slip_in_a_path_is_an_error() -> None:
+    with pytest.raises(NothingObservedError, match=r"fc1 has no value output\[0\]: it has output and input"):
+        assert_shapes(two_layers(), {"fc1": {"output[0]": "4 16"}})
+
+
+def test_a_layer_without_a_tensor_is_an_error() -> None:
+    model = Net(lambda m, x: (m.none(x), x)[1], none=Net(lambda m, x: None))
+    with pytest.raises(NothingObservedError, match="none has no value output: it has input"):
+        assert_shapes(run(model), {"none": "4 6"})
+
+
+def test_a_layer_that_was_not_called_is_an_error() -> None:
+    with pytest.raises(NothingObservedError, match="b was never called in 1 forward of Net"):
+        assert_shapes(run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6))), {"b": "4 6"})
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "float32", "torch.float32"])
+def test_dtypes_that_match_pass(dtype: Any) -> None:
+    assert_dtypes(two_layers(), dtype)
+
+
+def test_a_dtype_that_differs_is_told_with_what_went_in() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=nn.Identity(), b=Net(lambda m, x: x.double()))
+    assert failure_of(assert_dtypes, run(model), torch.float32, layers=["a", "b"]) == (
+        "b output is float64, not float32; 1 of 2 outputs differs\n"
+        "\n"
+        "value      type   actual    expected   inputs\n"
+        "b output   Net    float64   float32    float32\n"
+        "\n"
+        "It took in float32: look for a cast (.to, .float, autocast) in or before it."
+    )
+
+
+def test_dtypes_by_layer() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=nn.Identity(), b=Net(lambda m, x: x.double()))
+    assert_dtypes(run(model), {"a": torch.float32, "b": torch.float64})
+    assert failure_of(assert_dtypes, run(model), {"*": torch.float64}).startswith("a output is float32, not float64;")
+
+
+def test_autocast_is_seen() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        record = two_layers()
+    assert_dtypes(record, torch.bfloat16)
+    assert "not float32" in failure_of(assert_dtypes, record, torch.float32)
+
+
+def test_indices_masks_and_complex_numbers_have_dtypes_of_their_own() -> None:
+    model = Net(lambda m, x: (m.f(x), x > 0, x.argmax(-1), x), f=Net(lambda m, x: torch.fft.fft(x)))
+    record = run(model)
+    assert_dtypes(record, torch.float32)
+    assert_dtypes(record, torch.complex64)
+    assert failure_of(assert_dtypes, record, torch.int64).startswith("(root) output[1] is bool, not int64;")
+
+
+@pytest.mark.parametrize("dtype", ["flaot32", "float", float, None, 32])
+def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
+    with pytest.raises(UsageError, match=r"a dtype is torch.float32 or 'float32'; got "):
+        assert_dtypes(two_layers(), dtype)
+
+
+def test_layers_beside_a_dict_are_refused() -> None:
+    with pytest.raises(UsageError, match="a dict of dtypes names its layers itself"):
+        assert_dtypes(two_layers(), {"fc1": torch.float32}, layers="fc1")
+
+
+@pytest.mark.parametrize("dtypes", [torch.int64, {}])
+def test_nothing_to_compare_is_an_error(dtypes: Any) -> None:
+    with pytest.raises(NothingObservedError, match="gave out no tensor of that kind: nothing was compared"):
+        assert_dtypes(two_layers(), dtypes)
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def test_called_layers_pass() -> None:
+    assert_called(two_layers())
+    assert_called(two_layers(), "fc*", times=1)
+
+
+def test_a_layer_that_is_never_called_is_named() -> None:
+    model = Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    assert failure_of(assert_called, run(model)) == (
+        "b was never called in 1 forward; 1 of 3 layers looked at\n"
+        "\n"
+        "layer   type     calls   expected\n"
+        "b       Linear       0   1 or more\n"
+        "\n"
+        "Called in this order: a. Calling .forward() itself runs no hooks: call the module."
+    )
+
+
+def test_another_number_of_calls_is_told() -> None:
+    record = run(Net(lambda m, x: m.b(m.a(m.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    assert_called(record, "a", times=2)
+    assert failure_of(assert_called, record, "b", times=2).startswith("b was called 1 time in a forward, not 2; 1 of 1")
+    assert failure_of(assert_called, record, "a", times=1).startswith("a was called 2 times in a forward, not 1; 1 of ")
+
+
+def test_never_can_be_asserted() -> None:
+    record = run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    assert_called(record, "b", times=0)
+    assert failure_of(assert_called, record, "a", times=0).startswith("a was called 1 time in a forward, not 0;")
+
+
+def test_calls_are_counted_in_each_forward() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(len(x)):
+            x = model.a(x)
+        return x
+
+    with Watch(Net(forward, a=nn.Linear(6, 6))) as watch:
+        watch.model(X)
+        watch.model(X[:2])
+    assert failure_of(assert_called, watch, "a", times=4).startswith("a was called 2 to 4 times in a forward, not 4;")
+
+
+def test_a_layer_that_only_some_forwards_call_is_called_0_to_1_times() -> None:
+    with Watch(Net(lambda m, x: m.a(x) if len(x) > 2 else x, a=nn.Linear(6, 6))) as watch:
+        watch.model(X)
+        watch.model(X[:2])
+    assert_called(watch, "a")
+    assert "a was called 0 to 1 times in a forward, not 1;" in failure_of(assert_called, watch, "a", times=1)
+
+
+def test_forwards_in_two_modes_are_counted_apart() -> None:
+    model = Net(lambda m, x: m.a(m.a(x)) if m.training else m.a(x), a=nn.Linear(6, 6))
+    with Watch(model) as watch:
+        model.train()(X)
+        model.eval()(X)
+    assert "a was called 1 to 2 times in a forward, not 2;" in failure_of(assert_called, watch, "a", times=2)
+
+
+@pytest.mark.parametrize("times", [None, 1])
+def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(6, 6)})])
+            self.empty, self.parameters_ = nn.ModuleList(), nn.ParameterList([torch.ones(1)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0]["a"](x)
+
+    assert_called(run(Holder()), times=times)
+
+
+def test_an_empty_sequential_must_be_called() -> None:
+    model = Net(lambda m, x: x, shortcut=nn.Sequential())
+    assert failure_of(assert_called, run(model)).startswith("shortcut was never called")
+
+
+def test_pseudo_layers_count() -> None:
+    record = run(Net(lambda m, x: F.relu(F.relu(m.a(x))), a=nn.Linear(6, 6)), functionals=True)
+    assert_called(record, "relu", times=2)
+
+
+def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
+    model = Net(lambda m, x: F.linear(x, m.a.weight), a=nn.Linear(6, 6, bias=False))
+    assert failure_of(assert_called, run(model, loss="random")).endswith(
+        "The parameters of a are used without calling it: by themselves, or tied to another layer's."
+    )
+
+
+def test_tied_weights_are_spoken_of() -> None:
+    a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    a.weight = b.weight
+    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)))
+    assert text.endswith("The parameters of a are used without calling it: by themselves, or tied to another layer's.")
+
+
+@pytest.mark.parametrize("times", [-1, True, 1.0, "2"])
+def test_what_is_no_number_of_calls_is_refused(times: Any) -> None:
+    with pytest.raises(UsageError, match="times is a number of calls in a forward, from 0; got"):
+        assert_called(two_layers(), times=times)
+
+
+def test_a_model_that_was_never_run_is_an_error() -> None:
+    with Watch(nn.Linear(6, 6)) as watch, pytest.raises(NothingObservedError, match="Linear was never called"):
+        assert_called(watch)
+
+
+def test_a_slip_in_the_layer_is_an_error() -> None:
+    with pytest.raises(SelectionError, match="'fc' matches none"):
+        assert_called(two_layers(), "fc")
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+
+def leave(*_: Any) -> None:
+    """Left behind."""
+
+
+def test_a_model_without_hooks_passes() -> None:
+    assert_no_leftover_hooks(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_hook_is_named_with_its_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(leave)
+    assert failure_of(assert_no_leftover_hooks, model) == (
+        f"0 has a forward hook left on it: {__name__}.leave; 1 hook in all\n"
+        "\n"
+        "layer   kind           hook\n"
+        f"0       forward hook   {__name__}.leave\n"
+        "\n"
+        "Keep the handle that register_... returned and call its remove(), also after an error."
+    )
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+    ],
+)
+def test_every_kind_of_hook_is_found(register: str, kind: str) -> None:
+    model = nn.Linear(2, 2)
+    getattr(model, register)(leave)
+    assert failure_of(assert_no_leftover_hooks, model).startswith(f"(root) has a {kind} left on it: ")
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [("register_hook", "hook on weight"), ("register_post_accumulate_grad_hook", "hook after accumulation on weight")],
+)
+def test_hooks_on_parameters_are_found(register: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    getattr(model[0].weight, register)(leave)
+    assert failure_of(assert_no_leftover_hooks, model).startswith(f"0 has a {kind} left on it: ")
+
+
+def test_a_hook_that_was_removed_is_none() -> None:
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(leave).remove()
+    model.weight.register_hook(leave).remove()
+    assert_no_leftover_hooks(model)
+
+
+def test_the_hooks_of_an_open_watch_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    with Watch(model) as watch:
+        assert_no_leftover_hooks(model)
+        assert_no_leftover_hooks(watch)
+
+
+def test_a_run_leaves_none() -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.ReLU())
+    run(model, loss="random")
+    assert_no_leftover_hooks(model)
+
+
+def test_of_a_watch_only_hooks_that_came_since_count() -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.ReLU())
+    model[0].register_forward_hook(leave)
+    probe = ModelProbe()
+    with probe.watch(model) as watch:
+        assert_no_leftover_hooks(watch)
+        assert_no_leftover_hooks(probe)
+        model[1].register_forward_hook(leave)
+        assert failure_of(assert_no_leftover_hooks, watch).startswith("1 has a forward hook left on it: ")
+        assert failure_of(assert_no_leftover_hooks, probe).startswith("1 has a forward hook left on it: ")
+
+
+def test_layers_whose_hooks_belong_to_them_can_be_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(leave)
+    assert_no_leftover_hooks(model, layers="!0")
+
+
+def test_a_model_with_an_attribute_called_source_is_a_model() -> None:
+    model = nn.Linear(2, 2)
+    model.source = nn.Linear(2, 2)
+    assert_no_leftover_hooks(model)
+
+
+def test_a_record_has_no_model() -> None:
+    with pytest.raises(UsageError, match="a record has no model to look for hooks on: give the model itself"):
+        assert_no_leftover_hooks(two_layers())
+
+
+def test_what_has_no_hooks_is_refused() -> None:
+    with pytest.raises(UsageError, match="assertions take modelprobe, a watch or a record first; got int"):
+        assert_no_leftover_hooks(3)

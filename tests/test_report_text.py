@@ -1,0 +1,147 @@
+"""Numbers, tables and names as text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import ModelProbe, Record
+from pytest_modelprobe.report.text import count, failure, layer_table, listed, number, printable, shape, table
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (12544, "12,544"),
+        (-3, "-3"),
+        (0.0, "0"),
+        (1e-12, "1e-12"),
+        (123456.0, "1.235e+05"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (None, "-"),
+    ],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "noun", "text"),
+    [
+        (0, "layer", "0 layers"),
+        (1, "layer", "1 layer"),
+        (1200, "layer", "1,200 layers"),
+        (2, "pass", "2 passes"),
+        (2, "batch", "2 batches"),
+        (2, "entry", "2 entries"),
+    ],
+)
+def test_counts(n: int, noun: str, text: str) -> None:
+    assert count(n, noun) == text
+
+
+def test_shapes() -> None:
+    assert [shape(()), shape((4,)), shape((4, (1, 8)))] == ["()", "(4,)", "(4, 1..8)"]
+
+
+def test_lists() -> None:
+    assert [listed([]), listed(["a"]), listed(["a", "b"]), listed(list("abcd"), most=2)] == [
+        "", "a", "a and b", "a, b and 2 more",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("blocks.0.attn", "blocks.0.attn"),
+        ("größe", "größe"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("two\nlines\r\t", "two\\nlines\\r\\t"),
+        ("\u202eright to left", "\\u202eright to left"),
+        ("\u2028separator", "\\u2028separator"),
+        ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("\ud800surrogate", "\\ud800surrogate"),
+        ("\x9bcsi", "\\x9bcsi"),
+    ],
+)
+def test_names_move_no_cursor(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    printable(text).encode()
+
+
+def test_of_a_long_word_the_ends_are_shown() -> None:
+    shown = printable(f"layer {'a' * 5000}{'b' * 5000} is dead")
+    assert shown == f"layer {'a' * 59}…{'b' * 60} is dead"
+
+
+def test_a_word_that_is_just_not_too_long_is_whole() -> None:
+    assert printable("a" * 120) == "a" * 120
+
+
+def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
+    assert table(["layer", "zeros", "share", "what"], [["0", 3, "5%", "3 of 4"], ["10", 12544, "10%", "-"]]) == [
+        "layer    zeros   share   what",
+        "0            3      5%   3 of 4",
+        "10      12,544     10%   -",
+    ]
+
+
+def test_a_table_may_be_empty() -> None:
+    assert table(["layer", "zeros"], []) == ["layer   zeros"]
+
+
+def test_rows_beyond_the_most_are_counted() -> None:
+    assert table(["n"], [[str(i)] for i in range(5)], most=3) == ["n", "0", "1", "2", "... 2 rows more"]
+    assert len(table(["n"], [[str(i)] for i in range(100)])) == 22
+
+
+def test_rows_that_are_not_shown_widen_no_column() -> None:
+    assert table(["n", "m"], [["a", 1], ["b" * 50, 2]], most=1)[1] == "a   1"
+
+
+def test_lines_have_no_blanks_at_their_end() -> None:
+    assert all(line == line.rstrip() for line in table(["a", "b"], [["x", ""], ["xx", "y"]]))
+
+
+def test_a_failure_is_a_line_a_table_and_what_to_do() -> None:
+    assert failure("fc is dead", ["layer"], [["fc"]], "", "Look at it.") == "fc is dead\n\nlayer\nfc\n\nLook at it."
+
+
+def test_no_name_breaks_the_first_line() -> None:
+    assert failure("a\nb is dead", ["layer"], [["a\nb"]], "See a\nb.") == (
+        "a\\nb is dead\n\nlayer\na\\nb\n\nSee a\\nb."
+    )
+
+
+def net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, -1.0]]))
+    return model
+
+
+def test_the_table_of_layers_says_what_the_probe_saw() -> None:
+    assert layer_table(ModelProbe().run(net(), torch.ones(4, 2))) == [
+        "layer   type     calls   output   mean   std   min   max   zeros   dead units",
+        "0       Linear       1   (4, 2)      0     1    -1     1      0%          0/2",
+        "1       ReLU         1   (4, 2)    0.5   0.5     0     1     50%          1/2",
+    ]
+
+
+def test_the_table_of_layers_has_gradients_if_there_are_any() -> None:
+    lines = layer_table(ModelProbe().run(net(), torch.ones(4, 2), loss=lambda out: out.sum()))
+    assert lines[0].endswith("   gradient rms")
+    assert [line.split()[-1] for line in lines[1:]] == ["0.7071", "1"]
+
+
+def test_the_table_of_layers_tells_why_there_are_no_numbers() -> None:
+    lines = layer_table(ModelProbe().architecture(net(), torch.ones(4, 2)))
+    assert lines[0].split()[:4] == ["layer", "type", "calls", "output"]
+    assert len(lines) == 3
+
+
+def test_a_record_without_calls_has_no_table() -> None:
+    assert layer_table(Record(model="Net")) == ["no layer was called"]

@@ -1,0 +1,221 @@
+"""What is said of a record that nobody asserted on; and that nothing is said, or asserted, of models as they are."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    Record,
+    assert_all_params_have_grad,
+    assert_called,
+    assert_dtypes,
+    assert_finite,
+    assert_grad_finite,
+    assert_grad_flow,
+    assert_no_dead_layers,
+    assert_shapes,
+)
+from pytest_modelprobe.report.text import layer_table
+from pytest_modelprobe.summary import findings
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+class Shared(nn.Module):
+    """One layer that is called, one that is tied to it, one whose weight is used, and one for nothing."""
+
+    def __init__(self, *, spare: bool = False) -> None:
+        super().__init__()
+        self.a, self.tied, self.used = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.tied.weight = self.a.weight
+        self.dropout = nn.Dropout()
+        if spare:
+            self.spare, self.token = nn.Linear(6, 6), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.a(x), self.used.weight)
+
+
+def said(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
+    return findings(ModelProbe().run(model, x, **kwargs))
+
+
+def test_nothing_is_said_where_all_is_well() -> None:
+    assert said(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), loss="random") == []
+
+
+def test_nothing_is_said_of_a_record_without_forwards() -> None:
+    assert findings(Record(model="Net")) == []
+
+
+def test_weights_that_are_tied_or_used_by_themselves_are_not_called_unused() -> None:
+    assert said(Shared(), loss="random") == []
+
+
+def test_layers_and_parameters_without_use_are_counted_once_each() -> None:
+    assert said(Shared(spare=True), loss="random") == ["never called: spare", "no gradient: 1 parameter, token"]
+
+
+def test_what_is_dead_is_named() -> None:
+    assert said(nn.Sequential(nn.Identity(), nn.ReLU()), X - 10) == ["dead: 1"]
+
+
+def test_what_is_not_finite_is_named_where_it_began() -> None:
+    assert said(nn.Sequential(nn.Identity(), nn.ReLU()), X * math.nan) == [
+        "not finite: (root) input, 24 NaN of 24 elements"
+    ]
+
+
+def test_a_mask_of_infinities_is_not_worth_a_line() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.Softmax(dim=-1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.softmax(x.masked_fill(x < 0, -math.inf)[2:])
+
+    assert said(Masked()) == []
+
+
+def test_structure_alone_gives_no_findings_of_numbers() -> None:
+    assert findings(ModelProbe().architecture(nn.Sequential(nn.Linear(6, 6)), X)) == []
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_many_names_are_cut_short(n: int) -> None:
+    model = nn.ModuleDict({f"spare{i}": nn.Linear(2, 2) for i in range(n)})
+    model.forward = lambda x: x * 2  # type: ignore[method-assign]
+    names = {1: "spare0", 5: "spare0, spare1, spare2 and 2 more"}[n]
+    assert said(model) == [f"never called: {names}"]
+
+
+# --- models as they are: no false alarm ---------------------------------------------------------------------------
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IMAGE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+IDS, PIXELS, SOUND = (2, 9), (2, 3, 32, 32), (2, 400)
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+        {"input_ids": IDS},
+    ),
+    "LlamaForCausalLM": ("LlamaConfig", TEXT, {"input_ids": IDS}),
+    "MixtralForCausalLM": ("MixtralConfig", TEXT | {"num_key_value_heads": 2}, {"input_ids": IDS}),
+    "BertForSequenceClassification": ("BertConfig", TEXT, {"input_ids": IDS}),
+    "ElectraForPreTraining": ("ElectraConfig", TEXT | {"embedding_size": 16}, {"input_ids": IDS}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        {"input_ids": IDS, "decoder_input_ids": (2, 5)},
+    ),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "eos_token_id": 2},
+        {"input_ids": IDS},
+    ),
+    "ViTForImageClassification": ("ViTConfig", IMAGE, {"pixel_values": PIXELS}),
+    "SwinForImageClassification": (
+        "SwinConfig",
+        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+        {"pixel_values": PIXELS},
+    ),
+    "ConvNextForImageClassification": (
+        "ConvNextConfig", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}, {"pixel_values": (2, 3, 64, 64)},
+    ),
+    "ResNetForImageClassification": (
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+        {"pixel_values": (2, 3, 64, 64)},
+    ),
+    "Wav2Vec2ForCTC": (
+        "Wav2Vec2Config",
+        {
+            "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 3),
+            "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
+        },
+        {"input_values": SOUND},
+    ),
+}  # fmt: skip
+UNUSED = {"Wav2Vec2ForCTC": "wav2vec2.masked_spec_embed"}  # in eval mode nothing is masked
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_assertion_fails_on_an_untrained_model_that_is_sound(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, settings, shapes = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings))
+    inputs = {k: torch.randint(3, 64, size) if "ids" in k else torch.randn(size) for k, size in shapes.items()}
+    record = ModelProbe().run(model, kwargs=inputs, loss="random", mode="eval")
+    assert_no_dead_layers(record, max_dead_units=0.5)
+    assert_finite(record)
+    assert_grad_finite(record)
+    assert_grad_flow(record)
+    assert_all_params_have_grad(record, ignore=UNUSED.get(name, ()))
+    assert_dtypes(record, torch.float32)
+    unused = [f"no gradient: 1 parameter, {UNUSED[name]}"] if name in UNUSED else []
+    assert findings(record) == unused
+
+
+# --- cost ---------------------------------------------------------------------------------------------------------
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    except AssertionError:
+        pass
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        assert_no_dead_layers,
+        assert_finite,
+        assert_grad_finite,
+        assert_grad_flow,
+        assert_all_params_have_grad,
+        assert_called,
+        lambda record: assert_dtypes(record, "float32"),
+        lambda record: assert_shapes(record, {"**": "batch 2"}),
+        findings,
+        layer_table,
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 0.0, math.nan])
+def test_the_cost_grows_no_faster_than_the_number_of_layers(function: Callable[[Record], object], scale: float) -> None:
+    def record(n: int) -> Record:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(n)))
+        return ModelProbe().run(model, torch.ones(1, 2), loss=lambda out: out.sum() * scale)
+
+    small, large = record(20), record(80)
+    assert python_calls(lambda: function(large)) < 5 * python_calls(lambda: function(small))
