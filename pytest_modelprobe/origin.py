@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .flatten import Flat, flatten, flatten_call
@@ -73,31 +74,58 @@ def find_origin(forward: Callable[[], Any]) -> Operation | None:
     return mode.found
 
 
-def find_gradient_origin(step: Callable[[], Any]) -> Operation | None:
-    """Run forward and backward under anomaly detection; return the operation whose backward gave the first NaN."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            with torch.autograd.detect_anomaly(check_nan=True):
-                step()
-        except RuntimeError as error:
-            function, returned_nan, _ = str(error).removeprefix("Function '").partition("' returned nan")
-            if returned_nan:
-                return Operation(
-                    name=function, location=_forward_line(caught), detail="its backward gave the first NaN"
-                )
-    return None
+def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | None:
+    """Run forward and backward; return the operation whose backward first made something that is not finite.
+
+    Every node of the graph is looked at, for anomaly detection sees a NaN but not the infinity that became one. It is
+    used for the lines of the forward alone, which it keeps with the nodes.
+    """
+    found: list[Operation] = []
+
+    def looking(node: Node) -> Callable[..., None]:
+        def look(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
+            made, had = _kinds(flatten("", given)), _kinds(flatten("", taken))
+            if made - had and not found:
+                detail = f"which made {_spelt(made - had)} of {_spelt(had) or 'a finite gradient'}"
+                found.append(Operation(name=node.name(), location=_forward_line(node), detail=detail))
+
+        return look
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
+        with torch.autograd.detect_anomaly(check_nan=False):
+            loss = make_loss()
+    handles = [node.register_hook(looking(node)) for node in _nodes(loss.grad_fn)]
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return found[0] if found else None
 
 
-def _forward_line(caught: list[warnings.WarningMessage]) -> str | None:
-    """Return the model's line in the traceback of the forward call, which torch prints as a warning."""
-    for warning in caught:
-        for line in reversed(str(warning.message).splitlines()):
-            line = line.strip()
-            if line.startswith('File "'):
-                path, _, rest = line.removeprefix('File "').partition('", line ')
-                if _is_model_code(path):
-                    return f"{Path(path).name}:{rest.partition(',')[0]}"
+def _spelt(kinds: frozenset[str]) -> str:
+    return " and ".join(sorted(kind.replace("nan", "NaN") for kind in kinds))
+
+
+def _nodes(start: Node | None) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once."""
+    waiting, seen = [start], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+def _forward_line(node: Node) -> str | None:
+    """Return the model's line that made a node: anomaly detection keeps the stack with it."""
+    metadata = cast("dict[str, list[str]]", node.metadata)  # annotated as a method
+    for entry in reversed(metadata.get("traceback_", [])):
+        path, _, rest = entry.strip().removeprefix('File "').partition('", line ')
+        if path.startswith(_OURS):
+            return None
+        if rest and _is_model_code(path):
+            return f"{Path(path).name}:{rest.partition(',')[0]}"
     return None
 
 

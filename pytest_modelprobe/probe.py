@@ -21,7 +21,7 @@ from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors
 from .layers import Layers, check_supported
 from .origin import find_gradient_origin, find_origin
-from .record import Record
+from .record import Reading, Record
 from .restoring import preserved
 from .selection import Selector, nearest, select
 
@@ -437,11 +437,15 @@ class _Run:
         __tracebackhide__ = True
         if self.loss is None:
             self._forward()
-            return
+        else:
+            self._loss().backward()
+
+    def _loss(self) -> torch.Tensor:
+        __tracebackhide__ = True
         with torch.enable_grad():
             output = self._forward()
-            loss = self._random_loss(output) if self.loss == "random" else self.loss(output)
-            _check_loss(loss).backward()
+            loss = self.loss(output) if callable(self.loss) else self._random_loss(output)
+            return _check_loss(loss)
 
     def _random_loss(self, output: Any) -> torch.Tensor:
         """Return the sum of every floating output times numbers seeded by its path, over the root of its size."""
@@ -461,27 +465,26 @@ class _Run:
     def _with_origins(self, record: Record) -> Record:
         """Look up the operation where something non-finite began, by running once more."""
         __tracebackhide__ = True
-        statistics = [
-            (value.forward.statistics, value.backward.statistics if value.backward else None)
-            for layer in record.layers.values()
-            for call in layer.calls
-            for value in (*call.inputs, *call.outputs)
-        ]
-        if any(forward and forward.nonfinite for forward, _ in statistics):
-            with preserved(self.model), self._random():
-                self._prepare()
-                origin = find_origin(self._forward)
-            return dataclasses.replace(record, origin=origin)
-        if any(backward and backward.nan for _, backward in statistics) or any(
-            p.gradient and p.gradient.statistics and p.gradient.statistics.nan
-            for layer in record.layers.values()
-            for p in layer.parameters
-        ):
-            with preserved(self.model), self._random():
-                self._prepare()
-                origin = find_gradient_origin(self._step)
-            return dataclasses.replace(record, gradient_origin=origin)
-        return record
+        forward, backward = _nonfinite(record)
+        if not (forward or backward):
+            return record
+        with preserved(self.model), self._random():
+            self._prepare()
+            if forward:
+                return dataclasses.replace(record, origin=find_origin(self._forward))
+            return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
+
+
+def _nonfinite(record: Record) -> tuple[bool, bool]:
+    """Return whether an activation, and whether a gradient, is not finite."""
+    values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
+    gradients = [value.backward for value in values]
+    gradients += [p.gradient for layer in record.layers.values() for p in layer.parameters]
+
+    def bad(reading: Reading | None) -> bool:
+        return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
+
+    return any(bad(value.forward) for value in values), any(map(bad, gradients))
 
 
 def _check_loss(loss: Any) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
         "zero output   Zero     -     -   24 NaN of 24 elements\n"
         "zero.weight   Zero     -     -   6 NaN of 6 elements\n"
         "\n"
-        f"It began in SqrtBackward0 at test_assert_gradients.py:{line}, its backward gave the first NaN.\n"
+        f"It began in SqrtBackward0 at test_assert_gradients.py:{line}, which made NaN of a finite gradient.\n"
         "\n"
         "Look at the derivative of sqrt for the inputs it had: sqrt or norm at 0, log at 0, a division by 0, or "
         "torch.where around one of them."
