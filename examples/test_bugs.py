@@ -266,7 +266,7 @@ def test_a_root_at_zero_has_no_gradient(modelprobe, pairs):
     with pytest.raises(AssertionError) as failure:
         assert_grad_finite(record)
     assert said(failure) == (
-        "gradient of encoder (call 2) output is not finite: 8 NaN of 64 elements, begun after encoder; "
+        "gradient of encoder (call 2) output is not finite: 8 NaN of 64 elements, made after encoder (call 2); "
         "4 of 5 layers looked at"
     )
 
