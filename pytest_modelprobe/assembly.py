@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Literal
 
 import numpy
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from . import statistics
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
-from .observation import Forward, Kind, Observed, ObservedCall, Totals
+from .observation import Kind, Observed, ObservedCall, Totals, plain_name
 from .record import ROOT, Call, Layer, Parameter, Reading, Record, Value, address
 from .statistics import Reduced
 
@@ -32,43 +32,48 @@ def assemble(
 ) -> Record:
     """Return the record of all forwards merged, or of the first or the newest alone."""
     capture.check()
-    builder = _Builder(capture, _parts(capture, which))
+    with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
+        return _assembled(capture, which, model=model, device=device, seed=seed, loss=loss)
+
+
+def _assembled(
+    capture: Capture, which: Which, *, model: nn.Module, device: str, seed: int | None, loss: str | None
+) -> Record:
+    forward = capture.first if which == "first" else capture.newest
+    parts: dict[Kind, Totals] = {}
+    if which == "all":  # copied, for what follows is a preview
+        parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
+    if forward is not None:
+        parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
     return Record(
         model=type(model).__qualname__,
-        layers=builder.layers(),
-        forwards=sum(part.forwards for part in builder.parts.values()),
-        backwards=capture.backwards,
+        layers=_Builder(capture, parts).layers(),
+        forwards=sum(part.forwards for part in parts.values()),
+        backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
         device=device,
         seed=seed,
         loss=loss,
-        notes=tuple(capture.layers.notes),
+        notes=tuple(capture.notes),
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
-
-
-def _parts(capture: Capture, which: Which) -> dict[Kind, Totals]:
-    """Return what to tell of, by kind of forward. Totals are copied: a preview must not stay in them."""
-    parts: dict[Kind, Totals] = {}
-    if which == "all":
-        parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
-    forward: Forward | None = capture.first if which == "first" else capture.newest
-    if forward is not None:
-        parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
-    return parts
 
 
 class _Builder:
     def __init__(self, capture: Capture, parts: dict[Kind, Totals]) -> None:
         self.capture = capture
-        self.parts = parts
         self.calls: dict[str, list[tuple[Kind, ObservedCall]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
+        self.gradients: dict[str, Reduced] = {}
+        for totals in parts.values():
+            for full_name, gradient in totals.parameters.items():
+                before = self.gradients.get(full_name)
+                self.gradients[full_name] = statistics.merge(before, gradient) if before else gradient
         self.own: dict[int, Reduced] = {}
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
-        self.numbers: dict[int, int] = {}
+        self.numbers: dict[tuple[int, int], int] = {}
         self.sources = _Sources(self)
 
     def layers(self) -> dict[str, Layer]:
@@ -102,19 +107,16 @@ class _Builder:
     def _parameter(self, layer: str, name: str, tensor: torch.Tensor) -> Parameter:
         full = name if layer == ROOT else f"{layer}.{name}"
         first = self.ties.setdefault(id(tensor), full)
-        gradients = [part.parameters[full] for part in self.parts.values() if full in part.parameters]
-        gradient = None
-        for reduced in gradients:
-            gradient = reduced if gradient is None else statistics.merge(gradient, reduced)
+        gradient = self.gradients.get(full)
         return Parameter(
             name=name,
             shape=_shape(tensor),
-            dtype=_plain(tensor.dtype),
+            dtype=plain_name(tensor.dtype),
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
             tied_to=None if first == full else first,
             reading=self.readings[id(self.own[id(tensor)])],
-            gradient=None if gradient is None else self._reading(gradient),
+            gradient=None if gradient is None else self.reading(gradient),
         )
 
     def _calls(self, layer: str) -> tuple[Call, ...]:
@@ -130,7 +132,7 @@ class _Builder:
             started=call.started,
             finished=call.finished,
             training=call.training,
-            inputs=tuple(self._value(path, seen, self.sources.of(call, seen)) for path, seen in call.inputs),
+            inputs=tuple(self._value(path, seen, self.sources.of(kind, call, seen)) for path, seen in call.inputs),
             inputs_known=call.inputs_known,
             outputs=tuple(self._value(path, seen, None) for path, seen in call.outputs),
             arguments=call.arguments,
@@ -147,19 +149,20 @@ class _Builder:
             dtype=seen.dtype,
             device=seen.device,
             requires_grad=seen.requires_grad,
-            tensor=self.numbers.setdefault(id(seen), len(self.numbers)),
-            forward=self._reading(seen.forward),
-            backward=None if seen.backward is None else self._reading(seen.backward),
-            backward_inner=None if seen.backward_inner is None else self._reading(seen.backward_inner),
+            tensor=self.numbers.setdefault(seen.number, len(self.numbers)),
+            forward=self.reading(seen.forward),
+            # Of a view that was overwritten at most the part arrives that was used before.
+            backward=None if seen.backward is None or seen.overwritten else self.reading(seen.backward),
+            backward_inner=None if seen.backward_inner is None else self.reading(seen.backward_inner),
             overwritten=seen.overwritten,
             source=source,
         )
 
     # --- numbers: everything in one transfer ----------------------------------------------------------------------
 
-    def _reading(self, reduced: Reduced) -> Reading:
-        found = self.readings.get(id(reduced))
-        return statistics.collect([reduced])[0] if found is None else found
+    def reading(self, reduced: Reduced) -> Reading:
+        """Return the numbers of ``reduced``, which were collected with all others."""
+        return self.readings[id(reduced)]
 
     def _collect(self) -> dict[int, Reading]:
         for name in self.capture.selected:
@@ -176,8 +179,7 @@ class _Builder:
             for _, call in calls:
                 for _, seen in (*call.inputs, *call.outputs):
                     yield from (r for r in (seen.forward, seen.backward, seen.backward_inner) if r is not None)
-        for part in self.parts.values():
-            yield from part.parameters.values()
+        yield from self.gradients.values()
 
 
 class _Sources:
@@ -185,26 +187,28 @@ class _Sources:
 
     def __init__(self, builder: _Builder) -> None:
         self._builder = builder
-        self._same: dict[int, str] = {}
-        self._equal: dict[Any, list[tuple[int, str, Reading]]] = {}
-        calls = (call for calls in builder.calls.values() for _, call in calls)
-        for call in sorted(calls, key=lambda c: c.finished):  # the innermost layer that made it comes first
+        self._made: dict[Hashable, list[tuple[int, str, Reading]]] = {}
+        calls = ((kind, call) for calls in builder.calls.values() for kind, call in calls)
+        for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # the innermost that made it comes first
             for path, seen in call.outputs:
-                where = _address(call, path)
-                self._same.setdefault(id(seen), where)
-                reading = builder._reading(seen.forward)
-                self._equal.setdefault(_numbers(reading), []).append((call.finished, where, reading))
+                reading = builder.reading(seen.forward)
+                made = (
+                    call.finished,
+                    address(call.layer, Call(root="", root_training=False, index=call.index), path),
+                    reading,
+                )
+                self._made.setdefault(seen.number, []).append(made)
+                self._made.setdefault((kind, _numbers(reading)), []).append(made)
 
-    def of(self, call: ObservedCall, seen: Observed) -> str | None:
+    def of(self, kind: Kind, call: ObservedCall, seen: Observed) -> str | None:
         """Return the address of the output that ``seen``, an input of ``call``, comes from."""
-        if id(seen) in self._same:
-            return self._same[id(seen)]
-        reading = self._builder._reading(seen.forward)
-        key = _numbers(reading)
-        if key is None:
-            return None
-        for _, where, other in self._equal.get(key, ()):
-            if _agree(reading, other):
+        for finished, where, _ in self._made.get(seen.number, ()):
+            if finished < call.started:
+                return where
+        reading = self._builder.reading(seen.forward)
+        numbers = _numbers(reading)
+        for finished, where, made in self._made.get((kind, numbers), ()):
+            if finished < call.started and numbers is not None and _agree(reading, made):
                 return where
         return None
 
@@ -227,14 +231,5 @@ def _agree(a: Reading, b: Reading) -> bool:
     return math.isclose(a.statistics.mean, b.statistics.mean, abs_tol=tolerance)
 
 
-def _address(call: ObservedCall, path: str) -> str:
-    named = Call(root="", root_training=False, index=call.index)
-    return address(call.layer, named, path)
-
-
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(tensor) else tuple(tensor.shape)
-
-
-def _plain(value: Any) -> str:
-    return str(value).removeprefix("torch.")

@@ -1,8 +1,7 @@
 """Attach, observe, detach: the hooks on a model, and what they see while it runs.
 
-The hooks hold numbers, never tensors. The stack of running calls is checked against Python's own, so that calls left
-by ``KeyboardInterrupt`` or ``pytest.fail``, for which torch runs no hook, are dropped by the next call; a hook that
-comes without its partner finds nothing to close.
+The hooks hold numbers, never tensors or graphs. A hook that comes without its partner finds nothing to close; calls
+that ended without one (``KeyboardInterrupt`` and ``pytest.fail`` run no hooks) are known by their Python frame.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ import contextlib
 import gc
 import hashlib
 import sys
-import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import FrameType, TracebackType
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -23,13 +23,20 @@ from . import statistics
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import FunctionalMode
-from .layers import Layers, own_parameters, type_name
-from .observation import Forward, Observed, ObservedCall, Totals, identity
-from .record import ROOT
+from .layers import Layers, type_name
+from .observation import (
+    Contents,
+    Forward,
+    Observed,
+    ObservedCall,
+    ParameterGradient,
+    Totals,
+    Values,
+    identity,
+    plain_name,
+)
+from .record import ROOT, Dimension
 from .units import unit_axis
-
-Edge = Hashable
-"""Identity of a gradient: the node that made the tensor and which of its outputs, or the leaf itself."""
 
 
 class Capture:
@@ -62,174 +69,209 @@ class Capture:
         self.backwards = 0
         self.changes = 0
         """Counts what was seen: a record made at another count is out of date."""
+        self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = _Guard()
         self.attached = False
-        self._stack: list[_Frame] = []
-        self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._edges: dict[Edge, _GradientHook] = {}
-        self._tensor_handles: list[Any] = []
-        self._last_backward = -1
-        self._replay: tuple[Forward, int] | None = None
-        self._state: frozenset[int] = frozenset()
-        self._parameter_names: dict[nn.Parameter, list[str]] = {}
-        self._mode = FunctionalMode(self) if functionals else None
         self._exit = contextlib.ExitStack()
+        self._mode = FunctionalMode(self) if functionals else None
+        # The calls that run, outermost first, all in one thread.
+        self._stack: list[_Frame] = []
+        self._thread = 0
+        # The calls that run for activation checkpointing, in any thread, by their Python frame.
+        self._recomputing: dict[FrameType, tuple[Forward, ObservedCall]] = {}
+        self._recomputed: tuple[Forward, int] | None = None
+        # Hooks on tensors: the newest on each tensor by the tensor's id, which a callback frees; and all that live.
+        self._tensor_hooks: dict[int, _TensorHook] = {}
+        self._living_hooks: WeakSet[_TensorHook] = WeakSet()
+        self._views = _Views()
+        self._forwards: WeakSet[Forward] = WeakSet()
+        # Parameters: where they are looked up, those that are hooked, the model's own storages.
+        self._owners: list[tuple[str, nn.Module]] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._storages: frozenset[int] = frozenset()
+        self._backward = -1
+        self._newest_task = -1
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Put the hooks on. On an error none stays behind."""
-        with _collection_paused(), contextlib.ExitStack() as exit_stack:
-            if self.layers.compiled or "torch._dynamo" in sys.modules:
-                exit_stack.enter_context(torch.compiler.set_stance("force_eager"))
-            hooked = self.selected | self.keep | {next(iter(self.layers.modules))}
-            for name, module in self.layers.modules.items():
-                if name in hooked:
-                    self._attach_layer(name, module, exit_stack)
-            root = next(iter(self.layers.modules.values()))
-            self._state = frozenset(_storages(root))
-            self._exit = exit_stack.pop_all()
+        try:
+            with _collection_paused(), torch._C.DisableTorchFunction():
+                if self.layers.compiled or "torch._dynamo" in sys.modules:
+                    self._exit.enter_context(_EagerStance())
+                root = next(iter(self.layers.modules))
+                for name, module in self.layers.modules.items():
+                    if name == root or name in self.selected or name in self.keep:
+                        self._attach_layer(name, module)
+                tensors = (*self.layers.modules[root].parameters(), *self.layers.modules[root].buffers())
+                self._storages = frozenset(key[0] for tensor in tensors if (key := identity(tensor)) is not None)
+                self._hook_parameters()
+        except BaseException:
+            self.detach()
+            raise
         self.attached = True
 
-    def _attach_layer(self, name: str, module: nn.Module, exit_stack: contextlib.ExitStack) -> None:
-        before = module.register_forward_pre_hook(_Before(self, name, module), with_kwargs=True)
-        exit_stack.callback(before.remove)
-        after = module.register_forward_hook(_After(self, name, module), with_kwargs=True, always_call=True)
-        exit_stack.callback(after.remove)
-        if name not in self.selected:
-            return
-        for own_name, parameter in own_parameters(module, atomic=self.layers.is_leaf(name)):
-            full_name = own_name if name == ROOT else f"{name}.{own_name}"
-            if parameter in self._parameter_names:  # tied: one hook speaks for all its names
-                self._parameter_names[parameter].append(full_name)
-            elif parameter.is_leaf and parameter.requires_grad:
-                names = self._parameter_names[parameter] = [full_name]
-                handle = parameter.register_post_accumulate_grad_hook(_ParameterHook(self, names))
-                exit_stack.callback(handle.remove)
+    def _attach_layer(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            before, after = _Before(self, name, module), _After(self, name, module)
+            self._exit.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._exit.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        if name in self.selected:
+            inside = module.named_modules() if self.layers.is_leaf(name) else [("", module)]
+            prefix = [] if name == ROOT else [name]
+            self._owners += [(".".join([*prefix, *filter(None, [path]), ""]), owner) for path, owner in inside]
+
+    def _hook_parameters(self) -> None:
+        """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
+        for prefix, owner in self._owners:
+            for name, parameter in owner._parameters.items():
+                if self._parameters.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):
+                    continue  # `functional_call` puts plain tensors here
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._parameters[prefix + name] = parameter
+                    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+                    hook = next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
+                    if hook is None:
+                        hook = _ParameterHook(self)
+                        self._exit.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+                    hook.names.append(prefix + name)  # tied: one hook speaks for all its names
 
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self.attached = False
-        self._leave_forward()
         self._stack.clear()
-        for handle in self._tensor_handles:
-            handle.remove()
-        self._tensor_handles.clear()
-        self._parameter_names.clear()
+        self._recomputing.clear()
+        self._leave_forward()
+        for hook in list(self._living_hooks):
+            hook.handle.remove()
+        self._tensor_hooks.clear()
+        self._parameters.clear()
         self._exit.close()
+
+    def check(self) -> None:
+        """Raise the error that a hook ran into, if there was one."""
+        failure = self.guard.failure
+        if failure is not None:
+            raise ModelProbeError(
+                f"a hook of the probe failed, so that the record is incomplete: {failure!r}"
+            ) from failure
 
     # --- forward --------------------------------------------------------------------------------------------------
 
-    def before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before each call of a watched layer, with its final arguments."""
-        running = _call_frame(sys._getframe(2))
-        self._drop_abandoned(running)
-        recompute = torch._C._current_graph_task_id() != -1
-        frame = _Frame(name, running, recompute)
-        if not recompute:
-            if not self._stack:
-                self._begin_forward(name, module)
-            assert self.newest is not None
-            frame.forward = self.newest
-        context = _grad_mode(), _autocast_dtype(args, kwargs)
-        with statistics.plainly():
-            flat = flatten_call(args, kwargs)
-            if recompute:
-                self._recall(frame, flat)
-            elif name in self.selected:
-                frame.call = frame.forward.begin_call(name, module.training)
-                frame.call.grad_enabled, frame.call.autocast = context
-                frame.call.arguments, frame.call.inputs_known = flat.plain, flat.known
-                frame.call.inputs = self._observe_inputs(frame, flat)
-                frame.random_state = _random_state()
-        frame.inputs = flat
+    def before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], running: FrameType
+    ) -> None:
+        """Called before each call of a watched layer, with its arguments."""
+        self._drop_abandoned()
+        flat = flatten_call(args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            self._begin_recompute(name, flat, running)
+            return
+        if not self._stack:
+            self._begin_forward(name, module)
+        elif self._thread != threading.get_ident():
+            self.notes["forwards ran in several threads at once; one of them was recorded"] = None
+            return
+        assert self.newest is not None
+        frame = _Frame(name, running, self.newest, flat)
+        if name in self.selected:
+            self._open(frame, module.training)
         self._stack.append(frame)
-        if len(self._stack) == 1 and self._mode is not None and not recompute:
+        if len(self._stack) == 1 and self._mode is not None:
             self._mode.enter()
 
-    def after(self, name: str, module: nn.Module, output: Any) -> None:
+    def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
         """Called after each call of a watched layer, also when it raised."""
         self.changes += 1
-        frame = self._close(name, _call_frame(sys._getframe(2)))
+        recomputed = self._recomputing.pop(running, None)
+        if recomputed is not None:
+            self._attach_recomputed(*recomputed, recomputed[1].outputs, flatten("output", output))
+            return
+        frame = self._close(name, running)
         if frame is None:
             return
+        error = sys.exc_info()[1]
         try:
-            error = sys.exc_info()[1]
             if error is not None and error is not frame.error_before:
-                if not frame.recompute:
-                    _note_raising(error, name, module, frame.inputs)
-            else:
+                _note_raising(error, name, module, frame.inputs)
+                return
+            if frame.call is not None:
+                self._shut(frame, frame.call, output, module)
+            if name in self.keep:
                 with statistics.plainly():
-                    self._returned(frame, module, output)
+                    self.kept.setdefault(name, []).append(map_tensors(_kept, output))
         finally:
             if not self._stack:
                 self._leave_forward()
 
-    def _returned(self, frame: _Frame, module: nn.Module, output: Any) -> None:
-        flat = flatten("output", output)
-        if frame.recompute:
-            self._hook_recomputed(frame, frame.call.outputs if frame.call else [], flat)
-            return
-        if frame.call is None:
-            return
-        frame.forward.end_call(frame.call)
-        frame.call.outputs = [
-            (path, self._observe(frame.forward, tensor, unit_axis(module, tensor, frame.axis_for(tensor))))
-            for path, tensor in flat.tensors
-        ]  # fmt: skip
-        if frame.random_state is not None and (drawn := frame.random_state) != _random_state():
-            frame.call.random = hashlib.blake2b(drawn, digest_size=8).hexdigest()
-        if frame.name in self.keep:
-            self.kept.setdefault(frame.name, []).append(map_tensors(_kept, output))
+    def _open(self, frame: _Frame, training: bool) -> None:
+        call = frame.call = frame.forward.begin_call(frame.name)
+        call.training = training
+        call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
+        call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(frame.inputs)
+        axes = self._stack[-1].axes if self._stack else {}
+        with statistics.plainly():
+            call.inputs = [
+                (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
+                for path, tensor in frame.inputs.tensors
+            ]
+            frame.random_states = _random_states()
+
+    def _shut(self, frame: _Frame, call: ObservedCall, output: Any, module: nn.Module | None) -> None:
+        with statistics.plainly():
+            frame.forward.end_call(call)
+            for path, tensor in flatten("output", output).tensors:
+                axis = frame.axis_for(tensor)
+                if module is not None:
+                    axis = unit_axis(module, tensor, axis)
+                call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
+            if not all(map(torch.equal, frame.random_states, _random_states())):
+                states = b"".join(state.numpy().tobytes() for state in frame.random_states)
+                call.random = hashlib.blake2b(states, digest_size=8).hexdigest()
         if self._stack:
-            self._stack[-1].produced.extend(seen for _, seen in frame.call.outputs)
+            self._stack[-1].axes.update((seen.shape, seen.axis) for _, seen in call.outputs)
 
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
-        parent = self._stack[-1] if self._stack else None
-        if parent is None or parent.recompute or parent.functional or parent.name not in self.selected:
-            return None
-        if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
-            return None  # the module is the function
-        name = function if parent.name == ROOT else f"{parent.name}.{function}"
-        if name in self.layers.modules:
-            name += "()"
-        frame = _Frame(name, parent.running, recompute=False)
-        frame.functional, frame.forward, frame.inputs = True, parent.forward, flatten_call(args, kwargs)
-        self.functional_types[name] = function
-        frame.call = frame.forward.begin_call(name, training=False)
-        frame.call.arguments = frame.inputs.plain
-        with statistics.plainly():
-            frame.call.inputs = self._observe_inputs(parent, frame.inputs)
-        self._stack.append(frame)
-        return frame
+        with self.guard, torch._C.DisableTorchFunction():
+            parent = self._stack[-1] if self._stack else None
+            if parent is None or parent.name not in self.selected or parent.is_over():
+                return None
+            if torch._C._current_graph_task_id() != -1 or self._thread != threading.get_ident():
+                return None
+            if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
+                return None  # the module is the function
+            name = function if parent.name == ROOT else f"{parent.name}.{function}"
+            if name in self.layers.modules:
+                name += "()"
+            self.functional_types[name] = function
+            frame = _Frame(name, parent.running, parent.forward, flatten_call(args, kwargs))
+            self._open(frame, self.layers.modules[parent.name].training)
+            self._stack.append(frame)
+            return frame
+        return None
 
-    def close_functional(self, frame: _Frame, output: Any, *, raised: bool) -> None:
-        """Close the pseudo-layer."""
-        if frame not in self._stack:
-            return
-        del self._stack[self._stack.index(frame) :]
-        if raised or frame.call is None:
-            return
-        with statistics.plainly():
-            flat = flatten("output", output)
-            frame.forward.end_call(frame.call)
-            axes = {seen.shape: seen.axis for _, seen in frame.call.inputs}
-            frame.call.outputs = [
-                (path, self._observe(frame.forward, t, axes.get(tuple(t.shape)))) for path, t in flat.tensors
-            ]  # fmt: skip
-            self._stack[-1].produced.extend(seen for _, seen in frame.call.outputs)
+    def close_functional(self, frame: _Frame, output: Any) -> None:
+        """Close the pseudo-layer of a functional call that returned."""
+        with self.guard, torch._C.DisableTorchFunction():
+            self.drop_functional(frame)
+            assert frame.call is not None
+            self._shut(frame, frame.call, output, None)
+
+    def drop_functional(self, frame: _Frame) -> None:
+        """Close the pseudo-layer of a functional call that raised."""
+        if frame in self._stack:
+            del self._stack[self._stack.index(frame) :]
 
     # --- the stack of running calls -------------------------------------------------------------------------------
 
-    def _drop_abandoned(self, running: FrameType) -> None:
+    def _drop_abandoned(self) -> None:
         """Drop calls that no longer run, though no hook said that they ended."""
-        dropped = False
-        while self._stack and not _is_below(self._stack[-1].running, running):
+        while self._stack and self._stack[-1].is_over():
             self._stack.pop()
-            dropped = True
-        if dropped and not self._stack:
-            self._leave_forward()
+            if not self._stack:
+                self._leave_forward()
 
     def _close(self, name: str, running: FrameType) -> _Frame | None:
         for i in range(len(self._stack) - 1, -1, -1):
@@ -240,117 +282,118 @@ class Capture:
         return None  # another hook raised before our pre-hook ran
 
     def _begin_forward(self, name: str, module: nn.Module) -> None:
-        self._leave_forward()
         if self.newest is not None:
             self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
+        self._hook_parameters()
+        self._thread = threading.get_ident()
+        self._recomputing.clear()
+        self._recomputed = None
+        self._views.settle()
         self.newest = Forward(self.forwards, (name, module.training))
         self.first = self.first or self.newest
         self.forwards += 1
         self.kept = {}
-        self._alive.add(self.newest)
-        self._tensor_handles = [h for h in self._tensor_handles if h.hooks_dict_ref() is not None]
+        self._forwards.add(self.newest)
 
     def _leave_forward(self) -> None:
-        """Let go of what may not outlive a forward: graph nodes, and the function mode."""
-        self._edges.clear()
         if self._mode is not None:
             self._mode.leave()
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
-    def _observe_inputs(self, frame: _Frame, flat: Flat) -> list[tuple[str, Observed]]:
-        parent = self._stack[-1] if self._stack else frame
-        return [
-            (path, self._observe(frame.forward, tensor, parent.produced_axis(tensor))) for path, tensor in flat.tensors
-        ]
-
     def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> Observed:
+        """Look at a tensor in a new place: it is reduced once and hooked once, in however many it stands."""
         key = identity(tensor)
-        if key is not None and (key[0] in self._state or isinstance(tensor, nn.Parameter)):
+        if key is not None and (key[0] in self._storages or _is_parameter(tensor)):
             key = None  # `p.data.add_()` changes a parameter without a new version
-        known = forward.by_storage.get(key) if key is not None else None
-        edge = _edge(tensor)
-        hook = self._edges.get(edge) if edge is not None else None
-        if known is not None:
-            if not known.requires_grad if hook is None else known in hook.observed:
-                return known
-            reduced = known.forward  # the same numbers, another gradient: detached, reversed
+        contents = None if key is None else forward.contents.get(key)
+        if contents is not None:
+            seen = Observed(tensor, contents.number, contents.reduced)
         else:
             reduced = statistics.reduce(tensor, axis=axis, index=forward.index)
-        seen = Observed(tensor, forward.tensors, reduced)
-        forward.tensors += 1
-        if key is not None:
-            self._remember(forward, key, tensor, seen)
-        if edge is not None:
-            self._hook_gradient(forward, tensor, edge, seen)
+            seen = Observed(tensor, forward.next_number(), reduced)
+            if key is not None:
+                forward.contents[key] = Contents(tensor, seen.number, reduced)
+        hook = self._tensor_hook(tensor)
+        if hook is not None:  # by the hook, as the same contents may have another gradient: detached, reversed
+            seen.number = hook.number_in(forward) or forward.next_number()
+            hook.add(forward, seen)
+            self._views.add(tensor, seen)
         return seen
 
-    def _remember(self, forward: Forward, key: tuple[Any, ...], tensor: torch.Tensor, seen: Observed) -> None:
-        seen.hold_storage(tensor)
-        forward.by_storage[key] = seen
-        for view, version in forward.views.get(key[0], ()):
-            view.overwritten |= key[1] > version
-        if tensor.requires_grad and tensor._is_view():
-            forward.views.setdefault(key[0], []).append((seen, key[1]))
-
-    def _hook_gradient(self, forward: Forward, tensor: torch.Tensor, edge: Edge, seen: Observed) -> None:
-        hook = self._edges.get(edge)
-        if hook is None:
-            hook = _GradientHook(self, forward)
-            self._tensor_handles.append(tensor.register_hook(hook))
-            self._edges[edge] = hook
-        if seen not in hook.observed:
-            hook.observed.append(seen)
+    def _tensor_hook(self, tensor: torch.Tensor) -> _TensorHook | None:
+        """Return our hook on the tensor as it is now, made if there is none; None where no gradient can come."""
+        if not tensor.requires_grad:
+            return None
+        # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
+        version = None if tensor.is_leaf else tensor._version
+        hook = self._tensor_hooks.get(id(tensor))
+        if hook is None or hook.version != version:
+            forget = self._tensor_hooks.pop
+            number = id(tensor)
+            hook = _TensorHook(self, version, ref(tensor, lambda _: forget(number, None)))
+            hook.handle = tensor.register_hook(hook)
+            self._tensor_hooks[number] = hook
+            self._living_hooks.add(hook)
+        return hook
 
     # --- recomputation by activation checkpointing ----------------------------------------------------------------
 
-    def _recall(self, frame: _Frame, flat: Flat) -> None:
-        """Find the call that is computed again: the reentrant kind attaches its gradients only now."""
-        found = self._original(frame.name, flat)
-        if found is None:
-            return
-        frame.forward, frame.call = found
-        frame.call.recomputed += 1
-        self._replay = frame.forward, frame.call.started
-        self._hook_recomputed(frame, frame.call.inputs, flat)
+    def _begin_recompute(self, name: str, flat: Flat, running: FrameType) -> None:
+        self._count_backward()
+        with statistics.plainly():
+            found = self._original(name, flat)
+        if found is not None:
+            forward, call = found
+            call.run_again()
+            self._recomputing[running] = found
+            self._recomputed = forward, call.started
+            self._attach_recomputed(forward, call, call.inputs, flat)
 
     def _original(self, name: str, flat: Flat) -> tuple[Forward, ObservedCall] | None:
-        """Match by an input's identity, the others of a segment by the order in which they follow."""
+        """Find the call that runs again: one with the same input, one that follows in the segment, or the last one."""
         keys = [key for _, tensor in flat.tensors if (key := identity(tensor)) is not None]
-        for forward in sorted(self._alive, key=lambda f: -f.index):
-            numbers = {id(forward.by_storage[k].forward) for k in keys if k in forward.by_storage}
-            calls = [
-                call for call in _calls_of(forward, name) if any(id(seen.forward) in numbers for _, seen in call.inputs)
-            ]
-            if calls:
-                return forward, min(calls, key=lambda call: call.recomputed)
-        if self._replay is not None:
-            forward, position = self._replay
-            later = [call for call in _calls_of(forward, name) if call.started > position]
-            if later:
-                return forward, min(later, key=lambda call: call.started)
-        return None
+        segment, position = self._recomputed or (None, -1)
 
-    def _hook_recomputed(self, frame: _Frame, values: list[tuple[str, Observed]], flat: Flat) -> None:
+        def likelihood(candidate: tuple[Forward, ObservedCall]) -> tuple[int, ...]:
+            forward, call = candidate
+            known = [forward.contents[key].reduced for key in keys if key in forward.contents]
+            same = any(seen.forward is reduced for _, seen in call.inputs for reduced in known)
+            follows = forward is segment and call.started > position
+            # Segments run again from the last to the first, the calls in a segment in their order.
+            return same, follows, -call.recomputed, forward.index, -call.started if follows else call.started
+
+        return max(
+            ((forward, call) for forward in self._forwards for call in forward.calls_of(name)),
+            key=likelihood,
+            default=None,
+        )
+
+    def _attach_recomputed(self, forward: Forward, call: ObservedCall, values: Values, flat: Flat) -> None:
+        """Take the values of the second run for those of the first, which the reentrant kind runs without gradient."""
         originals = dict(values)
-        for path, tensor in flat.tensors:
-            seen, edge = originals.get(path), _edge(tensor)
-            if seen is None or edge is None or tensor.is_leaf:
-                continue
-            hooked_already = seen.requires_grad and edge not in self._edges
-            if not hooked_already:  # the first run was without gradient
-                seen.requires_grad = True
-                self._hook_gradient(frame.forward, tensor, edge, seen)
+        with statistics.plainly():
+            for path, tensor in () if call.grad_enabled else flat.tensors:
+                seen = originals.get(path)
+                hook = None if seen is None or tensor.is_leaf else self._tensor_hook(tensor)
+                if seen is not None and hook is not None:
+                    seen.requires_grad = True
+                    hook.add(forward, seen)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
-    def gradient(self, hook: _GradientHook, gradient: torch.Tensor) -> None:
+    def gradient(self, hook: _TensorHook, gradient: torch.Tensor) -> None:
         """Called with the whole gradient of an observed tensor."""
         inner = self._count_backward()
+        self._recomputed = None
+        forwards = list(hook.observed)
         with statistics.plainly():
-            reduced = statistics.reduce(gradient, index=hook.forward.index)
-        for seen in hook.observed:
-            seen.receive(reduced, inner=inner)
+            reduced = statistics.reduce(gradient, index=max(forward.index for forward in forwards))
+        for forward in forwards:
+            for seen in hook.observed[forward]:
+                seen.receive(reduced, inner=inner)
+            if not inner:
+                forward.backwards.add(self._backward)
 
     def parameter_gradient(self, names: list[str], parameter: torch.Tensor) -> None:
         """Called when the gradient of a parameter has been accumulated."""
@@ -360,26 +403,22 @@ class Capture:
         with statistics.plainly():
             reduced = statistics.reduce(parameter.grad, index=self.newest.index)
         for name in names:
-            before = self.newest.parameters.get(name)
-            self.newest.parameters[name] = statistics.merge(before, reduced) if before else reduced
+            self.newest.parameters.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
 
     def _count_backward(self) -> bool:
-        """Count the pass if it is new; return whether it runs inside a forward."""
+        """Count the backward pass if it is new; return whether it runs inside a forward."""
         self.changes += 1
-        inner = any(not frame.recompute for frame in self._stack)
+        self._drop_abandoned()
+        inner = bool(self._stack)
         task = torch._C._current_graph_task_id()
-        if not inner and task > self._last_backward:
-            self._last_backward = task
-            self.backwards += 1
+        if task > self._newest_task:
+            self._newest_task = task
+            if self._recomputed is None:  # else it is the backward of a segment, inside that of the whole
+                self._backward = task
+                if not inner:
+                    self.backwards += 1
+                    self._views.settle()
         return inner
-
-    def check(self) -> None:
-        """Raise the error that a hook ran into, if there was one."""
-        failure = self.guard.failure
-        if failure is not None:
-            raise ModelProbeError(
-                f"a hook of the probe failed, so that the record is incomplete: {failure!r}"
-            ) from failure
 
 
 class _Guard:
@@ -403,34 +442,57 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "call", "error_before", "forward", "functional", "inputs", "name", "produced", "random_state", "recompute",
-        "running",
+        "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
     )  # fmt: skip
 
-    def __init__(self, name: str, running: FrameType, recompute: bool) -> None:
+    def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
         self.name = name
         self.running = running
-        self.recompute = recompute
-        self.functional = False
-        self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
+        self.forward = forward
+        self.inputs = inputs
         self.call: ObservedCall | None = None
-        self.forward: Forward
-        self.inputs = Flat()
-        self.produced: list[Observed] = []
-        self.random_state: bytes | None = None
+        self.axes: dict[tuple[Dimension, ...], int | None] = {}
+        """Unit axis of what the calls inside gave out, the newest of each shape."""
+        self.random_states: list[torch.Tensor] = []
+        self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def produced_axis(self, tensor: torch.Tensor) -> int | None:
-        """Return the unit axis of what the last call inside gave out, if the tensor has its shape."""
-        shape = tuple(tensor.shape)
-        return next((seen.axis for seen in reversed(self.produced) if seen.shape == shape), None)
+    def is_over(self) -> bool:
+        """Whether the call has ended: Python refuses to clear a frame that runs, in whatever thread."""
+        try:
+            self.running.clear()
+        except RuntimeError:
+            return False
+        return True
 
     def axis_for(self, output: torch.Tensor) -> int | None:
         """Return the unit axis that the output inherits: of what was made inside, else of an input of its shape."""
-        inside = self.produced_axis(output)
+        shape = tuple(output.shape)
+        inside = self.axes.get(shape)
         if inside is not None or self.call is None:
             return inside
-        shape = tuple(output.shape)
         return next((seen.axis for _, seen in self.call.inputs if seen.shape == shape), None)
+
+
+class _Views:
+    """Views with a hook, which autograd drops without a word when the view is overwritten in place."""
+
+    def __init__(self) -> None:
+        self._views: list[tuple[Observed, int, torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor, seen: Observed) -> None:
+        """Look after a tensor, if it is a view."""
+        if tensor._is_view():
+            version = tensor.detach()
+            with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+                # An alias without the memory: what it still shares is the count of versions.
+                version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self._views.append((seen, tensor._version, version))
+
+    def settle(self) -> None:
+        """Mark those that were overwritten by now: what follows, a backward or another forward, ends the question."""
+        for seen, before, version in self._views:
+            seen.overwritten |= version._version > before
+        self._views.clear()
 
 
 # --- the hooks: objects that know their own module, and are nothing in a copy ---------------------------------------
@@ -443,7 +505,7 @@ class _Hook:
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         self._capture = capture
         self._name = name
-        self._module = weakref.ref(module)
+        self._module = ref(module)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _Inert, ()
@@ -452,12 +514,8 @@ class _Hook:
         return _Inert()
 
     def _active(self, module: nn.Module) -> bool:
-        return (
-            self._capture.attached
-            and self._module() is module
-            and not torch.compiler.is_compiling()
-            and torch._C._get_tracing_state() is None
-        )
+        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        return self._capture.attached and self._module() is module and not traced
 
 
 class _Before(_Hook):
@@ -465,8 +523,8 @@ class _Before(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._active(module):
-            with self._capture.guard:
-                self._capture.before(self._name, module, args, kwargs)
+            with self._capture.guard, torch._C.DisableTorchFunction():
+                self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)))
 
 
 class _After(_Hook):
@@ -474,8 +532,8 @@ class _After(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._active(module):
-            with self._capture.guard:
-                self._capture.after(self._name, module, output)
+            with self._capture.guard, torch._C.DisableTorchFunction():
+                self._capture.after(self._name, module, output, _running(sys._getframe(1)))
 
 
 class _Inert:
@@ -485,119 +543,95 @@ class _Inert:
     is_modelprobe = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if output:
-            return  # torch may be iterating over the dict of these hooks just now
-        for hooks, flags in (
-            (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
-            (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
-        ):  # fmt: skip
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Inert)]:
-                del hooks[key]
-                for flag in flags:
-                    flag.pop(key, None)
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        flags = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
+        inert = [key for hooks in (before, after) for key, hook in hooks.items() if isinstance(hook, _Inert)]
+        for key in inert:
+            for entries in (before, after, *flags, module._forward_hooks_always_called):
+                entries.pop(key, None)
 
 
-class _GradientHook:
-    __slots__ = ("_capture", "forward", "observed")
+class _TensorHook:
+    """Our hook on one tensor: hands its gradient to every value that was seen of it."""
 
-    def __init__(self, capture: Capture, forward: Forward) -> None:
+    __slots__ = ("__weakref__", "_alive", "_capture", "_fired", "handle", "observed", "version")
+    __torch_unserializable__ = True  # else torch warns when the tensor is pickled
+
+    def __init__(self, capture: Capture, version: int | None, alive: ReferenceType[torch.Tensor]) -> None:
         self._capture = capture
-        self.forward = forward
-        self.observed: list[Observed] = []
+        self._alive = alive
+        self._fired = False
+        self.version = version
+        self.handle: Any = None
+        # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
+        self.observed: MutableMapping[Forward, list[Observed]] = {} if version is not None else WeakKeyDictionary()
+
+    def number_in(self, forward: Forward) -> tuple[int, int] | None:
+        """Return the number that the tensor has in ``forward``, if it was seen there."""
+        return self.observed[forward][0].number if forward in self.observed else None
+
+    def add(self, forward: Forward, seen: Observed) -> None:
+        """Let the gradient go to ``seen`` too."""
+        if self._fired:  # an input used again: earlier forwards have had theirs
+            for earlier in [other for other in self.observed if other is not forward]:
+                del self.observed[earlier]
+            self._fired = False
+        self.observed.setdefault(forward, []).append(seen)
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self._capture.attached and gradient is not None:
-            with self._capture.guard:
+        if self._capture.attached and gradient is not None and self.observed:
+            self._fired = True
+            with self._capture.guard, torch._C.DisableTorchFunction():
                 self._capture.gradient(self, gradient)
 
 
 class _ParameterHook:
-    __slots__ = ("_capture", "_names")
+    __slots__ = ("capture", "names")
 
-    def __init__(self, capture: Capture, names: list[str]) -> None:
-        self._capture = capture
-        self._names = names
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.names: list[str] = []
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self._capture.attached:
-            with self._capture.guard:
-                self._capture.parameter_gradient(self._names, parameter)
+        if self.capture.attached:
+            with self.capture.guard, torch._C.DisableTorchFunction():
+                self.capture.parameter_gradient(self.names, parameter)
 
 
 # --- small questions --------------------------------------------------------------------------------------------------
 
 
-def _call_frame(frame: FrameType) -> FrameType:
+def _running(frame: FrameType) -> FrameType:
     """Return the frame of the ``_call_impl`` that runs the hook: pre and post hook of one call share it."""
     while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
-def _is_below(frame: FrameType, top: FrameType | None) -> bool:
-    """Whether ``frame`` is on the Python stack that ends in ``top``."""
-    while top is not None:
-        if top is frame:
-            return True
-        top = top.f_back
-    return False
-
-
-def _edge(tensor: torch.Tensor) -> Edge | None:
-    if not tensor.requires_grad:
-        return None
-    node = tensor.grad_fn
-    return _Leaf(tensor) if node is None else (node, tensor.output_nr)
-
-
-class _Leaf:
-    """A leaf tensor as a key, by identity; holds it while it is one."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Leaf) and self.tensor is other.tensor
-
-
-def _calls_of(forward: Forward, layer: str) -> Iterator[ObservedCall]:
-    return (forward.calls[layer, i] for i in range(forward.counts.get(layer, 0)))
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)  # the second alone costs a microsecond
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _storages(model: nn.Module) -> Iterator[int]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        key = identity(tensor)
-        if key is not None:
-            yield key[0]
-
-
-def _grad_mode() -> bool:
-    return torch.is_grad_enabled()
-
-
-def _autocast_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the dtype of the active autocast, of the device that the first tensor is on."""
-    device = next((v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), "cpu")
-    if device == "meta" or not torch.is_autocast_enabled(device):
+def _autocast_dtype(inputs: Flat) -> str | None:
+    """Return the dtype of the autocast that is active for the device of an input."""
+    if not torch._C._is_any_autocast_enabled():
         return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    for device in sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return plain_name(torch.get_autocast_dtype(device))
+    return None
 
 
-def _random_state() -> bytes:
-    """Return the state of torch's generators, to tell whether a call drew from them."""
-    state = torch.default_generator.get_state().numpy().tobytes()
+def _random_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators, to tell whether a call drew from them."""
+    states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
-        state += torch.cuda.get_rng_state().numpy().tobytes()
-    return state
+        states.append(torch.cuda.get_rng_state())  # kept on the CPU: nothing waits
+    return states
 
 
 def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:
@@ -615,18 +649,33 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
+    return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 
-class _collection_paused:
-    """No garbage collection meanwhile: thousands of small objects are made, none is garbage."""
+class _EagerStance:
+    """Compiled code runs eagerly meanwhile. Several may overlap in any order, so they are counted."""
+
+    _entered = 0
+    _stance = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._enabled = gc.isenabled()
-        gc.disable()
+        if not _EagerStance._entered:
+            _EagerStance._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _EagerStance._entered += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._enabled:
+    def __exit__(self, *error: object) -> None:
+        _EagerStance._entered -= 1
+        if not _EagerStance._entered:
+            _EagerStance._stance.close()
+
+
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: thousands of small objects are made, none is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
             gc.enable()

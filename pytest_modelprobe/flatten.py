@@ -6,6 +6,7 @@ tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,35 +15,45 @@ import torch
 
 from .record import Plain
 
-_DEEPEST = 16  # a container that holds itself would never end
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MOST = 1000  # parts: a graph of objects that refer to each other would never end
+_DEEPEST = 50
 
 
 class Flat:
     """The tensors and the plain values of one nested value, each with its path."""
 
-    __slots__ = ("known", "plain", "tensors")
+    __slots__ = ("_depth", "_left", "known", "plain", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.plain: dict[str, Plain] = {}
         self.known = True
         """False where a part is of a type that cannot be looked into."""
+        self._left = _MOST
+        self._depth = 0
 
-    def add(self, path: str, value: Any, depth: int = 0) -> None:
+    def add(self, path: str, value: Any) -> None:
         """Take in ``value``, found at ``path``."""
         if isinstance(value, torch.Tensor):
             self.tensors.append((path, value))
         elif value is None or isinstance(value, (bool, int, float, str)):
             self.plain[path] = _exactly(value)
-        elif isinstance(value, (torch.dtype, torch.device)):
+        elif isinstance(value, _NAMED):
             self.plain[path] = str(value)
         else:
-            parts = _parts(value) if depth < _DEEPEST else None
+            parts = None if self._depth == _DEEPEST else _parts(value)
             if parts is None:
                 self.known = False
                 return
+            self._depth += 1
             for suffix, part in parts:
-                self.add(path + suffix, part, depth + 1)
+                self._left -= 1
+                if self._left < 0:
+                    self.known = False
+                    break
+                self.add(path + suffix, part)
+            self._depth -= 1
 
 
 def _exactly(value: Any) -> Plain:
@@ -101,7 +112,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flat:
     for i, arg in enumerate(args):
         flat.add("input" if len(args) == 1 else f"input[{i}]", arg)
     for name, arg in kwargs.items():
-        flat.add(name, arg)
+        flat.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one
     return flat
 
 
@@ -111,30 +122,47 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
     [tensor([1.]), {'n': 3}]
     """
+    done: dict[int, tuple[Any, Any]] = {}  # by id, each with what it was, so that the id stays its own
 
-    def visit(value: Any, depth: int) -> Any:
+    def visit(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return function(value)
-        if depth == _DEEPEST or isinstance(value, type):
+        if id(value) in done:
+            return done[id(value)][1]
+        parts = _settable(value)
+        if parts is None:
             return value
-        if isinstance(value, Mapping):
-            items = {k: visit(v, depth + 1) for k, v in value.items()}
-            return items if type(value) is dict else _rebuilt(value, items)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(visit(v, depth + 1) for v in value))
-        if type(value) in (tuple, list):
-            return type(value)(visit(v, depth + 1) for v in value)
-        names = _field_names(value)
-        if names is not None:
-            return _rebuilt(value, {name: visit(getattr(value, name), depth + 1) for name in names})
-        return value
+        done[id(value)] = value, value  # it may hold itself
+        changed = {key: visit(part) for key, part in parts}
+        done[id(value)] = value, _rebuilt(value, changed)
+        return done[id(value)][1]
 
-    return visit(value, 0)
+    return visit(value)
 
 
-def _rebuilt(value: Any, parts: dict[str, Any]) -> Any:
-    """Return a copy of a mapping or dataclass with new parts; the value itself where its class has other ideas."""
+def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    """Return the parts of a container, each with what it is set by: key, index or attribute."""
+    if isinstance(value, Mapping):
+        return iter(value.items())
+    names = _field_names(value)
+    if names is not None and not isinstance(value, tuple):
+        return ((name, getattr(value, name)) for name in names if hasattr(value, name))
+    return enumerate(value) if isinstance(value, (tuple, list)) else None
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container with these parts, made without its ``__init__``, which may have other ideas."""
+    if isinstance(value, tuple):
+        named = hasattr(value, "_fields")
+        return type(value)(*parts.values()) if named else type(value)(parts.values())
     try:
-        return type(value)(**parts)
-    except TypeError:
-        return value
+        rebuilt = copy.copy(value)
+        if isinstance(value, (Mapping, list)):
+            for key, part in parts.items():
+                rebuilt[key] = part
+        else:
+            for name, part in parts.items():
+                object.__setattr__(rebuilt, name, part)
+        return rebuilt
+    except TypeError:  # a mapping that cannot be written to
+        return parts

@@ -55,13 +55,13 @@ class FunctionalMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = _FUNCTIONS.get(func)
-        frame = self._capture.open_functional(name, args, kwargs) if name is not None else None
+        frame = None if name is None else self._capture.open_functional(name, args, kwargs)
         if frame is None:
             return func(*args, **kwargs)
         try:
             output = func(*args, **kwargs)
         except BaseException:
-            self._capture.close_functional(frame, None, raised=True)
+            self._capture.drop_functional(frame)
             raise
-        self._capture.close_functional(frame, output, raised=False)
+        self._capture.close_functional(frame, output)
         return output

@@ -57,6 +57,12 @@ class Layers:
         self.modules[name or ROOT] = module
         if getattr(module, "_compiled_call_impl", None) is not None:
             self._note_compiled(name)
+        if isinstance(module, torch.jit.ScriptModule):
+            self.notes.append(f"{name} is a ScriptModule, which runs outside Python: its calls are not recorded")
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            self.notes.append(
+                "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
+            )
         if not isinstance(module, _ATOMIC):
             for key, child in module._modules.items():
                 if child is not None:
@@ -71,7 +77,7 @@ class Layers:
             self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
             wrapped: nn.Module = module.module
             return wrapped
-        kind = _type_name(module)
+        kind = type_name(module)
         if kind == "torch._dynamo.eval_frame.OptimizedModule":
             self._note_compiled(name)
             return module._modules["_orig_mod"]
@@ -89,11 +95,9 @@ class Layers:
         return isinstance(module, _ATOMIC) or not any(c is not None for c in module._modules.values())
 
 
-def _type_name(module: Any) -> str:
+def type_name(module: Any) -> str:
+    """Return the qualified name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-type_name = _type_name
 
 
 def check_supported(model: Any) -> None:

@@ -6,7 +6,9 @@ that memory grows with the number of layers and not with the number of forwards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,50 +21,49 @@ from .statistics import Reduced
 Kind = tuple[str, bool]
 """What keeps forwards apart: the layer whose outermost call it is, and its training mode."""
 
+Identity = tuple[Any, ...]
+Merge = Callable[[Reduced, Reduced], Reduced]
+
 
 class Observed:
-    """One tensor that went into or came out of a call: its numbers, and its gradient's when that arrives."""
+    """A tensor in one place, among the inputs or outputs of a call: its numbers, and its gradient's when it arrives."""
 
     __slots__ = (
         "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
-        "shape", "storage", "targets",
+        "shape", "targets",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, number: int, forward: Reduced) -> None:
+    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
         self.number = number
+        """Of the forward, and of the tensor in it: the same in all places where the tensor was seen."""
         self.shape: tuple[Dimension, ...] = tuple(tensor.shape)
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self.device = str(tensor.device)
+        self.dtype = plain_name(tensor.dtype)
+        self.device = plain_name(tensor.device)
         self.requires_grad = tensor.requires_grad
         self.axis = forward.axis
         self.forward = forward
         self.backward: Reduced | None = None
         self.backward_inner: Reduced | None = None
         self.overwritten = False
-        self.storage: StorageWeakRef | None = None
-        """While it is held the storage's address is not used again, so that an address is an identity."""
-        self.targets: list[Observed] = []
+        self.targets: tuple[Observed, ...] = ()
         """Where this one has merged into: a gradient that comes late goes there too."""
-
-    def hold_storage(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor's storage weakly."""
-        self.storage = StorageWeakRef(tensor.untyped_storage())
 
     def receive(self, gradient: Reduced, *, inner: bool) -> None:
         """Take in the gradient of one backward pass."""
         if inner:
-            self.backward_inner = _merged(self.backward_inner, gradient)
+            self.backward_inner = merged(self.backward_inner, gradient)
         else:
-            self.backward = _merged(self.backward, gradient)
+            self.backward = merged(self.backward, gradient)
         for target in self.targets:
             target.receive(gradient, inner=inner)
 
-    def merge(self, other: Observed) -> None:
-        """Take in the same value of another forward."""
+    def absorb(self, other: Observed, merge: Merge) -> None:
+        """Take in what was seen in the same place of another forward."""
+        self.number = other.number
         self.shape = _merged_shape(self.shape, other.shape)
-        self.forward = statistics.merge(self.forward, other.forward)
-        self.backward = _merged(self.backward, other.backward)
-        self.backward_inner = _merged(self.backward_inner, other.backward_inner)
+        self.forward = merge(self.forward, other.forward)
+        self.backward = merged(self.backward, other.backward, merge)
+        self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
         self.overwritten |= other.overwritten
         self.requires_grad |= other.requires_grad
 
@@ -70,45 +71,113 @@ class Observed:
         """Return an independent copy: a `Reduced` is never changed, so that sharing it is safe."""
         copy = object.__new__(Observed)
         for name in Observed.__slots__:
-            if hasattr(self, name):
-                setattr(copy, name, getattr(self, name))
-        copy.storage, copy.targets = None, []
+            setattr(copy, name, getattr(self, name))
+        copy.targets = ()
         return copy
 
 
-def _merged(a: Reduced | None, b: Reduced | None) -> Reduced | None:
-    return b if a is None else a if b is None else statistics.merge(a, b)
-
-
-def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-    if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
-        return b
-    return tuple(map(merge_dimensions, a, b))
+Values = list[tuple[str, Observed]]
+"""Tensors seen, each with its path."""
 
 
 class ObservedCall:
-    """One execution of a layer within one forward."""
+    """One execution of a layer within one forward, or several merged."""
 
     __slots__ = (
         "arguments", "autocast", "finished", "forwards", "grad_enabled", "index", "inputs", "inputs_known", "layer",
-        "outputs", "random", "recomputed", "started", "training",
+        "outputs", "random", "recomputed", "started", "total", "training",
     )  # fmt: skip
 
-    def __init__(self, layer: str, index: int, started: int, training: bool) -> None:
+    def __init__(self, layer: str, index: int) -> None:
         self.layer = layer
         self.index = index
         self.forwards = 1
-        self.started = started
+        self.started = -1
         self.finished = -1
-        self.training = training
-        self.inputs: list[tuple[str, Observed]] = []
+        self.training = False
+        self.inputs: Values = []
         self.inputs_known = True
-        self.outputs: list[tuple[str, Observed]] = []
+        self.outputs: Values = []
         self.arguments: dict[str, Plain] = {}
         self.grad_enabled = True
         self.autocast: str | None = None
         self.random: str | None = None
         self.recomputed = 0
+        self.total: ObservedCall | None = None
+        """Where this one has merged into."""
+
+    def run_again(self) -> None:
+        """Count a recomputation."""
+        self.recomputed += 1
+        if self.total is not None:
+            self.total.recomputed += 1
+
+    def absorb(self, other: ObservedCall, merge: Merge, *, final: bool) -> None:
+        """Take in the same call of another forward. If ``final`` what comes late to that will come here too."""
+        if final:
+            other.total = self
+        self.forwards += other.forwards
+        self.recomputed += other.recomputed
+        self.inputs_known &= other.inputs_known
+        for name in ("started", "finished", "training", "grad_enabled", "autocast", "random", "arguments"):
+            setattr(self, name, getattr(other, name))  # of the newest
+        for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            targets = dict(mine)
+            for path, seen in theirs:
+                target = targets.get(path)
+                if target is not None:
+                    target.absorb(seen, merge)
+                else:
+                    target = seen.copy()
+                    mine.append((path, target))
+                if final:
+                    seen.targets += (target,)
+
+    def copy(self) -> ObservedCall:
+        """Return an independent copy."""
+        copy = object.__new__(ObservedCall)
+        for name in ObservedCall.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.inputs = [(path, seen.copy()) for path, seen in self.inputs]
+        copy.outputs = [(path, seen.copy()) for path, seen in self.outputs]
+        return copy
+
+
+class ParameterGradient:
+    """The gradient of a parameter as it stood after each backward pass.
+
+    Within one pass it may accumulate several times (a layer in two checkpointed segments): only the last one counts.
+    """
+
+    __slots__ = ("_backward", "_before", "_newest")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._before: Reduced | None = None
+        self._newest: Reduced | None = None
+
+    def receive(self, gradient: Reduced, backward: int) -> None:
+        """Take in what ``.grad`` is now, in that pass."""
+        if backward != self._backward:
+            self._before = self.reduced
+        self._backward, self._newest = backward, gradient
+
+    @property
+    def reduced(self) -> Reduced | None:
+        """All passes together."""
+        return merged(self._before, self._newest)
+
+
+class Contents:
+    """What tensors of one identity have in common."""
+
+    __slots__ = ("_storage", "number", "reduced")
+
+    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduced) -> None:
+        self.number = number
+        self.reduced = reduced
+        # While a storage is held weakly its address is not used again, so that an address is an identity.
+        self._storage = StorageWeakRef(tensor.untyped_storage())
 
 
 class Forward:
@@ -119,30 +188,33 @@ class Forward:
         self.kind = kind
         self.calls: dict[tuple[str, int], ObservedCall] = {}
         self.counts: dict[str, int] = {}
-        self.events = 0
-        self.tensors = 0
-        self.by_storage: dict[Hashable, Observed] = {}
-        """Tensors already reduced, by the identity of their contents."""
-        self.views: dict[int, list[tuple[Observed, int]]] = {}
-        """By storage: views that carry a tensor hook, and their version when it was put there."""
-        self.parameters: dict[str, Reduced] = {}
-        """Gradients of parameters by full name, each as it stood after accumulation."""
+        self.backwards: set[int] = set()
+        """Graph tasks of the backward passes that reached it."""
+        self.parameters: dict[str, ParameterGradient] = {}
+        """By full name; of the passes that ran while this was the newest forward."""
+        self._tensors = itertools.count()
+        self._events = itertools.count()
+        self.contents: dict[Identity, Contents] = {}
 
-    def begin_call(self, layer: str, training: bool) -> ObservedCall:
+    def begin_call(self, layer: str) -> ObservedCall:
         """Return a new call of ``layer``."""
         index = self.counts.get(layer, 0)
         self.counts[layer] = index + 1
-        call = ObservedCall(layer, index, self._event(), training)
-        self.calls[layer, index] = call
+        call = self.calls[layer, index] = ObservedCall(layer, index)
+        call.started = next(self._events)
         return call
 
     def end_call(self, call: ObservedCall) -> None:
         """Note that ``call`` has returned."""
-        call.finished = self._event()
+        call.finished = next(self._events)
 
-    def _event(self) -> int:
-        self.events += 1
-        return self.events - 1
+    def next_number(self) -> tuple[int, int]:
+        """Return the number for a tensor not seen before."""
+        return self.index, next(self._tensors)
+
+    def calls_of(self, layer: str) -> list[ObservedCall]:
+        """Return the calls of a layer, in order."""
+        return [self.calls[layer, index] for index in range(self.counts.get(layer, 0))]
 
 
 class Totals:
@@ -155,91 +227,52 @@ class Totals:
 
     def absorb(self, forward: Forward, *, final: bool = True) -> None:
         """Merge a forward in. If ``final`` its late gradients will follow; else it is a preview."""
+        merge = functools.cache(statistics.merge)  # one tensor is seen in several places
         self.forwards += 1
-        done: set[tuple[int, int]] = set()  # containers share a child's output: merge it once
-        copies: dict[int, Observed] = {}
         for key, call in forward.calls.items():
             total = self.calls.get(key)
             if total is None:
-                self.calls[key] = _copied(call, copies)
-                done.update((id(seen), id(copies[id(seen)])) for _, seen in _values(call))
-                continue
-            _merge_call(total, call, done, copies)
-        if final:
-            self._forward_late_gradients(forward)
+                total = self.calls[key] = ObservedCall(*key)
+                total.forwards = 0
+            total.absorb(call, merge, final=final)
         for name, gradient in forward.parameters.items():
-            merged = _merged(self.parameters.get(name), gradient)
-            assert merged is not None
-            self.parameters[name] = merged
-
-    def _forward_late_gradients(self, forward: Forward) -> None:
-        for key, call in forward.calls.items():
-            total = self.calls[key]
-            for mine, theirs in ((total.inputs, call.inputs), (total.outputs, call.outputs)):
-                targets = dict(mine)
-                for path, seen in theirs:
-                    target = targets.get(path)
-                    if target is not None and not any(t is target for t in seen.targets):
-                        seen.targets.append(target)
+            if (reduced := merged(self.parameters.get(name), gradient.reduced)) is not None:
+                self.parameters[name] = reduced
 
     def copy(self) -> Totals:
         """Return an independent copy."""
         copy = Totals()
-        copies: dict[int, Observed] = {}
         copy.forwards = self.forwards
-        copy.calls = {key: _copied(call, copies) for key, call in self.calls.items()}
+        copy.calls = {key: call.copy() for key, call in self.calls.items()}
         copy.parameters = dict(self.parameters)
         return copy
 
 
-def _values(call: ObservedCall) -> Iterator[tuple[str, Observed]]:
-    yield from call.inputs
-    yield from call.outputs
+def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge) -> Reduced | None:
+    """Return both together; None stands for nothing."""
+    return b if a is None else a if b is None else merge(a, b)
 
 
-def _copied(call: ObservedCall, copies: dict[int, Observed]) -> ObservedCall:
-    copy = ObservedCall(call.layer, call.index, call.started, call.training)
-    for name in ObservedCall.__slots__:
-        setattr(copy, name, getattr(call, name))
-    for _, seen in _values(call):
-        if id(seen) not in copies:
-            copies[id(seen)] = seen.copy()
-    copy.inputs = [(path, copies[id(seen)]) for path, seen in call.inputs]
-    copy.outputs = [(path, copies[id(seen)]) for path, seen in call.outputs]
-    copy.arguments = dict(call.arguments)
-    return copy
+def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
+    if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
+        return b
+    return tuple(map(merge_dimensions, a, b))
 
 
-def _merge_call(
-    total: ObservedCall, call: ObservedCall, done: set[tuple[int, int]], copies: dict[int, Observed]
-) -> None:
-    total.forwards += call.forwards
-    total.recomputed += call.recomputed
-    total.inputs_known &= call.inputs_known
-    for name in ("started", "finished", "training", "grad_enabled", "autocast", "random", "arguments"):
-        setattr(total, name, getattr(call, name))  # of the newest
-    for mine, theirs in ((total.inputs, call.inputs), (total.outputs, call.outputs)):
-        targets = dict(mine)
-        for path, seen in theirs:
-            target = targets.get(path)
-            if target is None:
-                copy = copies.setdefault(id(seen), seen.copy())
-                mine.append((path, copy))
-                done.add((id(seen), id(copy)))
-            elif (id(seen), id(target)) not in done:
-                target.merge(seen)
-                done.add((id(seen), id(target)))
+@functools.cache
+def plain_name(value: torch.dtype | torch.device) -> str:
+    """Return a dtype or device as records write it: ``float32``, ``cuda:0``."""
+    return str(value).removeprefix("torch.")
 
 
-def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def identity(tensor: torch.Tensor) -> Identity | None:
     """Return what tells the contents of a tensor, as long as its storage lives; None where nothing does.
 
     Inference tensors count no versions; a storage that cannot be had (sparse, functorch) tells nothing.
     """
     try:
-        if tensor.is_inference():
-            return None
         storage = tensor.untyped_storage()._cdata
-        return storage, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+        return storage, tensor._version, *place
     except (RuntimeError, NotImplementedError):
         return None

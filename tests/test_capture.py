@@ -1,0 +1,1554 @@
+"""What the hooks see: values, gradients, calls, contexts, sources; each fact of torch that this rests on."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from pytest_modelprobe.probe import Watch
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Call(nn.Module):
+    """A module whose forward is the function given; the modules given are its children."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def randn(*shape, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+
+def linear(*size):
+    module = nn.Linear(*size)
+    for parameter in module.parameters():
+        parameter.data = randn(*parameter.shape)
+    return module
+
+
+def mlp():
+    return nn.Sequential(linear(4, 8), nn.ReLU(), linear(8, 2))
+
+
+def value(record, layer, path="output", call=0):
+    call = record.layers[layer].calls[call]
+    return next(v for v in (*call.inputs, *call.outputs) if v.path == path)
+
+
+def parameter(record, layer, name):
+    return next(p for p in record.layers[layer].parameters if p.name == name)
+
+
+def reads(reading, *tensors):
+    """Whether a reading is of these tensors together."""
+    if reading is None or reading.statistics is None:
+        return False
+    elements = torch.cat([t.detach().flatten().double() for t in tensors])
+    numbers = reading.statistics
+    return (
+        reading.tensors == len(tensors)
+        and numbers.count == elements.numel()
+        and numbers.min == elements.min()
+        and numbers.max == elements.max()
+        and abs(numbers.mean - elements.mean()) < 1e-5
+        and abs(numbers.std - elements.std(correction=0)) < 1e-5
+    )
+
+
+def agree(a, b):
+    """Whether two readings are the same but for rounding."""
+    numbers = ("count", "zeros", "min", "max", "mean", "std")
+    pairs = [(getattr(a.statistics, name), getattr(b.statistics, name)) for name in numbers]
+    return a.tensors == b.tensors and all(x == pytest.approx(y, rel=1e-5) for x, y in pairs)
+
+
+def gradient_of(function, *tensors):
+    """Gradients of the sum of what a function returns, computed without the probe."""
+    return torch.autograd.grad(function().sum(), tensors)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_call_records_what_goes_in_and_what_comes_out():
+    model, x = mlp(), randn(3, 4)
+    with Watch(model) as watch:
+        out = model(x)
+    assert reads(value(watch.record, "0", "input").forward, x)
+    assert reads(value(watch.record, "0").forward, model[0](x))
+    assert reads(value(watch.record, "(root)").forward, out)
+
+
+def test_the_order_of_starts_and_ends_is_recorded():
+    model = mlp()
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    spans = {layer.name: (call.started, call.finished) for layer, call in watch.record.calls}
+    assert spans == {"(root)": (0, 7), "0": (1, 2), "1": (3, 4), "2": (5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda y: {"logits": y}, "output.logits"),
+        (lambda y: {"a": {"b": [y]}}, "output.a.b[0]"),
+        (lambda y: Result(y), "output.logits"),
+        (lambda y: Pair(y.detach(), y), "output.right"),
+        (lambda y: [y.detach(), (y,)], "output[1][0]"),
+    ],
+    ids=["dict", "nested", "dataclass", "namedtuple", "list"],
+)
+def test_a_structured_output_has_values_and_gradients(wrap, path):
+    model = nn.Sequential(Call(lambda self, x: wrap(self.fc(x)), fc=linear(4, 2)))
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        output = model(x)
+        find(output).pow(2).sum().backward()
+    assert reads(value(watch.record, "0", path).forward, model[0].fc(x))
+    assert reads(value(watch.record, "0", path).backward, 2 * model[0].fc(x))
+
+
+def find(output):
+    """The tensor with a gradient in a nested output."""
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    parts = vars(output).values() if dataclasses.is_dataclass(output) else output
+    parts = output.values() if isinstance(output, dict) else parts
+    return next((found for part in parts if (found := find(part)) is not None), None)
+
+
+def test_a_model_output_of_transformers_has_values_and_gradients():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    model = Call(lambda self, x: outputs.SequenceClassifierOutput(logits=self.fc(x)), fc=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4)).logits.sum().backward()
+    assert reads(value(watch.record, "(root)", "output.logits").backward, torch.ones(3, 2))
+
+
+def test_keyword_only_calls_have_inputs_by_name():
+    model = Call(lambda self, *, x, scale: self.fc(input=x) * scale, fc=linear(4, 2))
+    x = randn(3, 4, grad=True)
+    with Watch(model) as watch:
+        model(x=x, scale=2.0).sum().backward()
+    assert reads(value(watch.record, "(root)", "x").backward, x.grad)
+    assert watch.record.layers["(root)"].calls[0].arguments == {"scale": 2.0}
+    assert reads(value(watch.record, "fc", "input").forward, x)
+
+
+def test_an_argument_that_cannot_be_opened_makes_the_inputs_unknown():
+    model = Call(lambda self, x, thing: x)
+    with Watch(model) as watch:
+        model(randn(2), object())
+    assert not watch.record.layers["(root)"].calls[0].inputs_known
+
+
+def test_an_input_is_read_before_the_layer_overwrites_it():
+    model = nn.Sequential(linear(4, 8), nn.ReLU(inplace=True))
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        model(x)
+    assert reads(value(watch.record, "1", "input").forward, model[0](x))
+
+
+def test_other_contents_at_the_same_place_are_read_again():
+    def overwrite(self, x):
+        y = self.a(x)
+        y.mul_(2)
+        return self.b(y)
+
+    model = Call(overwrite, a=linear(4, 4), b=nn.Identity())
+    x = randn(3, 4)
+    with Watch(model) as watch, torch.no_grad():
+        model(x)
+    assert reads(value(watch.record, "a").forward, model.a(x))
+    assert reads(value(watch.record, "b", "input").forward, 2 * model.a(x))
+
+
+def test_the_same_bytes_as_another_dtype_are_read_again():
+    model = Call(lambda self, x: self.b(self.a(x).view(torch.int32)), a=nn.Identity(), b=nn.Identity())
+    x = randn(3)
+    with Watch(model) as watch:
+        model(x)
+    assert reads(value(watch.record, "b").forward, x.view(torch.int32))
+
+
+def test_a_negative_view_is_read_again():
+    model = Call(lambda self, x: self.b(self.a(x.imag) is None or x.conj().imag), a=nn.Identity(), b=nn.Identity())
+    x = torch.tensor([1 + 2j, 3 + 5j])
+    with Watch(model) as watch:
+        model(x)
+    assert value(watch.record, "a").forward.statistics.max == 5
+    assert value(watch.record, "b").forward.statistics.max == -2
+
+
+def test_new_tensors_at_the_address_of_old_ones_are_read_again():
+    model = Call(lambda self: [self.keep(torch.full((2,), float(i))) is None for i in range(20)], keep=nn.Identity())
+    with Watch(model) as watch:
+        model()
+    assert [call.outputs[0].forward.statistics.max for call in watch.record.layers["keep"].calls] == list(range(20))
+
+
+def test_parameters_are_read_each_time_as_their_version_does_not_tell_of_writes_through_data():
+    def write(self, x):
+        self.look(self.weight)
+        self.weight.data.add_(1)
+        self.look(self.weight)
+        return x
+
+    model = Call(write, look=nn.Identity())
+    model.weight = nn.Parameter(torch.zeros(3))
+    with Watch(model) as watch:
+        model(randn(2))
+    first, second = (call.inputs[0].forward.statistics.max for call in watch.record.layers["look"].calls)
+    assert (first, second) == (0, 1)
+
+
+def test_units_follow_the_channels_of_the_producer():
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU(), nn.Sequential(nn.Dropout(0.0)))
+    with Watch(model) as watch:
+        model(randn(2, 3, 4, 4))
+    for name in ("0", "1", "2.0", "2", "(root)"):
+        units = value(watch.record, name).forward.units
+        assert (units.axis, len(units)) == (-3, 5)
+
+
+def test_units_of_a_container_are_those_of_what_was_made_inside():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(linear(4, 4), nn.ReLU()))
+    with Watch(model) as watch:
+        model(randn(2, 3, 4, 4))
+    assert [value(watch.record, name).forward.units.axis for name in ("0", "1.0", "1.1", "1")] == [-3, -1, -1, -1]
+
+
+def test_infinite_masks_are_counted_apart():
+    model = Call(lambda self, x, mask: self.fc(x + mask.clamp(min=-1)), fc=linear(4, 2))
+    mask = torch.tensor([0.0, -torch.inf, 0.0, 0.0])
+    with Watch(model) as watch:
+        model(randn(3, 4), mask)
+    numbers = value(watch.record, "(root)", "input[1]").forward.statistics
+    assert (numbers.neginf, numbers.max, numbers.first_neginf) == (1, 0, 0)
+    assert value(watch.record, "fc").forward.statistics.nonfinite == 0
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_around_an_in_place_relu_after_a_convolution_are_right():
+    conv = nn.Conv2d(3, 4, 3)
+    model, x = nn.Sequential(conv, nn.ReLU(inplace=True)), randn(2, 3, 6, 6)
+    before = conv(x)
+    after = before.relu()
+    expected = gradient_of(lambda: after.pow(2), before, after)
+    with Watch(model) as watch:
+        model(x).pow(2).sum().backward()
+    assert reads(value(watch.record, "0").backward, expected[0])
+    assert reads(value(watch.record, "1").backward, expected[1])
+
+
+def test_an_input_without_gradient_has_none_and_is_not_waited_for():
+    model = mlp()
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert value(watch.record, "0", "input").backward is None
+    assert not value(watch.record, "0", "input").requires_grad
+
+
+def test_an_input_made_by_glue_between_layers_has_its_own_gradient():
+    model = Call(lambda self, x: self.b(self.a(x) + x), a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    expected = torch.ones(3, 2) @ model.b.weight
+    assert reads(value(watch.record, "b", "input").backward, expected)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+@pytest.mark.parametrize(("function", "factor"), [(_Reverse, -1), (_Return, 3)])
+def test_a_function_that_returns_its_input_has_two_gradients(function, factor):
+    model = nn.Sequential(linear(4, 4), Call(lambda self, x: function.apply(x)))
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert reads(value(watch.record, "1").backward, torch.ones(3, 4))
+    assert reads(value(watch.record, "0").backward, factor * torch.ones(3, 4))
+
+
+def test_a_function_whose_output_alone_needs_a_gradient_has_it():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None, gradient.sum()
+
+    model = Call(lambda self, x: Scale.apply(x, self.weight))
+    model.weight = nn.Parameter(torch.ones(()))
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert value(watch.record, "(root)", "input").backward is None
+    assert reads(value(watch.record, "(root)").backward, torch.ones(3, 4))
+
+
+def test_a_detached_output_has_no_gradient_though_its_storage_has():
+    model = Call(lambda self, x: self.b((y := self.a(x)).detach()) + y, a=linear(4, 4), b=linear(4, 4))
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert value(watch.record, "b", "input").backward is None
+    assert reads(value(watch.record, "a").backward, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.ReLU(inplace=True)),
+        Call(lambda self, x: self.a(x).add_(1), a=nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3)))),
+    ],
+    ids=["Flatten, ReLU(inplace)", "Unflatten, +="],
+)
+def test_a_view_that_is_overwritten_in_place_has_an_unknown_gradient(model):
+    x = randn(2, 3, 4, 4) if isinstance(model, nn.Sequential) else randn(2, 6)
+    with Watch(model) as watch:
+        model(x).sum().backward()
+    view = value(watch.record, "1" if isinstance(model, nn.Sequential) else "a.1")
+    assert view.overwritten
+    assert view.backward is None
+
+
+def test_a_view_overwritten_before_it_is_used_by_no_layer_has_an_unknown_gradient():
+    def forward(self, x):
+        h = self.a(x)
+        h += 1
+        return torch.cat([h, h])
+
+    model = Call(forward, a=nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3))))
+    with Watch(model) as watch:
+        out = model(randn(2, 6))
+        out.sum().backward()
+    assert value(watch.record, "a.1").overwritten
+
+
+def test_an_output_view_overwritten_after_the_forward_has_an_unknown_gradient():
+    model = nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3)))
+    with Watch(model) as watch:
+        out = model(randn(2, 6))
+        out += 1
+        out.sum().backward()
+    assert value(watch.record, "1").overwritten
+
+
+def test_a_view_overwritten_after_it_was_used_has_an_unknown_gradient():
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(h)
+        h += 1
+        return y + h
+
+    model = Call(forward, a=nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3))), b=Call(lambda self, h: 2 * h))
+    with Watch(model) as watch:
+        model(randn(2, 6)).sum().backward()
+    view = value(watch.record, "a.1")
+    assert (view.overwritten, view.backward) == (True, None)
+    assert reads(value(watch.record, "b").backward, torch.ones(2, 2, 3))
+
+
+def test_a_view_whose_gradient_arrives_is_not_called_overwritten():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.ReLU())
+    with Watch(model) as watch:
+        model(randn(2, 3, 4, 4)).sum().backward()
+    assert not value(watch.record, "1").overwritten
+    assert value(watch.record, "1").backward is not None
+
+
+def test_a_view_overwritten_after_the_backward_has_its_gradient():
+    model = nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3)))
+    with Watch(model) as watch:
+        out = model(randn(2, 6))
+        out.sum().backward()
+        with torch.no_grad():
+            out.zero_()
+        model(randn(2, 6))
+    assert not value(watch.first, "1").overwritten
+    assert reads(value(watch.first, "1").backward, torch.ones(2, 2, 3))
+
+
+def test_a_view_overwritten_before_another_forward_has_an_unknown_gradient():
+    model = nn.Sequential(linear(6, 6), nn.Unflatten(1, (2, 3)))
+    with Watch(model) as watch:
+        out = model(randn(2, 6))
+        out += 1
+        (out + model(randn(2, 6))).sum().backward()
+    assert value(watch.first, "1").overwritten
+    assert not value(watch.last, "1").overwritten
+
+
+def test_two_losses_with_a_retained_graph_are_two_passes_merged():
+    model, x = mlp(), randn(3, 4)
+    with Watch(model) as watch:
+        out = model(x)
+        out.sum().backward(retain_graph=True)
+        (3 * out).sum().backward()
+    assert watch.record.backwards == 2
+    assert reads(value(watch.record, "2").backward, torch.ones(3, 2), 3 * torch.ones(3, 2))
+
+
+def test_a_backward_inside_a_forward_is_kept_apart():
+    def forward(self, x):
+        energy = self.fc(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+    model, x = Call(forward, fc=linear(4, 1)), randn(3, 4, grad=True)
+    with Watch(model) as watch:
+        model(x).pow(2).sum().backward()
+    assert reads(value(watch.record, "fc").backward_inner, torch.ones(3, 1))
+    assert watch.record.backwards == watch.first.backwards == 1
+
+
+def test_gradients_of_parameters_are_read_after_accumulation():
+    model = mlp()
+    with Watch(model) as watch:
+        for _ in range(2):
+            model(randn(3, 4)).sum().backward()
+    once = torch.full((2,), 3.0)
+    assert reads(parameter(watch.record, "2", "bias").gradient, once, 2 * once)
+    assert reads(parameter(watch.last, "2", "bias").gradient, 2 * once)
+
+
+def test_a_parameter_unfrozen_while_it_is_watched_has_its_gradient():
+    model = mlp()
+    model[2].requires_grad_(False)
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+        assert parameter(watch.record, "2", "bias").gradient is None
+        model[2].requires_grad_(True)
+        model(randn(3, 4)).sum().backward()
+    assert parameter(watch.record, "2", "bias").gradient is not None
+
+
+def test_a_parameter_replaced_while_it_is_watched_has_its_gradient():
+    model = mlp()
+    with Watch(model) as watch:
+        model[0].weight = nn.Parameter(randn(8, 4))
+        model(randn(3, 4)).sum().backward()
+    assert reads(parameter(watch.record, "0", "weight").gradient, model[0].weight.grad)
+
+
+def test_the_parameters_that_a_lazy_module_makes_have_gradients():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert reads(parameter(watch.record, "0", "weight").gradient, model[0].weight.grad)
+
+
+def test_a_parameter_under_two_names_has_its_gradient_under_both():
+    model = nn.Sequential(linear(4, 4), linear(4, 4))
+    model[1].weight = model[0].weight
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert reads(parameter(watch.record, "0", "weight").gradient, model[0].weight.grad)
+    assert reads(parameter(watch.record, "1", "weight").gradient, model[0].weight.grad)
+    assert parameter(watch.record, "1", "weight").tied_to == "0.weight"
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "inner"),
+    [
+        (nn.MultiheadAttention(4, 2), 3 * (randn(3, 2, 4),), "out_proj.weight"),
+        (nn.LSTM(4, 5), (randn(3, 2, 4),), "weight_hh_l0"),
+        (nn.GRU(4, 5), (randn(3, 2, 4),), "weight_hh_l0"),
+    ],
+    ids=["MultiheadAttention", "LSTM", "GRU"],
+)
+def test_an_atomic_module_owns_the_parameters_of_its_children(module, inputs, inner):
+    model = Call(lambda self, *args: self.inner(*args), inner=module)
+    with Watch(model) as watch:
+        model(*inputs)[0].pow(2).sum().backward()
+    assert list(watch.record.layers) == ["(root)", "inner"]
+    assert reads(parameter(watch.record, "inner", inner).gradient, module.get_parameter(inner).grad)
+    assert value(watch.record, "inner", "output[0]").backward is not None
+
+
+def test_a_leaf_used_in_several_forwards_has_in_each_its_own_gradient():
+    model, x = nn.Sequential(linear(4, 2)), randn(3, 4, grad=True)
+    with Watch(model) as watch:
+        for factor in (1, 2, 3):
+            (factor * model(x)).sum().backward()
+    gradient = torch.ones(3, 2) @ model[0].weight
+    assert reads(value(watch.first, "(root)", "input").backward, gradient)
+    assert reads(value(watch.last, "(root)", "input").backward, 3 * gradient)
+    assert reads(value(watch.record, "(root)", "input").backward, gradient, 2 * gradient, 3 * gradient)
+
+
+def test_a_parameter_passed_as_an_input_carries_one_hook_after_many_forwards():
+    model = Call(lambda self, x: self.fc(self.query) + x, fc=linear(4, 4))
+    model.query = nn.Parameter(randn(4))
+    with Watch(model) as watch:
+        for _ in range(5):
+            model(randn(4)).sum().backward()
+        assert len(model.query._backward_hooks) == 1
+    assert value(watch.record, "fc", "input").backward.tensors == 5
+
+
+# --- calls, names and forwards --------------------------------------------------------------------------------------
+
+
+def test_a_shared_module_called_twice_has_two_calls_each_with_its_gradient():
+    shared = linear(4, 4)
+    model, x = nn.Sequential(shared, nn.ReLU(), shared), randn(3, 4)
+    hidden = shared(x)
+    (expected,) = gradient_of(lambda: shared(hidden.relu()), hidden)
+    with Watch(model) as watch:
+        model(x).sum().backward()
+    assert [call.index for call in watch.record.layers["0"].calls] == [0, 1]
+    assert reads(value(watch.record, "0", call=0).backward, expected)
+    assert reads(value(watch.record, "0", call=1).backward, torch.ones(3, 4))
+
+
+def test_a_module_under_two_names_is_one_layer_with_an_alias():
+    shared = linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert list(watch.record.layers) == ["(root)", "0", "1"]
+    assert watch.record.layers["0"].aliases == ("2",)
+
+
+def test_a_forward_is_any_outermost_call():
+    model = Call(None, encoder=linear(4, 4))
+    model.encode = lambda x: model.encoder(x)
+    with Watch(model) as watch:
+        for _ in range(50):
+            model.encode(randn(3, 4))
+    (call,) = watch.record.layers["encoder"].calls
+    assert (call.index, call.forwards, call.root) == (0, 50, "encoder")
+    assert watch.record.forwards == 50
+
+
+def test_train_and_eval_forwards_are_kept_apart():
+    model = mlp()
+    with Watch(model) as watch:
+        model.train()(randn(3, 4))
+        model.eval()(randn(5, 4))
+    assert [(c.root_training, c.outputs[0].shape) for c in watch.record.layers["0"].calls] == [
+        (True, (3, 8)),
+        (False, (5, 8)),
+    ]
+
+
+def test_a_mode_of_the_layer_itself_is_recorded():
+    model = mlp().train()
+    model[1].eval()
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert [call.training for _, call in watch.record.calls] == [True, True, False, True]
+
+
+def test_a_forward_in_a_second_thread_meanwhile_leaves_the_first_as_it_was():
+    inside, done = threading.Event(), threading.Event()
+
+    def forward(self, x, wait):
+        if wait:
+            inside.set()
+            done.wait(10)
+        return self.fc(x)
+
+    model = Call(forward, fc=linear(4, 2))
+    with Watch(model) as watch:
+        thread = threading.Thread(target=model, args=(randn(3, 4), True))
+        thread.start()
+        assert inside.wait(10)
+        model(randn(5, 4), False)
+        done.set()
+        thread.join()
+    assert watch.record.forwards == 1
+    assert value(watch.record, "fc").shape == (3, 2)
+    assert "several threads" in watch.record.notes[0]
+
+
+# --- calls that do not end as they should ---------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        raise ValueError("no heads", 3)
+
+
+def test_an_exception_names_the_innermost_layer_once():
+    model = Call(lambda self, x: self.encoder(x), encoder=nn.Sequential(nn.Identity(), Attention()))
+    with Watch(model), pytest.raises(ValueError, match="no heads") as caught:
+        model(torch.zeros(2, 17, 64))
+    assert caught.value.__notes__ == ["raised in encoder.1 (Attention), inputs (2, 17, 64) float32 cpu"]
+
+
+def test_an_exception_is_otherwise_the_model_s_own():
+    model = nn.Sequential(Attention())
+
+    def run():
+        with pytest.raises(ValueError, match="no heads") as caught:
+            model(torch.zeros(2))
+        return caught.value.args, [entry.name for entry in caught.traceback if entry.path.name == "test_capture.py"]
+
+    unwatched = run()
+    with Watch(model):
+        assert run() == unwatched
+
+
+def test_an_exception_names_its_layer_once_under_two_watches():
+    model = nn.Sequential(Attention())
+    with Watch(model), Watch(model), pytest.raises(ValueError, match="no heads") as caught:
+        model(torch.zeros(2))
+    assert len(caught.value.__notes__) == 1
+
+
+def test_an_exception_that_is_caught_and_raised_again_names_the_layer_it_came_from():
+    def forward(self, x):
+        try:
+            return self.a(x)
+        except ValueError as error:
+            return self.b(error)
+
+    def again(self, error):
+        raise error
+
+    model = Call(forward, a=Attention(), b=Call(again))
+    with Watch(model), pytest.raises(ValueError, match="no heads") as caught:
+        model(torch.zeros(2))
+    assert caught.value.__notes__ == ["raised in a (Attention), inputs (2,) float32 cpu"]
+
+
+def test_inputs_on_another_device_than_the_layer_are_pointed_out():
+    model = nn.Sequential(nn.Linear(4, 2, device="meta"))
+    with Watch(model), pytest.raises(RuntimeError) as caught:
+        model(randn(3, 4))
+    assert caught.value.__notes__[1] == "input is on cpu, 0 on meta: move one with .to('meta')"
+
+
+def test_a_forward_that_raises_is_recorded_as_far_as_it_went():
+    model = nn.Sequential(linear(4, 4), Attention(), linear(4, 4))
+    with Watch(model) as watch, pytest.raises(ValueError, match="no heads"):
+        model(randn(3, 4))
+    calls = {layer.name: [call.finished for call in layer.calls] for layer in watch.record.layers.values()}
+    assert calls == {"(root)": [-1], "0": [2], "1": [-1], "2": []}
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, pytest.fail.Exception])
+def test_a_forward_after_an_interrupted_one_is_recorded_rightly(stop):
+    def forward(self, x, *, interrupt):
+        y = self.a(x)
+        if interrupt:
+            raise stop("now")
+        return self.b(y)
+
+    model = nn.Sequential(Call(lambda self, x: self.inner(x, interrupt=self.interrupt), inner=None))
+    model[0].inner = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        model[0].interrupt = True
+        with pytest.raises(stop):
+            model(x)
+        model[0].interrupt = False
+        model(x).sum().backward()
+    last = watch.last
+    assert {name: len(layer.calls) for name, layer in last.layers.items()} == dict.fromkeys(last.layers, 1)
+    assert last.layers["0.inner.b"].calls[0].root == "(root)"
+    assert reads(value(last, "0.inner.a").backward, torch.ones(3, 2) @ model[0].inner.b.weight)
+    assert watch.record.forwards == 2
+
+
+def test_a_backward_after_an_interrupted_forward_is_not_inside_it():
+    def forward(self, x, *, interrupt=False):
+        if interrupt:
+            raise KeyboardInterrupt
+        return self.fc(x)
+
+    model = Call(forward, fc=linear(4, 2))
+    with Watch(model) as watch:
+        out = model(randn(3, 4))
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(3, 4), interrupt=True)
+        out.sum().backward()
+    assert value(watch.first, "fc").backward_inner is None
+    assert reads(value(watch.first, "fc").backward, torch.ones(3, 2))
+
+
+def test_an_interrupted_call_caught_by_its_parent_is_dropped():
+    def interrupted(self, x):
+        raise KeyboardInterrupt
+
+    def forward(self, x):
+        with contextlib.suppress(KeyboardInterrupt):
+            self.a(x)
+        return self.b(x)
+
+    model = Call(forward, a=Call(interrupted), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert watch.record.layers["a"].calls[0].finished == -1
+    assert watch.record.layers["b"].calls[0].root == "(root)"
+
+
+def test_a_pre_hook_of_the_user_that_raises_before_ours_leaves_the_stack_as_it_was():
+    def forward(self, x):
+        with contextlib.suppress(ValueError):
+            self.a(x)
+        return self.b(x)
+
+    def refuse(module, args):
+        raise ValueError
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    model.a.register_forward_pre_hook(refuse)
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert watch.record.layers["a"].calls == ()
+    assert watch.record.layers["(root)"].calls[0].finished != -1
+    assert value(watch.record, "b").backward is not None
+
+
+def test_a_forward_inside_an_except_block_did_not_raise():
+    model = mlp()
+    with Watch(model) as watch:
+        outer = ValueError("an outer error")
+        try:
+            raise outer
+        except ValueError:
+            model(randn(3, 4))
+    assert not hasattr(outer, "__notes__")
+    assert value(watch.record, "2").shape == (3, 2)
+
+
+# --- activation checkpointing ---------------------------------------------------------------------------------------
+
+
+def checkpointed(use_reentrant, function=lambda self, x: self.b(torch.relu(self.a(x)))):
+    def forward(self, x, on):
+        x = self.head(x)
+        for segment in self.segments:
+            x = checkpoint(segment, x, use_reentrant=use_reentrant) if on else segment(x)
+        return self.tail(x)
+
+    shared = linear(4, 4)
+    segments = nn.ModuleList([Call(function, a=shared, b=linear(4, 4)) for _ in range(2)])
+    return Call(forward, head=linear(4, 4), segments=segments, tail=linear(4, 2))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: self.b(torch.relu(self.a(x))),
+        lambda self, x: self.b(self.a(self.a(2 * x) + 1) + x),
+    ],
+    ids=["each once", "one twice"],
+)
+def test_gradients_in_checkpointed_segments_equal_those_without(use_reentrant, function):
+    model = checkpointed(use_reentrant, function)
+    records = []
+    for on in (False, True):
+        model.zero_grad()
+        with Watch(model) as watch:
+            model(randn(3, 4), on).pow(2).sum().backward()
+        records.append(watch.record)
+    plain, again = records
+    for name, layer in plain.layers.items():
+        for tensor, other in zip(layer.parameters, again.layers[name].parameters, strict=True):
+            assert agree(other.gradient, tensor.gradient)  # accumulated in another order
+        for call, other in zip(layer.calls, again.layers[name].calls, strict=True):
+            assert [v.forward for v in other.outputs] == [v.forward for v in call.outputs]
+            assert [v.backward for v in other.outputs] == [v.backward for v in call.outputs], name
+            assert [v.backward for v in other.inputs] == [v.backward for v in call.inputs], name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputation_is_no_call_of_its_own(use_reentrant):
+    model = checkpointed(use_reentrant)
+    with Watch(model) as watch:
+        model(randn(3, 4), True).sum().backward()
+    assert watch.record.backwards == 1
+    assert watch.record.forwards == 1
+    calls = {name: [call.recomputed for call in layer.calls] for name, layer in watch.record.layers.items()}
+    assert calls["segments.0.a"] == [1, 1]
+    assert calls["segments.0.b"] == calls["segments.1.b"] == [1]
+    assert calls["head"] == calls["tail"] == calls["(root)"] == [0]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_second_pass_recomputes_again(use_reentrant):
+    model = checkpointed(use_reentrant)
+    with Watch(model) as watch:
+        out = model(randn(3, 4), True)
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+    assert watch.record.backwards == 2
+    for name in ("segments.0.b", "segments.1.b"):
+        assert watch.record.layers[name].calls[0].recomputed == 2
+        assert value(watch.record, name).backward.tensors == 2
+
+
+def test_a_layer_whose_input_is_made_in_its_segment_has_its_gradient():
+    model = checkpointed(True, lambda self, x: self.b(self.a(x * 2) + 1))
+
+    def forward(self, x, on):
+        for segment in self.segments:
+            run = functools.partial(segment.function, segment)  # no module is called with the segment's own input
+            x = checkpoint(run, x, use_reentrant=True) if on else run(x)
+        return x
+
+    model.function = forward
+    x = randn(3, 4, grad=True)
+    records = []
+    for on in (False, True):
+        with Watch(model) as watch:
+            model(x, on).pow(2).sum().backward()
+        records.append(watch.record)
+    for name in ("segments.0.a", "segments.0.b", "segments.1.b"):
+        plain, again = (
+            [(v.path, v.backward) for call in record.layers[name].calls for v in (*call.inputs, *call.outputs)]
+            for record in records
+        )
+        assert again == plain
+
+
+def test_a_backward_through_one_of_two_segments_reaches_its_call():
+    def forward(self, x):
+        return [checkpoint(self.a, factor * x, use_reentrant=True) for factor in (1, 2)]
+
+    model = Call(forward, a=nn.Sequential(linear(4, 4)))
+    with Watch(model) as watch:
+        model(randn(3, 4, grad=True))[0].sum().backward()
+    for name in ("a", "a.0"):
+        assert [call.recomputed for call in watch.record.layers[name].calls] == [1, 0]
+        assert reads(value(watch.record, name, call=0).backward, torch.ones(3, 4))
+        assert value(watch.record, name, call=1).backward is None
+
+
+def test_passes_through_frozen_segments_are_counted():
+    model, x = checkpointed(True), randn(3, 4, grad=True)
+    model.requires_grad_(False)
+    with Watch(model) as watch:
+        out = model(x, True)
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+    assert watch.record.backwards == 2
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner one runs without gradient
+def test_a_checkpoint_inside_a_checkpoint_has_its_gradients():
+    def forward(self, x, on):
+        def inner(x):
+            return self.b(torch.relu(self.a(x)))
+
+        def outer(x):
+            x = self.c(x)
+            x = checkpoint(inner, x, use_reentrant=True) if on else inner(x)
+            return self.d(x)
+
+        return checkpoint(outer, x, use_reentrant=True) if on else outer(x)
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 4), c=linear(4, 4), d=linear(4, 4))
+    x = randn(3, 4, grad=True)
+    records = []
+    for on in (False, True):
+        with Watch(model) as watch:
+            model(x, on).pow(2).sum().backward()
+        records.append(watch.record)
+    for name in "abcd":
+        assert value(records[1], name).backward == value(records[0], name).backward, name
+    assert records[1].backwards == 1
+
+
+def test_a_recomputation_that_raises_leaves_the_count_of_passes_right():
+    def fail(self, x):
+        if torch.is_grad_enabled() and failing:
+            raise ValueError
+        return x
+
+    failing = [True]
+    model = checkpointed(True, lambda self, x: self.b(self.c(self.a(x))))
+    model.segments[0].c = model.segments[1].c = Call(fail)
+    with Watch(model) as watch:
+        with pytest.raises(ValueError):  # noqa: PT011 - it is ours
+            model(randn(3, 4), True).sum().backward()
+        failing.clear()
+        model(randn(3, 4), True).sum().backward()
+    assert watch.record.backwards == 2
+    assert value(watch.last, "segments.1.b").backward.tensors == 1
+
+
+def test_two_forwards_recompute_each_its_own_calls_without_containers():
+    def forward(self, x, on):
+        return checkpoint(lambda x: self.a(2 * x), x, use_reentrant=True) if on else self.a(2 * x)
+
+    model = Call(forward, a=linear(4, 2))
+    first, second = randn(3, 4, grad=True), randn(5, 4, grad=True)
+    with Watch(model) as watch:
+        (model(first, True).sum() + 2 * model(second, True).sum()).backward()
+    assert reads(value(watch.first, "a").backward, torch.ones(3, 2))
+    assert reads(value(watch.last, "a").backward, 2 * torch.ones(5, 2))
+
+
+def test_two_forwards_before_one_backward_recompute_each_its_own():
+    model = checkpointed(True)
+    first, second = randn(3, 4), 2 * randn(3, 4)
+    with Watch(model) as expected:
+        model(first, False).sum().backward()
+        model(second, False).sum().backward()
+    with Watch(model) as watch:
+        (model(first, True).sum() + model(second, True).sum()).backward()
+    for name in ("segments.0.a", "segments.0.b", "segments.1.b"):
+        assert watch.record.layers[name].calls[0].recomputed == 2
+        assert value(watch.first, name).backward == value(expected.first, name).backward
+        assert value(watch.last, name).backward.statistics == value(expected.last, name).backward.statistics
+
+
+# --- tensors that cannot be read ------------------------------------------------------------------------------------
+
+
+def test_meta_tensors_have_structure_and_the_reason():
+    model = nn.Sequential(nn.Linear(4, 2, device="meta"), nn.ReLU(inplace=True))
+    with Watch(model) as watch:
+        model(torch.empty(3, 4, device="meta")).sum().backward()
+    output = value(watch.record, "0")
+    assert (output.shape, output.device, output.forward.reason) == ((3, 2), "meta", "meta tensor")
+    assert output.backward.reason == "meta tensor"
+
+
+def test_fake_tensors_have_structure_and_the_reason():
+    with FakeTensorMode():
+        model = mlp()
+        with Watch(model) as watch:
+            model(torch.empty(3, 4)).sum().backward()
+    output = value(watch.record, "2")
+    assert (output.shape, output.forward.reason, output.backward.reason) == ((3, 2), "fake tensor", "fake tensor")
+
+
+def test_a_model_under_vmap_has_structure_and_the_reason():
+    model, x = mlp(), randn(5, 3, 4)
+    expected = model(x)
+    with Watch(model) as watch:
+        assert torch.equal(torch.vmap(model, chunk_size=5)(x), expected)
+    output = value(watch.record, "2")
+    assert (output.shape, output.forward.reason) == ((3, 2), "tensor of a torch.func transform")
+
+
+def test_a_model_under_functional_gradients_has_structure_and_the_reason():
+    model, x = mlp(), randn(3, 4)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, x).pow(2).sum()
+
+    expected = torch.func.grad(loss)(parameters)
+    with Watch(model) as watch:
+        actual = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    output = value(watch.record, "2")
+    assert output.forward.reason == output.backward.reason == "tensor of a torch.func transform"
+
+
+def test_a_model_under_per_sample_gradients_computes_the_same():
+    model, x = mlp(), randn(3, 4)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, x).pow(2).sum()
+
+    sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    expected = sample(parameters, x)
+    with Watch(model) as watch:
+        actual = sample(parameters, x)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert watch.record.forwards == 1
+
+
+def test_an_inference_tensor_that_requires_grad_is_read():
+    model = mlp()
+    with Watch(model) as watch, torch.inference_mode():
+        x = torch.ones(3, 4, requires_grad=True)
+        model(x)
+    assert reads(value(watch.record, "0", "input").forward, x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_is_traced_is_not_recorded():
+    model, x = mlp(), randn(3, 4)
+
+    def operations():
+        return [node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()]
+
+    expected = operations()
+    with Watch(model) as watch:
+        assert operations() == expected
+    assert watch.record.forwards == 0
+
+
+def test_a_model_that_is_exported_is_not_recorded():
+    model, x = mlp(), randn(3, 4)
+    expected = str(torch.export.export(model, (x,)).graph)
+    with Watch(model) as watch:
+        assert str(torch.export.export(model, (x,)).graph) == expected
+    assert watch.record.forwards == 0
+
+
+def test_sparse_inputs_have_structure_and_the_reason():
+    model = Call(lambda self, x: torch.sparse.mm(x, self.weight))
+    model.weight = nn.Parameter(randn(4, 2))
+    with Watch(model) as watch:
+        model(torch.eye(4).to_sparse()).sum().backward()
+    assert value(watch.record, "(root)", "input").forward.reason == "sparse tensor"
+    assert reads(value(watch.record, "(root)").backward, torch.ones(4, 2))
+
+
+def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
+    from pytest_modelprobe import statistics
+
+    monkeypatch.setattr(statistics, "reduce", statistics.reduce_on_device)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
+    model.to("meta")
+    with Watch(model) as watch:
+        for _ in range(2):
+            model(torch.empty(2, 3, 4, 4, device="meta")).sum().backward()
+        watch._capture.check()
+    assert watch._capture.newest.calls["4", 0].outputs[0][1].backward.rows.is_meta
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_a_cuda_device_until_the_record_is_made():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
+    model.to("cuda")
+    x = randn(2, 3, 4, 4).cuda()
+    model(x).sum().backward()  # cuDNN and cuBLAS set themselves up with waiting
+    with Watch(model) as watch:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                model(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert value(watch.record, "4").backward.tensors == 2
+
+
+# --- contexts -------------------------------------------------------------------------------------------------------
+
+
+def test_the_grad_mode_of_each_call_is_recorded():
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.a(x)
+        return self.b(x)
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert [call.grad_enabled for _, call in watch.record.calls] == [True, False, True]
+
+
+def test_the_autocast_dtype_of_each_call_is_recorded():
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.a(x)
+        return self.b(x.float())
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert [call.autocast for _, call in watch.record.calls] == [None, "bfloat16", None]
+
+
+def test_a_call_that_draws_random_numbers_has_the_hash_of_the_generator_at_its_start():
+    model = nn.Sequential(linear(4, 4), nn.Dropout(0.5))
+    records = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        with Watch(model) as watch:
+            model(randn(3, 4))
+        records.append([call.random for _, call in watch.record.calls])
+    root, fc, dropout = records[0]
+    assert fc is None
+    assert root == dropout
+    assert records[1] == records[0]
+    assert records[2][2] not in (None, dropout)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.device("meta"),
+    ],
+    ids=["autocast", "inference_mode", "no_grad", "default device"],
+)
+def test_numbers_are_computed_outside_the_contexts_of_the_user(context):
+    model, x = nn.Sequential(nn.Identity()), 100 + randn(64, 64)
+    with Watch(model) as watch, context():
+        model(x)
+        first = watch.record
+    assert reads(value(first, "0").forward, x)
+    assert value(first, "0").forward == value(watch.record, "0").forward
+
+
+# --- functional calls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (F.relu, "relu"),
+        (torch.relu, "relu"),
+        (lambda x: x.relu(), "relu"),
+        (lambda x: x.clone().relu_(), "relu"),
+        (lambda x: F.softmax(x, -1), "softmax"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product_attention"),
+    ],
+)
+def test_a_functional_call_is_a_layer_of_its_own(function, name):
+    model = nn.Sequential()
+    model.block = Call(lambda self, x: function(self.fc(x)), fc=linear(4, 4))
+    x = randn(2, 3, 4)
+    with Watch(model, functionals=True) as watch:
+        model(x).pow(2).sum().backward()
+    layer = watch.record.layers[f"block.{name}"]
+    expected = function(model.block.fc(x))
+    assert (layer.type, layer.functional, len(layer.calls)) == (name, True, 1)
+    assert reads(layer.calls[0].outputs[0].forward, expected)
+    assert reads(layer.calls[0].outputs[0].backward, 2 * expected)
+
+
+def test_a_functional_call_in_the_root_has_its_bare_name():
+    model = Call(lambda self, x: F.relu(x))
+    with Watch(model, functionals=True) as watch:
+        model(randn(3))
+    assert list(watch.record.layers) == ["(root)", "relu"]
+
+
+def test_the_function_inside_a_module_of_torch_is_not_recorded_twice():
+    model = nn.Sequential(nn.ReLU(), nn.Softmax(-1), nn.Dropout(0.1))
+    with Watch(model, functionals=True) as watch:
+        model(randn(3, 4))
+    assert list(watch.record.layers) == ["(root)", "0", "1", "2"]
+
+
+def test_a_functional_call_named_like_a_child_has_a_name_of_its_own():
+    model = Call(lambda self, x: self.relu(F.relu(x)), relu=nn.ReLU())
+    with Watch(model, functionals=True) as watch:
+        model(randn(3))
+    assert list(watch.record.layers) == ["(root)", "relu", "relu()"]
+
+
+def test_functional_calls_are_counted_and_inherit_units():
+    model = Call(lambda self, x: F.relu(F.relu(self.conv(x))), conv=nn.Conv2d(3, 5, 1))
+    with Watch(model, functionals=True) as watch:
+        model(randn(2, 3, 4, 4))
+    calls = watch.record.layers["relu"].calls
+    assert [call.index for call in calls] == [0, 1]
+    assert calls[1].outputs[0].forward.units.axis == -3
+    assert calls[1].inputs[0].source == "relu output"
+
+
+def test_functional_calls_that_draw_are_recorded_with_their_context():
+    model = Call(lambda self, x: F.dropout(x, 0.5, self.training))
+    with Watch(model, functionals=True) as watch, torch.no_grad():
+        model(randn(3))
+    (call,) = watch.record.layers["dropout"].calls
+    assert (call.grad_enabled, call.training) == (False, True)
+    assert call.random is not None
+
+
+def test_a_functional_call_that_raises_is_recorded_as_far_as_it_went():
+    def forward(self, x):
+        with contextlib.suppress(IndexError, RuntimeError):
+            F.softmax(x, 7)
+        return F.relu(x)
+
+    with Watch(Call(forward), functionals=True) as watch:
+        watch.model(randn(3))
+    assert watch.record.layers["softmax"].calls[0].finished == -1
+    assert watch.record.layers["relu"].calls[0].finished != -1
+
+
+def test_functional_calls_are_recorded_unseen_by_a_tensor_subclass_of_the_user():
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    seen = []
+    model = Call(lambda self, x: F.relu(x))
+    with Watch(model, functionals=True) as watch:
+        model(randn(3).as_subclass(Logged))
+    assert seen == ["relu"]
+    assert list(watch.record.layers) == ["(root)", "relu"]
+
+
+def test_functional_calls_in_a_recomputation_inside_a_forward_are_not_counted():
+    def forward(self, x):
+        y = checkpoint(lambda x: F.relu(self.fc(x)), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    model = Call(forward, fc=linear(4, 4))
+    with Watch(model, functionals=True) as watch:
+        model(randn(3, 4, grad=True))
+    assert len(watch.record.layers["relu"].calls) == 1
+    assert watch.record.layers["fc"].calls[0].recomputed == 1
+
+
+def test_functional_calls_in_a_recomputation_are_not_counted():
+    def forward(self, x):
+        return checkpoint(lambda x: F.relu(self.fc(x)), x, use_reentrant=True)
+
+    model = Call(forward, fc=linear(4, 4))
+    with Watch(model, functionals=True) as watch:
+        model(randn(3, 4, grad=True)).sum().backward()
+    assert len(watch.record.layers["relu"].calls) == 1
+
+
+class Interrupt(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.relu:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupted_functional_call_is_dropped():
+    def forward(self, x):
+        with contextlib.suppress(KeyboardInterrupt):
+            F.relu(x)
+        return torch.tanh(x)
+
+    model = Call(forward)
+    with Watch(model, functionals=True) as watch, Interrupt():
+        model(randn(3))
+    assert watch.record.layers["relu"].calls[0].finished == -1
+    assert len(watch.record.layers["tanh"].calls) == 1
+
+
+def modes():
+    return torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("stop", [None, ValueError, KeyboardInterrupt])
+def test_the_function_mode_does_not_outlive_a_forward(stop):
+    def forward(self, x):
+        assert modes()
+        if stop is not None:
+            raise stop
+        return F.relu(x)
+
+    model = Call(forward)
+    with Watch(model, functionals=True), contextlib.suppress(ValueError, KeyboardInterrupt):
+        model(randn(3))
+        assert not modes()
+    assert not modes()
+
+
+def test_an_interrupted_forward_records_no_functional_call_that_follows():
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+    model = Call(forward)
+    with Watch(model, functionals=True) as watch:
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(3))
+        F.relu(randn(3))
+    assert list(watch.record.layers) == ["(root)"]
+
+
+def test_closing_inside_a_forward_leaves_the_function_mode():
+    model = Call(lambda self, x: (self.watch.close(), F.relu(x))[1])
+    model.__dict__["watch"] = Watch(model, functionals=True)
+    model(randn(3))
+    assert not modes()
+
+
+def test_two_watches_with_functional_calls_leave_both_modes():
+    model = Call(lambda self, x: F.relu(x))
+    with Watch(model, functionals=True) as first, Watch(model, functionals=True) as second:
+        model(randn(3))
+        assert not modes()
+    assert list(first.record.layers) == list(second.record.layers) == ["(root)", "relu"]
+
+
+# --- dataflow -------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_names_the_innermost_producer():
+    model = nn.Sequential(nn.Sequential(nn.Sequential(linear(4, 8))), linear(8, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert value(watch.record, "1", "input").source == "0.0.0 output"
+    assert value(watch.record, "(root)", "input").source is None
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [lambda y: y.transpose(1, 2), lambda y: y.reshape(-1, 5), lambda y: y.transpose(1, 2).contiguous()],
+    ids=["transpose", "reshape", "contiguous"],
+)
+def test_a_source_is_found_through_copies_of_the_layout(copy):
+    model = Call(lambda self, x: self.b(copy(self.a(x))), a=linear(4, 5), b=nn.Identity())
+    with Watch(model) as watch:
+        model(randn(2, 3, 4))
+    assert value(watch.record, "b", "input").source == "a output"
+
+
+def test_a_source_names_the_call():
+    shared = linear(4, 4)
+    model = Call(lambda self, x: self.b(self.a(self.a(x))), a=shared, b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert value(watch.record, "a", "input", call=1).source == "a output"
+    assert value(watch.record, "b", "input").source == "a (call 2) output"
+
+
+def test_an_input_does_not_come_from_what_was_made_later():
+    model = Call(lambda self, x: self.a(x) + self.same(x), a=linear(4, 4), same=nn.Identity())
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert value(watch.record, "(root)", "input").source is None
+    assert value(watch.record, "a", "input").source is None
+
+
+def test_an_input_does_not_come_from_another_forward():
+    model = Call(None, a=nn.Identity(), b=nn.Identity())
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        model.b(model.a(x))
+    assert value(watch.record, "b", "input").source is None
+
+
+def test_one_tensor_in_several_places_has_one_number():
+    model = nn.Sequential(linear(4, 8), nn.Dropout(0.5).eval(), linear(8, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4))
+        model(randn(3, 4))
+    record = watch.record
+    numbers = [value(record, *place).tensor for place in (("0",), ("1", "input"), ("1",), ("2", "input"))]
+    assert len(set(numbers)) == 1
+    assert value(record, "(root)").tensor == value(record, "2").tensor != numbers[0]
+
+
+def test_numbers_of_tensors_do_not_clash_between_forwards():
+    def forward(self, x, *, twice):
+        x = self.a(x)
+        return self.b(self.a(x)) if twice else self.b(x)
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4), twice=True)
+        model(randn(3, 4), twice=False)
+    second_call = value(watch.record, "a", call=1).tensor
+    others = {v.tensor for name in ("(root)", "b") for _, v in watch.record.layers[name].outputs}
+    assert second_call not in others
+
+
+def test_a_place_that_is_new_in_a_later_forward_has_the_numbers_of_that_forward():
+    model = Call(lambda self, x, on: self.b(self.a(x)) if on else self.a(x), a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4), False)
+        model(randn(3, 4), True)
+    assert value(watch.record, "b", "input").tensor == value(watch.record, "a").tensor
+    assert value(watch.record, "b", "input").source == "a output"
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_of_three_forwards_is_that_of_three_single_ones_merged():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    inputs = [factor * randn(2, 3, 5, 5) for factor in (1, -2, 3)]
+    singles = []
+    for x in inputs:
+        model.zero_grad()
+        with Watch(model) as watch:
+            model(x).pow(2).sum().backward()
+        singles.append(watch.record)
+    with Watch(model) as watch:
+        for x in inputs:
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+    record = watch.record
+    assert (record.forwards, record.backwards) == (3, 3)
+    for name in ("(root)", "0", "1"):
+        together = value(record, name)
+        for direction in ("forward", "backward"):
+            parts = [getattr(value(single, name), direction) for single in singles]
+            merged = parts[0].statistics.merge(parts[1].statistics).merge(parts[2].statistics)
+            actual = getattr(together, direction)
+            assert actual.tensors == 3
+            assert (actual.statistics.count, actual.statistics.zeros) == (merged.count, merged.zeros)
+            assert (actual.statistics.min, actual.statistics.max) == (merged.min, merged.max)
+            assert actual.statistics.mean == pytest.approx(merged.mean)
+            assert actual.statistics.std == pytest.approx(merged.std)
+        lows = zip(*(value(single, name).forward.units.low for single in singles), strict=True)
+        assert together.forward.units.low == tuple(map(min, lows))
+        assert record.layers[name].calls[0].forwards == 3
+    gradient = parameter(record, "0", "weight").gradient
+    assert gradient.tensors == 3
+    assert gradient.statistics.max == max(parameter(s, "0", "weight").gradient.statistics.max for s in singles)
+
+
+def test_asking_for_the_record_on_the_way_changes_nothing():
+    model, x = mlp(), randn(3, 4)
+    records = []
+    for ask in (False, True):
+        with Watch(model) as watch:
+            for _ in range(3):
+                model.zero_grad()
+                out = model(x)
+                if ask:
+                    assert watch.record.forwards
+                out.sum().backward()
+                if ask:
+                    assert watch.last.backwards == 1
+        records.append(watch.record)
+    assert records[0] == records[1]
+
+
+def test_sizes_that_vary_are_ranges():
+    model = mlp()
+    with Watch(model) as watch:
+        for batch in (4, 2, 7):
+            model(randn(batch, 4))
+    assert value(watch.record, "0").shape == ((2, 7), 8)
+    assert value(watch.first, "0").shape == (4, 8)
+    assert value(watch.last, "0").shape == (7, 8)
+
+
+def test_a_layer_called_another_number_of_times_in_each_forward_counts_them():
+    model = Call(lambda self, x, times: [self.a(x) for _ in range(times)], a=linear(4, 4))
+    with Watch(model) as watch:
+        for times in (1, 3, 2):
+            model(randn(3, 4), times)
+    assert [call.forwards for call in watch.record.layers["a"].calls] == [3, 2, 1]
+
+
+def test_a_block_that_is_skipped_in_one_forward_does_not_mix_with_the_one_before():
+    def block(self, x):
+        return x if self.skipped else self.fc(x)
+
+    model = nn.Sequential(linear(4, 4), Call(block, fc=linear(4, 4)))
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        for skipped in (True, False):
+            model[1].skipped = skipped
+            model(x)
+    assert reads(value(watch.record, "0").forward, model[0](x), model[0](x))
+    assert reads(value(watch.record, "1").forward, model[0](x), model[1].fc(model[0](x)))
+
+
+def test_a_late_gradient_reaches_a_forward_that_has_merged():
+    model = nn.Sequential(linear(4, 2), nn.Identity())
+    with Watch(model) as watch:
+        first, second = model(randn(3, 4)), model(randn(5, 4))
+        (first.sum() + 2 * second.sum()).backward()
+    ones, twos = torch.ones(3, 2), 2 * torch.ones(5, 2)
+    for name in ("0", "1", "(root)"):
+        assert reads(value(watch.first, name).backward, ones)
+        assert reads(value(watch.last, name).backward, twos)
+        assert value(watch.record, name).backward.tensors == 2
+        assert value(watch.record, name).backward.statistics.count == 16
+    assert (watch.record.backwards, watch.first.backwards, watch.last.backwards) == (1, 1, 1)
+
+
+def test_passes_are_counted_for_the_forward_they_reach():
+    model = mlp()
+    with Watch(model) as watch:
+        model(randn(3, 4))
+        for _ in range(2):
+            model(randn(3, 4)).sum().backward()
+    assert (watch.record.backwards, watch.first.backwards, watch.last.backwards) == (2, 0, 1)
+
+
+def test_only_selected_layers_are_recorded():
+    model = mlp()
+    with Watch(model, layers="2") as watch:
+        model(randn(3, 4)).sum().backward()
+    assert list(watch.record.layers) == ["2"]
+    assert watch.record.forwards == 1
+    assert not model[0]._forward_hooks
+    assert not model[0].weight._post_accumulate_grad_hooks
+
+
+def test_tensors_of_the_newest_forward_are_kept_detached():
+    model, x = mlp(), randn(3, 4)
+    with Watch(model, layers="0", keep="1") as watch:
+        model(2 * x)
+        out = model(x)
+    (kept,) = watch.kept["1"]
+    assert torch.equal(kept, torch.relu(model[0](x)))
+    assert not kept.requires_grad
+    assert out.requires_grad
+    assert list(watch.record.layers) == ["0"]
+
+
+def test_kept_tensors_do_not_change_with_the_model_s():
+    model = nn.Sequential(linear(4, 4), nn.ReLU(inplace=True))
+    x = randn(3, 4)
+    with Watch(model, keep="0") as watch:
+        model(x)
+    assert torch.equal(watch.kept["0"][0], model[0](x))
+
+
+def test_two_watches_on_one_model_see_the_same():
+    model = mlp()
+    with Watch(model) as outer, Watch(model) as inner:
+        model(randn(3, 4)).sum().backward()
+    assert outer.record == inner.record
+
+
+def test_a_watch_inside_another_sees_its_part():
+    model = mlp()
+    with Watch(model) as outer:
+        model(randn(3, 4)).sum().backward()
+        with Watch(model) as inner:
+            model(randn(5, 4)).sum().backward()
+        model(randn(7, 4)).sum().backward()
+    assert value(outer.record, "0").shape == ((3, 7), 8)
+    assert value(inner.record, "0").shape == (5, 8)
+    assert inner.record.backwards == 1
+    assert value(outer.record, "0").backward.tensors == 3

@@ -1,0 +1,203 @@
+import collections
+import dataclasses
+import enum
+import types
+
+import pytest
+import torch
+
+from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
+
+Pair = collections.namedtuple("Pair", "left right")
+x, y = torch.zeros(2), torch.ones(3)
+
+
+@dataclasses.dataclass
+class Data:
+    logits: torch.Tensor
+    hidden: list
+    note: str = "n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    a: torch.Tensor
+    b: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "b", self.a)
+
+
+@dataclasses.dataclass
+class Unfinished:
+    a: torch.Tensor
+    b: torch.Tensor = dataclasses.field(init=False)
+
+
+class Attrs:
+    """What attrs makes of a class, as far as it matters here."""
+
+    __attrs_attrs__ = (types.SimpleNamespace(name="_state"),)
+
+    def __init__(self, state):
+        self._state = state
+
+
+class Box(collections.UserDict):
+    """A mapping whose constructor takes no items, like transformers' BatchEncoding."""
+
+    def __init__(self, data=None, *, encoding=None):
+        super().__init__(data)
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+class Stack(list):
+    pass
+
+
+def paths(value):
+    return [path for path, _ in flatten("output", value).tensors]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (x, ["output"]),
+        ((x, [y]), ["output[0]", "output[1][0]"]),
+        ({"a": x, "b c": y, 3: x}, ["output.a", "output['b c']", "output[3]"]),
+        (Pair(x, (y,)), ["output.left", "output.right[0]"]),
+        (Data(x, [y]), ["output.logits", "output.hidden[0]"]),
+        (Attrs(x), ["output._state"]),
+        (Box({"ids": x}), ["output.ids"]),
+        (Stack([x]), ["output[0]"]),
+        (torch.eye(2).max(0), ["output[0]", "output[1]"]),
+        (torch.nn.Parameter(x), ["output"]),
+        (None, []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_are_found_with_their_paths(value, expected):
+    assert paths(value) == expected
+
+
+def test_a_field_without_a_value_is_passed_over():
+    assert paths(Unfinished(x)) == ["output.a"]
+    assert paths(map_tensors(torch.Tensor.clone, Unfinished(x))) == ["output.a"]
+
+
+def test_plain_values_are_exact_builtins():
+    flat = flatten("v", [True, Kind.ONE, 2.5, "s", None, torch.float32, torch.device("cpu"), torch.channels_last])
+    assert list(flat.plain.values()) == [True, 1, 2.5, "s", None, "torch.float32", "cpu", "torch.channels_last"]
+    assert {type(value) for value in flat.plain.values()} == {bool, int, float, str, type(None)}
+    assert flat.known
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, iter([x]), lambda: x, Data, 1j], ids=lambda v: type(v).__name__)
+def test_what_cannot_be_opened_is_unknown(value):
+    flat = flatten("v", [x, value])
+    assert not flat.known
+    assert [path for path, _ in flat.tensors] == ["v[0]"]
+
+
+def test_a_container_that_holds_itself_ends_as_unknown():
+    value = [x]
+    value.append(value)
+    flat = flatten("v", value)
+    assert flat.tensors[0][0] == "v[0]"
+    assert not flat.known
+
+
+def test_objects_that_all_refer_to_each_other_end_as_unknown():
+    nodes = [[] for _ in range(20)]
+    for node in nodes:
+        node.extend(nodes)
+    assert not flatten("v", nodes).known
+
+
+def test_arguments_are_named_by_position_or_keyword():
+    def names(*args, **kwargs):
+        return [path for path, _ in flatten_call(args, kwargs).tensors]
+
+    assert names(x) == ["input"]
+    assert names((x, y)) == ["input[0]", "input[1]"]
+    assert names(x, y) == ["input[0]", "input[1]"]
+    assert names(x, mask=y) == ["input", "mask"]
+    assert names(input=x) == ["input"]
+
+
+def test_a_keyword_called_input_is_not_the_positional_one():
+    assert [path for path, _ in flatten_call((x,), {"input": y}).tensors] == ["input", "input="]
+
+
+def test_tensors_are_replaced_in_place_of_the_old_ones():
+    value = {"a": x, "b": [y, Pair(x, 3)], "c": Data(x, [y]), "d": (x,), "e": torch.eye(2).max(0)}
+    doubled = map_tensors(lambda t: 2 * t, value)
+    assert paths(doubled) == paths(value)
+    for (_, new), (_, old) in zip(flatten("", doubled).tensors, flatten("", value).tensors, strict=True):
+        assert torch.equal(new, 2 * old)
+    assert [type(v) for v in doubled.values()] == [type(v) for v in value.values()]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Frozen(x),
+        Attrs(x),
+        Box({"ids": x}),
+        Stack([x]),
+        collections.OrderedDict(a=x),
+        collections.defaultdict(list, a=x),
+        Pair(x, x),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_with_ideas_of_their_own_are_rebuilt(value):
+    kept = map_tensors(torch.Tensor.clone, value)
+    assert type(kept) is type(value)
+    assert paths(kept) == paths(value)
+    assert all(a is not b for (_, a), (_, b) in zip(flatten("", kept).tensors, flatten("", value).tensors, strict=True))
+
+
+def test_a_mapping_that_cannot_be_written_to_becomes_a_dict():
+    kept = map_tensors(torch.Tensor.clone, types.MappingProxyType({"a": x}))
+    assert kept["a"] is not x
+
+
+def test_a_model_output_of_transformers_is_rebuilt():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(y,))
+    kept = map_tensors(lambda t: t + 1, value)
+    assert type(kept) is type(value)
+    assert torch.equal(kept.last_hidden_state, x + 1)
+    assert torch.equal(kept["hidden_states"][0], y + 1)
+    assert value.last_hidden_state is x
+
+
+def test_a_batch_encoding_of_transformers_is_rebuilt():
+    transformers = pytest.importorskip("transformers")
+    value = transformers.BatchEncoding({"ids": x})
+    kept = map_tensors(lambda t: t + 1, value)
+    assert type(kept) is type(value)
+    assert torch.equal(kept["ids"], x + 1)
+    assert value["ids"] is x
+
+
+def test_what_is_shared_stays_shared():
+    inner = [x]
+    kept = map_tensors(torch.Tensor.clone, [inner, inner])
+    assert kept[0] is kept[1]
+    assert kept[0] is not inner
+
+
+def test_a_container_that_holds_itself_is_rebuilt_once():
+    value = [x]
+    value.append(value)
+    assert map_tensors(lambda t: y, value)[0] is y
+
+
+def test_an_empty_list_is_copied_so_that_what_is_added_does_not_stay():
+    value = []
+    assert map_tensors(torch.Tensor.clone, value) is not value

@@ -1,0 +1,464 @@
+"""The hooks come and go: nothing of ours stays behind, whatever happens, and nothing of ours follows a copy."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe.capture import Capture
+from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.layers import Layers
+from pytest_modelprobe.probe import Watch
+
+
+class Net(nn.Module):
+    """Calls what a test puts into ``inside`` in the middle of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.view = nn.Unflatten(1, (2, 2))
+        self.b = nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.relu(self.a(x))
+        for step in INSIDE:
+            step()
+        return self.b(self.view(x))
+
+
+INSIDE = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_inside():
+    yield
+    INSIDE.clear()
+
+
+def hooks(model):
+    """Every hook that is on a model's modules and parameters."""
+    found = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "hook" in name and isinstance(value, dict):
+                found += [(name, key) for key in value]
+    for parameter in model.parameters():
+        found += [("accumulate", key) for key in parameter._post_accumulate_grad_hooks or ()]
+        found += [("tensor", key) for key in parameter._backward_hooks or ()]
+    return found
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def refuse():
+    raise ValueError("no")
+
+
+# --- detach ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [None, refuse, interrupt, pytest.fail], ids=["pass", "error", "interrupt", "fail"])
+def test_no_hook_stays_on_modules_and_parameters(end):
+    model = Net()
+    INSIDE.extend([end] if end else [])
+    with contextlib.suppress(ValueError, KeyboardInterrupt, pytest.fail.Exception), Watch(model):
+        assert hooks(model)
+        model(torch.randn(3, 4)).sum().backward()
+    assert hooks(model) == []
+
+
+def test_no_hook_stays_on_tensors_that_are_still_alive():
+    model, x = Net(), torch.randn(3, 4, requires_grad=True)
+    alive = [x]
+    model.a.register_forward_hook(lambda module, args, output: alive.append(output))
+    model.view.register_forward_hook(lambda module, args, output: alive.append(output))
+    with Watch(model):
+        out = model(x)
+        alive.append(out)
+        assert all(tensor._backward_hooks for tensor in alive)
+    assert not any(tensor._backward_hooks for tensor in alive)
+    out.sum().backward()
+
+
+def test_hooks_in_a_graph_that_outlives_the_watch_let_go_of_it():
+    model = Net()
+    watch = Watch(model)
+    out = model(torch.randn(3, 4))
+    capture = weakref.ref(watch._capture)
+    watch.close()
+    del watch
+    gc.collect()
+    assert capture() is None
+    out.sum().backward()
+
+
+def test_closing_twice_is_harmless_and_what_was_recorded_stays():
+    model = Net()
+    watch = Watch(model)
+    model(torch.randn(3, 4))
+    watch.close()
+    watch.close()
+    model(torch.randn(3, 4))
+    assert watch.record.forwards == 1
+
+
+def test_closing_in_the_middle_of_a_forward_leaves_nothing():
+    model = Net()
+    watch = Watch(model)
+    INSIDE.append(watch.close)
+    model(torch.randn(3, 4)).sum().backward()
+    assert hooks(model) == []
+    assert watch.record.layers["b"].calls == ()
+
+
+def test_a_backward_after_closing_is_not_recorded():
+    model = Net()
+    with Watch(model) as watch:
+        out = model(torch.randn(3, 4))
+    out.sum().backward()
+    assert watch.record.backwards == 0
+
+
+def test_dropping_the_last_reference_to_a_watch_takes_its_hooks_off():
+    model = Net()
+    watch = Watch(model)
+    model(torch.randn(3, 4))
+    del watch
+    assert hooks(model) == []
+
+
+def test_hooks_of_the_user_stay_and_keep_their_order():
+    model, order = Net(), []
+    model.a.register_forward_hook(lambda *_: order.append("before"))
+    model.a.weight.register_hook(lambda gradient: order.append("gradient"))
+    before = hooks(model)
+    watch = Watch(model)
+    model.a.register_forward_hook(lambda *_: order.append("after"))
+    model.a.register_forward_pre_hook(lambda *_: order.append("pre"))
+    during = hooks(model)
+    watch.close()
+    assert [hook for hook in hooks(model) if hook in before] == before
+    assert len(hooks(model)) == len(before) + 2
+    assert set(hooks(model)) < set(during)
+    model(torch.randn(3, 4)).sum().backward()
+    assert order == ["pre", "before", "after", "gradient"]
+
+
+def test_a_hook_of_the_user_that_removes_itself_is_left_alone():
+    model, seen = Net(), []
+
+    def once(module, args, output):
+        seen.append(1)
+        handle.remove()
+
+    handle = model.a.register_forward_hook(once)
+    with Watch(model) as watch:
+        model(torch.randn(3, 4))
+        model(torch.randn(3, 4))
+    assert len(seen) == 1
+    assert watch.record.layers["a"].calls[0].forwards == 2
+
+
+@pytest.mark.parametrize("failing", ["register_forward_hook", "register_forward_pre_hook"])
+def test_an_attachment_that_fails_halfway_leaves_nothing(monkeypatch, failing):
+    model = Net()
+    monkeypatch.setattr(model.b, failing, None)
+    with pytest.raises(TypeError):
+        Watch(model)
+    assert hooks(model) == []
+
+
+def test_a_parameter_that_cannot_be_hooked_leaves_nothing(monkeypatch):
+    model = Net()
+    monkeypatch.setattr(model.b.bias, "register_post_accumulate_grad_hook", None)
+    with pytest.raises(TypeError):
+        Watch(model)
+    assert hooks(model) == []
+
+
+def test_attaching_leaves_the_garbage_collector_as_it_was():
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with Watch(Net()):
+                assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def objects_after(times, step):
+    """How many objects there are more after so many steps than after a few."""
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(times):
+        step()
+    gc.collect()
+    return len(gc.get_objects()) - before
+
+
+def test_a_thousand_watches_leave_nothing_in_memory():
+    model = Net()
+    x = torch.randn(3, 4)
+
+    def step():
+        with Watch(model):
+            pass
+
+    def run():
+        with Watch(model) as watch:
+            model(x).sum().backward()
+        assert watch.record.backwards == 1
+
+    assert objects_after(1000, step) < 50
+    assert objects_after(20, run) < 50
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_is_flat_over_forwards(backward):
+    model = Net()
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def step():
+        out = model(x)
+        if backward:
+            out.sum().backward()
+
+    with Watch(model):
+        assert objects_after(200, step) < 50
+
+
+def test_memory_is_flat_over_records_asked_for():
+    model, x = Net(), torch.randn(3, 4)
+    with Watch(model) as watch:
+
+        def step():
+            model(x)
+            assert watch.first.forwards == watch.last.forwards == 1
+            assert watch.record.forwards
+
+        assert objects_after(20, step) < 50
+
+
+def test_memory_is_flat_over_calls_of_parts():
+    model = Net()
+    with Watch(model):
+        assert objects_after(1000, lambda: model.a(torch.ones(1, 4))) < 50
+
+
+def test_memory_is_flat_over_forwards_without_the_garbage_collector():
+    model, x = Net(), torch.randn(3, 4)
+    alive = []
+    model.a.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output)))
+    with Watch(model):
+        gc.disable()
+        try:
+            for _ in range(5):
+                model(x).sum().backward()
+            assert not any(ref() is not None for ref in alive)
+        finally:
+            gc.enable()
+
+
+def test_a_graph_dropped_inside_a_forward_is_freed_there():
+    freed = []
+
+    class Keeper(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.payload = payload = io.BytesIO()
+            weakref.finalize(payload, freed.append, 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Identity()
+
+        def forward(self, x):
+            for done in range(3):
+                assert len(freed) == done
+                x = self.scale(Keeper.apply(x)).detach().requires_grad_()
+            return x
+
+    model = Steps()
+    with Watch(model):
+        model(torch.ones(2, requires_grad=True))
+
+
+def test_an_interrupted_forward_holds_its_tensors_no_longer_than_to_the_next():
+    model, refs = Net(), []
+    INSIDE.append(interrupt)
+
+    def forward():
+        x = torch.randn(3, 4)
+        refs.append(weakref.ref(x))
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+
+    with Watch(model) as watch:
+        forward()
+        INSIDE.clear()
+        model(torch.randn(3, 4))
+        gc.collect()
+        assert refs[0]() is None
+    assert watch.record.forwards == 2
+
+
+# --- a hook of ours that fails --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_failing_hook_never_reaches_the_model(monkeypatch, direction):
+    model, x = Net(), torch.randn(3, 4)
+    expected = model(x)
+    expected.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    def broken(*args, **kwargs):
+        raise ArithmeticError("broken")
+
+    watch = Watch(model)
+    if direction == "forward":
+        monkeypatch.setattr(statistics, "reduce", broken)
+    out = model(x)
+    monkeypatch.setattr(statistics, "reduce", broken)
+    out.sum().backward()
+    watch.close()
+    monkeypatch.undo()
+    assert torch.equal(out, expected)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    with pytest.raises(ModelProbeError, match=r"hook of the probe failed.*broken") as caught:
+        watch.record  # noqa: B018
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert hooks(model) == []
+
+
+def test_a_failing_hook_of_functional_calls_never_reaches_the_model(monkeypatch):
+    class Functional(nn.Module):
+        def forward(self, x):
+            monkeypatch.setattr(statistics, "reduce", None)
+            return torch.relu(x)
+
+    model = Functional()
+    with Watch(model, functionals=True) as watch:
+        assert model(torch.tensor([-1.0])) == 0
+    monkeypatch.undo()
+    with pytest.raises(ModelProbeError, match="hook of the probe failed"):
+        watch.record  # noqa: B018
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+    "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_the_forwards_of_a_copy_are_not_recorded(make):
+    model, x = Net(), torch.randn(3, 4)
+    with Watch(model) as watch:
+        other = make(model)
+        assert torch.equal(other(x), model(x))
+        other(x).sum().backward()
+    assert watch.record.forwards == 1
+    assert watch.record.backwards == 0
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_our_hooks_are_gone_from_a_copy_after_its_first_call(make):
+    model, x, order = Net(), torch.randn(3, 4), []
+    with Watch(model):
+        other = make(model)
+        other.a.register_forward_hook(lambda *_: order.append("hook of the user"))
+        other(x)
+        assert [name for name, _ in hooks(other)] == ["_forward_hooks"]
+        assert hooks(model)
+        other(x)
+    assert len(order) == 2
+
+
+def test_a_copy_made_after_closing_has_no_hooks():
+    model = Net()
+    Watch(model).close()
+    assert hooks(copy.deepcopy(model)) == []
+
+
+def test_a_copy_can_be_watched_itself():
+    model = Net()
+    with Watch(model), Watch(copy.deepcopy(model)) as watch:
+        watch.model(torch.randn(3, 4)).sum().backward()
+    assert (watch.record.forwards, watch.record.backwards) == (1, 1)
+
+
+def test_the_forward_of_a_shallow_copy_is_no_forward_of_the_model():
+    model = nn.Linear(4, 2)
+    with Watch(model) as watch:
+        other = copy.copy(model)
+        other(torch.randn(3, 4))
+        assert watch.record.forwards == 0
+        model(torch.randn(3, 4))
+    assert watch.record.forwards == 1
+    assert hooks(model) == hooks(other) == []
+
+
+def test_an_input_seen_by_a_watched_model_can_be_saved():
+    model, x = Net(), torch.randn(3, 4, requires_grad=True)
+    with Watch(model):
+        model(x)
+        assert torch.equal(pickle.loads(pickle.dumps(x)), x)
+
+
+# --- compiled models ------------------------------------------------------------------------------------------------
+
+
+def stance():
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_compiled_models_run_eagerly_until_the_last_watch_is_closed():
+    model = torch.compile(Net(), backend="eager")
+    assert stance() == "default"
+    first, second = Watch(model), Watch(model)
+    assert stance() == "force_eager"
+    first.close()
+    assert stance() == "force_eager"
+    second.close()
+    assert stance() == "default"
+
+
+def test_a_capture_that_was_never_attached_detaches():
+    layers = Layers(Net())
+    Capture(layers, layers.modules).detach()
