@@ -238,8 +238,6 @@ class Capture:
             parent = self._stack[-1] if self._stack else None
             if parent is None or parent.name not in self.selected or parent.is_over():
                 return None
-            if torch._C._current_graph_task_id() != -1 or self._thread != threading.get_ident():
-                return None
             if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
                 return None  # the module is the function
             name = function if parent.name == ROOT else f"{parent.name}.{function}"

@@ -236,10 +236,11 @@ def test_units_follow_the_channels_of_the_producer():
 
 
 def test_units_of_a_container_are_those_of_what_was_made_inside():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(linear(4, 4), nn.ReLU()))
+    inner = Call(lambda self, x: torch.sigmoid(self.relu(self.fc(x))), fc=linear(4, 4), relu=nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), inner)
     with Watch(model) as watch:
         model(randn(2, 3, 4, 4))
-    assert [value(watch.record, name).forward.units.axis for name in ("0", "1.0", "1.1", "1")] == [-3, -1, -1, -1]
+    assert [value(watch.record, name).forward.units.axis for name in ("0", "1.fc", "1.relu", "1")] == [-3, -1, -1, -1]
 
 
 def test_infinite_masks_are_counted_apart():
@@ -917,13 +918,15 @@ def test_a_recomputation_that_raises_leaves_the_count_of_passes_right():
 
 
 def test_two_forwards_recompute_each_its_own_calls_without_containers():
-    def forward(self, x, on):
-        return checkpoint(lambda x: self.a(2 * x), x, use_reentrant=True) if on else self.a(2 * x)
+    def forward(self, x, *, longer=False):
+        if longer:
+            self.b(x)
+        return checkpoint(lambda x: self.a(2 * x), x, use_reentrant=True)
 
-    model = Call(forward, a=linear(4, 2))
+    model = Call(forward, a=linear(4, 2), b=nn.Identity())
     first, second = randn(3, 4, grad=True), randn(5, 4, grad=True)
     with Watch(model) as watch:
-        (model(first, True).sum() + 2 * model(second, True).sum()).backward()
+        (model(first, longer=True).sum() + 2 * model(second).sum()).backward()
     assert reads(value(watch.first, "a").backward, torch.ones(3, 2))
     assert reads(value(watch.last, "a").backward, 2 * torch.ones(5, 2))
 

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.capture import Capture
@@ -322,6 +323,31 @@ def test_an_interrupted_forward_holds_its_tensors_no_longer_than_to_the_next():
         gc.collect()
         assert refs[0]() is None
     assert watch.record.forwards == 2
+
+
+def test_an_interrupted_recomputation_holds_its_tensors_no_longer_than_to_the_next_forward():
+    refs = []
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    model = Checkpointed()
+    model.net.register_forward_pre_hook(lambda module, args: refs.append(weakref.ref(args[0])))
+    with Watch(model):
+        out = model(torch.randn(3, 4))
+        INSIDE.append(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            out.sum().backward()
+        INSIDE.clear()
+        del out
+        model(torch.randn(3, 4))
+        gc.collect()
+        assert [ref() is None for ref in refs[:-1]] == [True, True]
 
 
 # --- a hook of ours that fails --------------------------------------------------------------------------------------

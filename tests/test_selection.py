@@ -190,8 +190,7 @@ def test_a_misspelt_last_segment_gets_the_names_that_end_nearly_so() -> None:
 def test_where_no_name_is_near_the_names_are_listed() -> None:
     layers = dict.fromkeys(f"l{number}" for number in range(12))
     assert error("zzz", layers) == (
-        "'zzz' matches none of 12 layers; the names are"
-        " 'l0', 'l1', 'l2', 'l3', 'l4', 'l5', 'l6', 'l7' and 4 more."
+        "'zzz' matches none of 12 layers; the names are 'l0', 'l1', 'l2', 'l3', 'l4', 'l5', 'l6', 'l7' and 4 more."
     )
 
 
@@ -218,8 +217,7 @@ def test_an_exclusion_that_leaves_nothing_is_an_error(selector: Any, message: st
 
 def test_a_type_that_is_not_there_gets_the_types_that_are() -> None:
     assert error(int) == (
-        "int is the type of none of 10 layers;"
-        " the types are object (4), Linear (4), ReLU (1), LeakyReLU (1)."
+        "int is the type of none of 10 layers; the types are object (4), Linear (4), ReLU (1), LeakyReLU (1)."
     )
 
 
@@ -331,10 +329,7 @@ def test_a_module_from_elsewhere_is_never_called() -> None:
     assert error(CallableModule()).startswith("A value of type CallableModule is no selector: ")
 
 
-@given(
-    selector=st.lists(st.text("ab.*?[]!(root)", max_size=8), max_size=3)
-    | st.text("ab.*?[]!", max_size=12)
-)
+@given(selector=st.lists(st.text("ab.*?[]!(root)", max_size=8), max_size=3) | st.text("ab.*?[]!", max_size=12))
 def test_a_selector_selects_something_or_says_why_not_in_one_line(selector: Any) -> None:
     names, refusal = [], ""
     try:

@@ -98,9 +98,7 @@ def test_punctuation_gets_the_spec_without_it(spec: str, place: str, fix: str) -
 
 @pytest.mark.parametrize("token", ["-1", "None", "?", "*"])
 def test_a_foreign_any_size_gets_the_underscore(token: str) -> None:
-    assert spec_error(f"{token} 16") == (
-        f"Shape spec '{token} 16': token 1 of 2 is {token!r}; write `_` for any size."
-    )
+    assert spec_error(f"{token} 16") == (f"Shape spec '{token} 16': token 1 of 2 is {token!r}; write `_` for any size.")
 
 
 def test_minus_one_in_a_tuple_gets_the_underscore_too() -> None:
@@ -118,9 +116,7 @@ def test_a_size_given_in_the_spec_is_sent_to_dims() -> None:
     assert spec_error("batch=4").endswith(expected)
 
 
-@pytest.mark.parametrize(
-    "spec", ["2*n", "n+1", "4.0", "³", "٣", "*4", "...x", (4.0,), (True,), ((1,),)]
-)
+@pytest.mark.parametrize("spec", ["2*n", "n+1", "4.0", "³", "٣", "*4", "...x", (4.0,), (True,), ((1,),)])
 def test_any_other_token_gets_the_list_of_tokens(spec: Any) -> None:
     expected = "; a token is an integer, a name, `_`, `...` or `*name`."
     assert spec_error(spec).endswith(expected)
@@ -130,21 +126,17 @@ def test_a_line_of_tokens_inside_a_tuple_is_an_error() -> None:
     assert "token 1 of 1 is 'batch 16'; one token is one element" in spec_error(("batch 16",))
 
 
-@pytest.mark.parametrize(
-    ("spec", "both"), [("... 3 ...", "'...' and '...'"), ("*a *b", "'*a' and '*b'")]
-)
+@pytest.mark.parametrize(("spec", "both"), [("... 3 ...", "'...' and '...'"), ("*a *b", "'*a' and '*b'")])
 def test_two_tokens_of_any_length_are_an_error(spec: str, both: str) -> None:
     assert spec_error(spec) == (
-        f"Shape spec {spec!r} has 2 tokens of any length, {both};"
-        " keep one, and write `_` for single dimensions."
+        f"Shape spec {spec!r} has 2 tokens of any length, {both}; keep one, and write `_` for single dimensions."
     )
 
 
 @pytest.mark.parametrize("spec", [None, 5, {"a": 1}, {4}, b"4"])
 def test_any_other_value_is_no_spec(spec: Any) -> None:
     assert spec_error(spec) == (
-        f"Shape spec {spec!r} is of type {type(spec).__name__};"
-        " write text such as 'batch 16', or a tuple."
+        f"Shape spec {spec!r} is of type {type(spec).__name__}; write text such as 'batch 16', or a tuple."
     )
 
 
@@ -183,9 +175,7 @@ def test_a_shape_matches(spec: str, shape: Any) -> None:
 
 
 def test_another_size_is_a_mismatch() -> None:
-    assert complaints("4 16", (4, 2)) == [
-        "fc1 output has shape (4, 2): dimension 1 is 2, expected 16"
-    ]
+    assert complaints("4 16", (4, 2)) == ["fc1 output has shape (4, 2): dimension 1 is 2, expected 16"]
 
 
 def test_all_that_differs_is_told() -> None:
@@ -193,9 +183,7 @@ def test_all_that_differs_is_told() -> None:
 
 
 def test_an_integer_never_equals_a_range() -> None:
-    assert complaints("1", ((1, 8),)) == [
-        "fc1 output has shape (1..8,): dimension 0 varies in 1..8, expected 1"
-    ]
+    assert complaints("1", ((1, 8),)) == ["fc1 output has shape (1..8,): dimension 0 varies in 1..8, expected 1"]
 
 
 @pytest.mark.parametrize(
@@ -220,9 +208,7 @@ def test_a_name_is_the_same_everywhere() -> None:
     bindings = Bindings()
     match("batch 16", (8, 16), bindings, "fc1 output")
     [problem] = match("batch 2", (4, 2), bindings, "fc2 output")
-    assert str(problem) == (
-        "fc2 output has shape (4, 2): dimension 0 is 4, but batch is 8, bound by fc1 output"
-    )
+    assert str(problem) == ("fc2 output has shape (4, 2): dimension 0 is 4, but batch is 8, bound by fc1 output")
 
 
 def test_a_name_is_the_same_within_a_shape() -> None:
@@ -239,10 +225,7 @@ def test_a_name_that_dims_fixes_says_so() -> None:
 
 def test_a_range_equals_the_same_range_only() -> None:
     assert complaints("batch", ((1, 4),), {"batch": (1, 8)}) == [
-        (
-            "fc1 output has shape (1..4,): dimension 0 varies in 1..4, but batch is 1..8,"
-            " fixed by dims="
-        )
+        ("fc1 output has shape (1..4,): dimension 0 varies in 1..4, but batch is 1..8, fixed by dims=")
     ]
 
 
@@ -262,8 +245,7 @@ def test_a_star_name_stands_for_all_its_dimensions() -> None:
     match("*lead 16", (4, 7, 16), bindings, "fc1 output")
     [problem] = match("_ *lead", (1, 4, 8), bindings, "fc2 output")
     assert str(problem) == (
-        "fc2 output has shape (1, 4, 8): *lead stands for (4, 8), but is (4, 7),"
-        " bound by fc1 output"
+        "fc2 output has shape (1, 4, 8): *lead stands for (4, 8), but is (4, 7), bound by fc1 output"
     )
 
 
@@ -343,9 +325,7 @@ def test_dims_take_names_only(name: Any) -> None:
     assert str(caught.value) == f"dims= has the key {name!r}; write a name, 'batch' or '*batch'."
 
 
-@pytest.mark.parametrize(
-    "value", [-1, 4.0, math.nan, "4", None, ..., True, (8, 1), (4, 4), (1,), (1, "x", 8)]
-)
+@pytest.mark.parametrize("value", [-1, 4.0, math.nan, "4", None, ..., True, (8, 1), (4, 4), (1,), (1, "x", 8)])
 def test_dims_take_sizes_only(value: Any) -> None:
     with pytest.raises(ShapeSpecError) as caught:
         Bindings({"batch": value})
@@ -359,9 +339,7 @@ def test_dims_take_sizes_only(value: Any) -> None:
 def test_dims_take_tuples_for_star_names(value: Any) -> None:
     with pytest.raises(ShapeSpecError) as caught:
         Bindings({"*lead": value})
-    assert str(caught.value) == (
-        f"dims= gives *lead the value {value!r}; write a tuple of sizes, such as (4, 16)."
-    )
+    assert str(caught.value) == (f"dims= gives *lead the value {value!r}; write a tuple of sizes, such as (4, 16).")
 
 
 def test_a_fixed_name_that_a_spec_uses_is_fine() -> None:
