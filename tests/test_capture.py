@@ -1028,9 +1028,9 @@ def test_a_model_that_is_traced_is_not_recorded():
 
 def test_a_model_that_is_exported_is_not_recorded():
     model, x = mlp(), randn(3, 4)
-    expected = str(torch.export.export(model, (x,)).graph)
+    expected = str(torch.export.export(model, (x,), strict=False).graph)
     with Watch(model) as watch:
-        assert str(torch.export.export(model, (x,)).graph) == expected
+        assert str(torch.export.export(model, (x,), strict=False).graph) == expected
     assert watch.record.forwards == 0
 
 
