@@ -18,6 +18,8 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import statistics
 from .exceptions import ModelProbeError
@@ -107,6 +109,7 @@ class Capture:
                 tensors = (*self.layers.modules[root].parameters(), *self.layers.modules[root].buffers())
                 self._storages = frozenset(key[0] for tensor in tensors if (key := identity(tensor)) is not None)
                 self._hook_parameters()
+                self._exit.callback(register_optimizer_step_pre_hook(self._note_scaler).remove)
         except BaseException:
             self.detach()
             raise
@@ -403,6 +406,13 @@ class Capture:
         for name in names:
             self.newest.parameters.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
 
+    def _note_scaler(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note that gradients were seen before a `GradScaler` took its factor out: it is what calls the step then."""
+        if _is_stepped_by_scaler(sys._getframe(1)):
+            owned = {id(parameter) for parameter in self._parameters.values()}
+            if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
+                self.notes["gradients are those of the loss as a GradScaler scaled it"] = None
+
     def _count_backward(self) -> bool:
         """Count the backward pass if it is new; return whether it runs inside a forward."""
         self.changes += 1
@@ -597,6 +607,14 @@ class _ParameterHook:
 
 
 # --- small questions --------------------------------------------------------------------------------------------------
+
+
+def _is_stepped_by_scaler(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is GradScaler._maybe_opt_step.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _running(frame: FrameType) -> FrameType:

@@ -1555,3 +1555,17 @@ def test_a_watch_inside_another_sees_its_part():
     assert value(inner.record, "0").shape == (5, 8)
     assert inner.record.backwards == 1
     assert value(outer.record, "0").backward.tensors == 3
+
+
+# --- scaled gradients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients_seen_under_a_grad_scaler_are_marked(scaled):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with Watch(model) as watch:
+        scaler.scale(model(randn(3, 4)).sum()).backward()
+        scaler.step(optimizer)
+    assert ("gradients are those of the loss as a GradScaler scaled it" in watch.record.notes) is scaled
