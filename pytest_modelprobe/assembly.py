@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from . import statistics
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
-from .observation import Kind, Observed, ObservedCall, Totals, plain_name
+from .observation import Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
 from .record import ROOT, Call, Layer, Parameter, Reading, Record, Value, address
 from .statistics import Reduced
 
@@ -45,9 +45,10 @@ def _assembled(
         parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
     if forward is not None:
         parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
+    gradients = capture.parameters if which == "all" or forward is None else forward.parameters
     return Record(
         model=type(model).__qualname__,
-        layers=_Builder(capture, parts).layers(),
+        layers=_Builder(capture, parts, gradients).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
         device=device,
@@ -59,17 +60,13 @@ def _assembled(
 
 
 class _Builder:
-    def __init__(self, capture: Capture, parts: dict[Kind, Totals]) -> None:
+    def __init__(self, capture: Capture, parts: dict[Kind, Totals], gradients: Mapping[str, ParameterGradient]) -> None:
         self.capture = capture
         self.calls: dict[str, list[tuple[Kind, ObservedCall]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
-        self.gradients: dict[str, Reduced] = {}
-        for totals in parts.values():
-            for full_name, gradient in totals.parameters.items():
-                before = self.gradients.get(full_name)
-                self.gradients[full_name] = statistics.merge(before, gradient) if before else gradient
+        self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[int, Reduced] = {}
         self.ties: dict[int, str] = {}
         self.readings = self._collect()

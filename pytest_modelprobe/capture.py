@@ -67,6 +67,8 @@ class Capture:
         self.newest: Forward | None = None
         self.totals: dict[tuple[str, bool], Totals] = {}
         self.functional_types: dict[str, str] = {}
+        self.parameters: dict[str, ParameterGradient] = {}
+        """Gradients of parameters by full name, of all backward passes."""
         self.forwards = 0
         self.backwards = 0
         self.changes = 0
@@ -133,11 +135,13 @@ class Capture:
                     continue  # `functional_call` puts plain tensors here
                 if parameter.requires_grad and parameter.is_leaf:
                     self._parameters[prefix + name] = parameter
-                    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+                    hooks = (parameter._backward_hooks or {}).values()
                     hook = next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
                     if hook is None:
                         hook = _ParameterHook(self)
-                        self._exit.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+                        self._exit.callback(parameter.register_hook(hook).remove)
+                        accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
+                        self._exit.callback(accumulated.remove)
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
 
     def detach(self) -> None:
@@ -396,15 +400,21 @@ class Capture:
             if not inner:
                 forward.backwards.add(self._backward)
 
-    def parameter_gradient(self, names: list[str], parameter: torch.Tensor) -> None:
-        """Called when the gradient of a parameter has been accumulated."""
-        self._count_backward()
-        if self.newest is None or parameter.grad is None:
-            return
+    def parameter_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
+        """Called with the gradient of a parameter, before it is added to ``.grad``."""
         with statistics.plainly():
-            reduced = statistics.reduce(parameter.grad, index=self.newest.index)
+            reduced = statistics.reduce(gradient, index=0 if self.newest is None else self.newest.index)
+        # Of the forwards that are told of alone, those that the pass came through; it may have come by no hooked value.
+        alone = {forward for forward in (self.first, self.newest) if forward is not None}
+        reached = {forward for forward in alone if self._backward in forward.backwards} or alone & {self.newest}
         for name in names:
-            self.newest.parameters.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
+            for gradients in (self.parameters, *(forward.parameters for forward in reached)):
+                gradients.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
+
+    def backward_pass(self) -> int:
+        """Return which backward pass runs, counting it if it is new."""
+        self._count_backward()
+        return self._backward
 
     def _note_scaler(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that gradients were seen before a `GradScaler` took its factor out: it is what calls the step then."""
@@ -594,16 +604,43 @@ class _TensorHook:
 
 
 class _ParameterHook:
-    __slots__ = ("capture", "names")
+    """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes."""
+
+    __slots__ = ("_arrived", "_parts", "capture", "names")
+    is_modelprobe = True
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.names: list[str] = []
+        self._arrived = -1
+        self._parts = 0
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.capture.attached and gradient is not None:
+            with self.capture.guard, torch._C.DisableTorchFunction():
+                backward = self.capture.backward_pass()
+                self._parts = self._parts + 1 if backward == self._arrived else 1
+                self._arrived = backward
+                if self._parts == 1:
+                    self.capture.parameter_gradient(self.names, gradient)
+
+    def accumulated(self, gradient: torch.Tensor | None) -> None:
+        """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
+        if self.capture.attached and gradient is not None:
+            with self.capture.guard, torch._C.DisableTorchFunction():
+                if self._parts > 1 or self.capture.backward_pass() != self._arrived:
+                    self.capture.parameter_gradient(self.names, gradient)
+
+
+class _AccumulatedHook:
+    __slots__ = ("_hook",)
+    is_modelprobe = True
+
+    def __init__(self, hook: _ParameterHook) -> None:
+        self._hook = hook
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self.capture.attached:
-            with self.capture.guard, torch._C.DisableTorchFunction():
-                self.capture.parameter_gradient(self.names, parameter)
+        self._hook.accumulated(parameter.grad)
 
 
 # --- small questions --------------------------------------------------------------------------------------------------

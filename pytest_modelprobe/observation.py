@@ -144,9 +144,9 @@ class ObservedCall:
 
 
 class ParameterGradient:
-    """The gradient of a parameter as it stood after each backward pass.
+    """The gradient of a parameter, one reading for each backward pass.
 
-    Within one pass it may accumulate several times (a layer in two checkpointed segments): only the last one counts.
+    Within one pass it may come in parts (a layer in two checkpointed segments): only the last reading counts.
     """
 
     __slots__ = ("_backward", "_before", "_newest")
@@ -157,7 +157,7 @@ class ParameterGradient:
         self._newest: Reduced | None = None
 
     def receive(self, gradient: Reduced, backward: int) -> None:
-        """Take in what ``.grad`` is now, in that pass."""
+        """Take in what there is of the gradient of that pass."""
         if backward != self._backward:
             self._before = self.reduced
         self._backward, self._newest = backward, gradient
@@ -223,7 +223,6 @@ class Totals:
     def __init__(self) -> None:
         self.forwards = 0
         self.calls: dict[tuple[str, int], ObservedCall] = {}
-        self.parameters: dict[str, Reduced] = {}
 
     def absorb(self, forward: Forward, *, final: bool = True) -> None:
         """Merge a forward in. If ``final`` its late gradients will follow; else it is a preview."""
@@ -235,16 +234,12 @@ class Totals:
                 total = self.calls[key] = ObservedCall(*key)
                 total.forwards = 0
             total.absorb(call, merge, final=final)
-        for name, gradient in forward.parameters.items():
-            if (reduced := merged(self.parameters.get(name), gradient.reduced)) is not None:
-                self.parameters[name] = reduced
 
     def copy(self) -> Totals:
         """Return an independent copy."""
         copy = Totals()
         copy.forwards = self.forwards
         copy.calls = {key: call.copy() for key, call in self.calls.items()}
-        copy.parameters = dict(self.parameters)
         return copy
 
 

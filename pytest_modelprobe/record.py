@@ -239,7 +239,7 @@ class Parameter:
     reading: Reading = field(default_factory=Reading)
     """Of the values as they were when the record was made."""
     gradient: Reading | None = None
-    """Of ``.grad`` after each accumulation; None where none arrived. Parameters only."""
+    """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
