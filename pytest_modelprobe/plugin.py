@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     asked = config.getoption("--modelprobe-device")
     devices = asked or config.getini("modelprobe_devices")
+    for name in devices:
+        if not _is_device(name):
+            source = f"--modelprobe-device={name}" if asked else f"modelprobe_devices in the ini file has {name!r}"
+            raise pytest.UsageError(f"{source}: {_NO_DEVICE}")
     verbose = config.getoption("--modelprobe-verbose")
     config.stash[SETTINGS] = Settings(
         devices=list(dict.fromkeys(devices)) or ["cpu"],
@@ -90,6 +95,14 @@ def _seed(config: pytest.Config) -> int:
         raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None
 
 
+_NO_DEVICE = "not a device of the probe; give cpu, cuda, cuda:N, mps or auto"
+
+
+def _is_device(name: str) -> bool:
+    """Whether a name is that of a device, here or elsewhere; it is asked without torch."""
+    return re.fullmatch(r"(cpu|cuda|mps)(:\d+)?|auto", name) is not None
+
+
 def _available(names: Iterable[str]) -> list[str]:
     """Return the devices asked for by name, each once; one that is missing is a usage error."""
     found = []
@@ -109,21 +122,15 @@ def _resolve(name: str) -> tuple[str, str | None]:
 
     if name == "auto":
         return ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"), None
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        return name, "not a device; give cpu, cuda, cuda:N, mps or auto"
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
             return name, f"torch.cuda.is_available() is False: {build} (torch {torch.__version__})"
         if device.index is not None and device.index >= torch.cuda.device_count():
             return name, f"torch finds {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-    elif device.type == "mps":
-        if not torch.backends.mps.is_available():
-            return name, f"torch.backends.mps.is_available() is False (torch {torch.__version__})"
-    elif device.type != "cpu":
-        return name, "not a device of the probe; give cpu, cuda, cuda:N, mps or auto"
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        return name, f"torch.backends.mps.is_available() is False (torch {torch.__version__})"
     return name, None
 
 
@@ -156,14 +163,18 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
     devices = _marked(marker).get("devices") if marker else None
     if devices is None:
         return metafunc.config.stash[SETTINGS].devices
-    return list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
+    devices = list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
+    for name in devices:
+        if not _is_device(name):
+            raise pytest.Collector.CollectError(f"@pytest.mark.modelprobe(devices=...) has {name!r}: {_NO_DEVICE}")
+    return devices
 
 
 def _marked(marker: pytest.Mark) -> dict[str, Any]:
     unknown = marker.kwargs.keys() - {"devices", "seed"}
     if marker.args or unknown:
         wrong = f"got {min(unknown)!r}" if unknown else "it takes keywords only"
-        raise pytest.UsageError(f"@pytest.mark.modelprobe takes devices= and seed=; {wrong}")
+        raise pytest.Collector.CollectError(f"@pytest.mark.modelprobe takes devices= and seed=; {wrong}")
     return dict(marker.kwargs)
 
 

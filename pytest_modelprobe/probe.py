@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ class Watch:
         """Number of the first hook that torch gave out since the watch began."""
         self._seed = seed
         self._loss: str | None = None
-        self._records: dict[Which, tuple[int, Record]] = {}
+        self._records: dict[Which, tuple[tuple[int, int], Record]] = {}
         self._capture = Capture(
             found,
             select(found.modules, layers),
@@ -120,11 +120,13 @@ class Watch:
         return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
 
     def _record(self, which: Which) -> Record:
-        changes, record = self._records.get(which, (-1, None))
-        if record is None or changes != self._capture.changes:
+        # Writing into a parameter is a change too, as an optimizer's step does.
+        now = self._capture.changes, sum(p._version for p in (*self.model.parameters(), *self.model.buffers()))
+        then, record = self._records.get(which, (None, None))
+        if record is None or then != now:
             device = next((str(p.device) for p in self.model.parameters()), "cpu")
             record = assemble(self._capture, which, model=self.model, device=device, seed=self._seed, loss=self._loss)
-            self._records[which] = self._capture.changes, record
+            self._records[which] = now, record
         return record
 
 
@@ -145,6 +147,8 @@ class ModelProbe:
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, device_required: bool = False) -> None:
+        if type(seed) is not int:
+            raise UsageError(f"a seed is an integer; got {seed!r}")
         self.device = _device(device)
         self.seed = seed
         self.kept: Mapping[str, list[Any]] = {}
@@ -287,10 +291,9 @@ class ModelProbe:
         >>> torch.equal(probe.randn(2, 3), probe.randn((2, 3))), torch.equal(probe.randn(2), probe.randn(2, name="y"))
         (True, False)
         """
-        sizes = [n for size in shape for n in ([size] if isinstance(size, int) else size)]
-        return seeding.randn(sizes, seed=self.seed, name=name, device=self.device)
+        return seeding.randn(_sizes(shape), seed=self.seed, name=name, device=self.device)
 
-    def randint(self, low: int, high: int, shape: Sequence[int], name: str = "ids") -> torch.Tensor:
+    def randint(self, low: int, high: int, shape: int | Sequence[int], name: str = "ids") -> torch.Tensor:
         """Return integers from ``low`` to ``high`` - 1 that depend on ``name``, the shape and the seed alone.
 
         Two calls with one name and shape give the same numbers, as with `randn`.
@@ -299,7 +302,7 @@ class ModelProbe:
         >>> ids.shape, ids.dtype
         (torch.Size([2, 16]), torch.int64)
         """
-        return seeding.randint(low, high, shape, seed=self.seed, name=name, device=self.device)
+        return seeding.randint(low, high, _sizes([shape]), seed=self.seed, name=name, device=self.device)
 
     # --- what was seen --------------------------------------------------------------------------------------------
 
@@ -414,6 +417,8 @@ class _Run:
         copies: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:
+                raise UsageError("an input is on the meta device and has no numbers: give modelprobe.randn(...), say")
             if id(tensor) not in copies:
                 copy = tensor.detach().clone().to(self.probe.device)
                 copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
@@ -450,16 +455,17 @@ class _Run:
     def _random_loss(self, output: Any) -> torch.Tensor:
         """Return the sum of every floating output times numbers seeded by its path, over the root of its size."""
         total: torch.Tensor | None = None
-        for path, tensor in flatten("output", output).tensors:
+        flat = flatten("output", output)
+        for path, tensor in flat.tensors:
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
                 term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
                 total = term if total is None else total + term
         if total is None:
-            raise UsageError(
-                'loss="random" needs a floating output that requires grad: the output has none '
-                "(is the model frozen, detached or under no_grad?)"
-            )
+            because = "is the model frozen, or its output detached?"
+            if not flat.known:
+                because = f"{type(output).__name__} is of a type that cannot be looked into: give loss= a function"
+            raise UsageError(f'loss="random" needs a floating output that requires grad, and there is none: {because}')
         return total
 
     def _with_origins(self, record: Record) -> Record:
@@ -487,6 +493,13 @@ def _nonfinite(record: Record) -> tuple[bool, bool]:
     return any(bad(value.forward) for value in values), any(map(bad, gradients))
 
 
+def _sizes(shape: Iterable[int | Sequence[int]]) -> list[int]:
+    sizes = [n for size in shape for n in (size if isinstance(size, (tuple, list)) else [size])]
+    if not all(isinstance(n, int) for n in sizes):
+        raise UsageError(f"a shape is integers, randn(2, 3) or randn((2, 3)); got {tuple(shape)!r}")
+    return cast("list[int]", sizes)
+
+
 def _check_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise UsageError(f"loss(output) returns a scalar tensor; got {type(loss).__name__}")
@@ -494,6 +507,8 @@ def _check_loss(loss: Any) -> torch.Tensor:
         raise UsageError(
             f"loss(output) returned a tensor of shape {tuple(loss.shape)}: reduce it to a scalar, with .mean() say"
         )
+    if loss.is_complex():
+        raise UsageError("loss(output) is complex, which has no gradient: take .abs() or .real of it")
     if not loss.requires_grad:
         raise UsageError(
             "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"
@@ -508,10 +523,14 @@ def _loss_name(loss: Loss | None) -> str | None:
 
 
 def _device(device: str | torch.device) -> torch.device:
+    """Return the device; UsageError where torch does not know it or cannot reach it."""
     try:
-        return torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"{device!r} is no device that torch knows: give 'cpu', 'cuda', 'cuda:1' or 'mps'") from None
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].partition(",")[0]
+        raise UsageError(f"device {str(device)!r} cannot be used here: {reason}") from None
+    return found
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

@@ -191,6 +191,27 @@ def test_what_is_no_device_is_a_usage_error(pytester: pytest.Pytester, name: str
     result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps or auto"])
 
 
+def test_what_is_no_device_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmodelprobe_devices = cpu gpu")
+    result = pytester.runpytest(*QUIET)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: modelprobe_devices in the ini file has 'gpu': not a device of the probe; *"])
+
+
+def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.modelprobe(devices="gpu")
+        def test_it(modelprobe): pass
+        """
+    )
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*has 'gpu': not a device of the probe; give cpu, cuda, cuda:N, mps or auto"])
+
+
 def test_auto_is_the_best_device_there_is(pytester: pytest.Pytester) -> None:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     pytester.makepyfile(f"def test_it(modelprobe): assert modelprobe.device.type == {best!r}")

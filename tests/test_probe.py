@@ -444,5 +444,50 @@ def test_inputs_on_another_device_are_named(probe: ModelProbe) -> None:
 
 
 def test_an_unusual_device_is_refused() -> None:
-    with pytest.raises(UsageError, match="'gpu' is no device that torch knows"):
+    with pytest.raises(UsageError, match="device 'gpu' cannot be used here: Expected one of cpu"):
         ModelProbe("gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_missing_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="device 'cuda:9' cannot be used here: "):
+        ModelProbe("cuda:9")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda probe: ModelProbe(seed="x"), "a seed is an integer; got 'x'"),
+        (lambda probe: probe.randn("3"), r"a shape is integers, randn\(2, 3\) or randn\(\(2, 3\)\); got \('3',\)"),
+        (lambda probe: probe.run(nn.Linear(2, 2), torch.ones(1, 2, device="meta")), "an input is on the meta device"),
+        (
+            lambda probe: probe.run(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda out: out.sum().to(torch.complex64)),
+            "loss.output. is complex",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(probe: ModelProbe, call: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(probe)
+
+
+def test_a_single_size_is_a_shape(probe: ModelProbe) -> None:
+    assert probe.randint(0, 10, 3).shape == probe.randn(3).shape == (3,)
+
+
+def test_an_output_that_cannot_be_looked_into_is_told_by_the_random_loss(probe: ModelProbe) -> None:
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return type("Box", (), {"y": super().forward(x)})()
+
+    with pytest.raises(UsageError, match="Box is of a type that cannot be looked into: give loss= a function"):
+        probe.run(Opaque(2, 2), torch.ones(1, 2), loss="random")
+
+
+def test_a_record_is_made_anew_after_an_optimizers_step(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    watch = probe.watch(model)
+    model(torch.ones(1, 2)).sum().backward()
+    before = watch.record
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert watch.record["(root)"].parameters[0].reading != before["(root)"].parameters[0].reading
