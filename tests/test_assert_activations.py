@@ -268,6 +268,13 @@ def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
     assert_no_dead_layers(record, layers=["**", "!1"])
 
 
+def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
+    text = failure_of(assert_no_dead_layers, run(Net(lambda m, x: F.relu(m.a(x)), a=linear(bias=-100.0))))
+    assert text.startswith("(root) is dead: all 24 outputs are 0 in 1 forward;")
+    hint = r"The zeros are made in \(root\)'s own code, after a, whose output goes from -10\S+ to -9\S+: look at "
+    assert re.search(hint, text)
+
+
 def test_dead_in_the_newest_forward_is_enough() -> None:
     relu = nn.ReLU()
     with Watch(nn.Sequential(relu)) as watch:
@@ -691,7 +698,9 @@ def test_outputs_in_dicts_are_addressed() -> None:
 class TestNothingToLookAt:
     def test_a_watch_that_saw_nothing(self, assertion: Callable[..., None]) -> None:
         watch = Watch(linear())
-        with pytest.raises(NothingObservedError, match=r"^Linear was never called: call it"):
+        with pytest.raises(
+            NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a model compiled"
+        ):
             assertion(watch)
         watch.close()
         with pytest.raises(NothingObservedError, match=r"^the watch on Linear was closed before the model was called"):
@@ -740,3 +749,14 @@ def test_a_watch_that_is_closed_can_still_be_asserted_on() -> None:
     with Watch(model) as watch:
         model(X)
     assert_finite(watch)
+
+
+def test_a_record_of_the_structure_alone_says_why() -> None:
+    class Item(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item().as_integer_ratio()[0]
+
+    with pytest.raises(NothingObservedError, match=r"Item was never called \(structure without shapes: .*architecture"):
+        assert_finite(ModelProbe().architecture(Item(), X))
+    with pytest.raises(NothingObservedError, match=r"^Linear was never called: run it on inputs$"):
+        assert_finite(ModelProbe().architecture(linear()))

@@ -193,6 +193,22 @@ def test_layers_that_no_gradient_reached_are_an_error() -> None:
         assert_grad_finite(run(model), layers="a")
 
 
+def test_an_activation_that_is_not_finite_is_told_of_first() -> None:
+    text = failure_of(assert_grad_finite, run(Net(lambda m, x: m.o(m.a(x).log()), a=linear(), o=linear())))
+    assert text.endswith(
+        "\n\nAn activation is not finite already, from o's input on: assert_finite names where it began."
+    )
+
+
+def test_activations_that_a_bad_gradient_led_to_are_not_told_of() -> None:
+    model = linear()
+    with Watch(model) as watch:
+        (model(X).sum() * math.nan).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model(X).sum().backward()
+    assert "An activation" not in failure_of(assert_grad_finite, watch)
+
+
 # --- presence -----------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +480,26 @@ def test_nothing_that_takes_part_is_an_error() -> None:
 def test_a_ratio_that_is_none_is_refused(ratio: float) -> None:
     with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
         assert_grad_flow(run(linear()), max_ratio=ratio)
+
+
+@pytest.mark.parametrize("elements", [slice(None), slice(1)])
+def test_a_layer_with_one_gradient_that_is_not_finite_fails(elements: slice) -> None:
+    def spoilt(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[elements] = math.nan
+        return gradient
+
+    model = Net(lambda m, x: m.o(m.a(x)), a=linear(), o=linear())
+    model.o.weight.register_hook(spoilt)
+    assert failure_of(assert_grad_flow, run(model)).startswith("o gets a gradient that is not finite; 1 of 2 layers")
+
+
+def test_a_gradient_without_numbers_is_unknown_and_not_none() -> None:
+    model = Net(lambda m, x: m.o(m.e(x)), e=nn.Embedding(10, 4, sparse=True), o=linear(4, 2))
+    record = run(model, torch.arange(5))
+    assert_grad_flow(record)
+    with pytest.raises(NothingObservedError, match=r"none of the 1 layer looked at .* e among them: sparse tensor$"):
+        assert_grad_flow(record, layers="e")
 
 
 # --- in common ----------------------------------------------------------------------------------------------------

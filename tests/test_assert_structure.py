@@ -107,6 +107,22 @@ def test_a_size_that_varies_over_forwards_is_a_range() -> None:
     )
 
 
+def test_a_name_is_bound_in_each_kind_of_forward() -> None:
+    with Watch(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))) as watch:
+        watch.model(X)
+        watch.model.eval()(X[:3])
+    assert_shapes(watch, {"0": "batch 4", "1": "batch 2"})
+    text = failure_of(assert_shapes, watch, {"0": "batch width", "1": "batch width"}, dims={"width": 4})
+    assert text.startswith("1 output in train mode has shape (4, 2): dimension 1 is 2, but width is 4, fixed by dims=;")
+    assert "; 2 of 4 shapes differ\n" in text
+    assert "\n1 output in eval mode " in text
+
+
+def test_shapes_that_are_no_dict_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"in a dict, assert_shapes\(record, \{'fc1': 'batch 16'\}\); got '0'$"):
+        assert_shapes(two_layers(), "0")  # type: ignore[arg-type]
+
+
 def test_shapes_need_no_numbers() -> None:
     record = ModelProbe().architecture(nn.Sequential(nn.Linear(6, 2)), X)
     assert_shapes(record, {"0": "4 2"})

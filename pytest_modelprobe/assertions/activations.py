@@ -223,6 +223,14 @@ def _dead_hint(dead: Dead) -> str:
     meant = f'If that is meant: layers=["**", "!{name}"].'
     if dead.received:
         return f"The zeros are made {dead.step.between()}: look at the function called there. {meant}"
+    layer, last = dead.step.layer, dead.step.last
+    if last is not None and not layer.leaf and not layer.parameters:
+        left = _first_numbers(last.call.outputs)
+        known = left is not None and left.min is not None
+        course = f", whose output goes from {number(left.min)} to {number(left.max)}" if left and known else ""
+        return (
+            f"The zeros are made in {name}'s own code, after {last.name}{course}: look at what it does there. {meant}"
+        )
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and is_floating(v)), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:

@@ -93,7 +93,19 @@ def _is_probe(subject: Any) -> TypeGuard[ProbeLike]:
 def _nothing(source: WatchLike | Record, record: Record) -> str:
     if not isinstance(source, Record) and source.closed:
         return f"the watch on {printable(source.name)} was closed before the model was called: call it while it is open"
-    return f"{printable(record.model)} was never called: call it, or give architecture() its inputs"
+    if not isinstance(source, Record):
+        return (
+            f"{printable(source.name)} was never called while it was watched{_quoted(record.notes)}: call it (a model "
+            "compiled after the watch began runs without hooks: compile it first)"
+        )
+    structure = any(note.startswith("structure") for note in record.notes)
+    advice = "architecture() gives no more of it, modelprobe.run(model, ...) does" if structure else "run it on inputs"
+    return f"{printable(record.model)} was never called{_quoted(record.notes)}: {advice}"
+
+
+def _quoted(notes: Iterable[str]) -> str:
+    text = printable("; ".join(notes))
+    return f" ({text})" if text else ""
 
 
 # --- layers -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
 from pytest_modelprobe.selection import Glob, Selector, nearest
 
-from .activations import has_zero_parameters, nonfinite_counts
+from .activations import find_origin, has_zero_parameters, nonfinite_counts
 from .evidence import Course, Step, Subject, backward_of, called, forward_of, full_name, is_floating, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
@@ -112,6 +112,8 @@ def _statistics(*readings: Reading | None) -> Iterator[Statistics]:
 def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient], looked_at: list[Layer]) -> str:
     origin = min(gradients, key=lambda g: g.since)  # of those of one forward the first that the backward met
     what, why, hint = _finite_sentence(origin, gradients)
+    activation = _activation_hint(record, origin)
+    began = "The first such gradient came from" if activation else "It began in"
     when = f" from forward {origin.since + 1:.0f} of {record.forwards:,} on" if record.forwards > 1 else ""
     counts = nonfinite_counts(origin.statistics)
     rows: list[list[Cell]] = [
@@ -122,9 +124,19 @@ def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient
         f"{len({g.layer.name for g in bad}):,} of {count(len(looked_at), 'layer')} looked at",
         ["gradient of", "type", "min", "max", "not finite"],
         rows,
-        f"It began in {record.gradient_origin}." if record.gradient_origin else "",
-        hint,
+        activation,
+        f"{began} {record.gradient_origin}." if record.gradient_origin else "",
+        "" if activation else hint,
     )
+
+
+def _activation_hint(record: Record, gradient: _Gradient) -> str:
+    """Return what to say first where an activation was not finite before any gradient was; nothing if none was."""
+    origin = find_origin(record, record.layers)
+    if origin is None or origin.since > gradient.since:  # a weight that the gradient spoilt gives those of later ones
+        return ""
+    where = f"{origin.step.name}'s {origin.value.path}"
+    return f"An activation is not finite already, from {where} on: assert_finite names where it began."
 
 
 def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
@@ -273,7 +285,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     """Assert that the gradient reaches every layer with parameters, and does not fade or grow out of bounds on the way.
 
     The gradient of a layer is the largest rms among those of its own parameters (biases before a normalisation have
-    none in exact arithmetic); where no selected layer has parameters that require one, that of its output.
+    none in exact arithmetic); where no selected layer has parameters that require one, that of its output. It is not
+    finite if one of them is not throughout. A layer with a gradient that has no numbers (a sparse one) is left out.
 
     A layer has faded out if its gradient, with those of all that ran before it or of all that ran after it, is smaller
     than the largest by more than ``max_ratio``: the gradient passes by a single small one (a key projection, a scaled
@@ -282,11 +295,12 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
-        max_ratio: How many times smaller than the largest the gradients up to a layer, or from it on, may be.
+        max_ratio: How many times smaller than the largest the gradients up to a layer, or from it on, may be; that of
+            one branch may be smaller by the square of it.
 
     Raises:
         AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio.
-        NothingObservedError: No backward was seen, or no selected layer takes part in it.
+        NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient has numbers.
         UsageError: ``max_ratio`` is not above 1.
 
     >>> import torch
@@ -299,7 +313,13 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     if not max_ratio > 1:
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
-    flow = list(_flow(called(record, layers)))
+    every = list(_flow(called(record, layers)))
+    flow = [f for f in every if f.unknown is None]
+    if every and not flow:
+        raise NothingObservedError(
+            f"none of the {count(len(every), 'layer')} looked at has a gradient with numbers, "
+            f"{every[0].layer.name} among them: {every[0].unknown}"
+        )
     if not flow:
         raise NothingObservedError(
             "none of the selected layers takes part in the backward: they are frozen, or ran under no_grad"
@@ -313,7 +333,9 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
 class _Flow:
     layer: Layer
     rms: float | None
-    """NaN: no element of the gradient was finite; None: no gradient arrived."""
+    """NaN: the gradient was not finite throughout; None: no gradient arrived."""
+    unknown: str | None = None
+    """Why there are no numbers of a gradient that did arrive."""
 
     @property
     def known(self) -> float:
@@ -333,8 +355,16 @@ def _flow(looked_at: list[Layer]) -> Iterator[_Flow]:
             continue  # frozen, or an expert that no token came to
         if not layer.leaf and not any(own):
             own = outputs  # a token or a position that this forward did not need: the gradient came by
-        rms = [math.nan if s.rms is None else s.rms for s in _statistics(*own) if s.count]
-        yield _Flow(layer, max(rms, key=lambda r: (math.isfinite(r), r), default=None))
+        yield _flow_of(layer, own)
+
+
+def _flow_of(layer: Layer, own: Iterable[Reading | None]) -> _Flow:
+    arrived = [reading for reading in own if reading is not None]
+    known = [s for s in _statistics(*arrived) if s.count]
+    if any(s.nonfinite for s in known):
+        return _Flow(layer, math.nan)
+    unknown = next((r.reason or "no numbers of it were kept" for r in arrived if r.statistics is None), None)
+    return _Flow(layer, max((s.rms or 0.0 for s in known), default=None), unknown)
 
 
 def _out_of_bounds(flow: list[_Flow], max_ratio: float) -> list[_Flow]:

@@ -8,11 +8,14 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
-from pytest_modelprobe.report.text import Cell, count, failure, listed
+from pytest_modelprobe.report.text import Cell, count, failure, listed, printable
 from pytest_modelprobe.selection import Selector, select
 from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
 from .evidence import Course, Subject, called, full_name, is_watch, record_of, selected, source_of
+
+_Kind = tuple[str, bool]
+"""Root and mode of a forward."""
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -23,7 +26,9 @@ def assert_shapes(
     *,
     dims: Mapping[str, Size] | None = None,
 ) -> None:
-    """Assert the shapes of layers' outputs; a name stands for the same size wherever it occurs.
+    """Assert the shapes of layers' outputs; a name stands for the same size wherever it occurs in one kind of forward.
+
+    Forwards in train and in eval mode, and those of a part of the model alone, are of different kinds.
 
     A specification is a string such as ``"batch seq 64"``, or a tuple: integers, names bound across all layers, ``_``
     for any size, ``...`` for any number of them, ``*name`` for any number bound as one. A dict gives one for each value
@@ -39,6 +44,7 @@ def assert_shapes(
         ShapeSpecError: A specification cannot be read, or a name in ``dims`` is used in none.
         SelectionError: A glob matches no layer.
         NothingObservedError: The layers were not called, or have no such value.
+        UsageError: ``specs`` is no dict, or empty.
 
     >>> import torch
     >>> from torch import nn
@@ -52,21 +58,29 @@ def assert_shapes(
     wanted = [(selector, path, parse(spec)) for selector, path, spec in _specs(specs)]
     if not wanted:
         raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
-    bindings = Bindings(dims)
-    bindings.check_used([spec for _, _, spec in wanted])
+    Bindings(dims).check_used([spec for _, _, spec in wanted])
+    bindings: dict[_Kind, Bindings] = {}
+    modes = {call.root_training for layer in record.layers.values() for call in layer.calls}
     mismatches: list[tuple[Layer, Mismatch, ShapeSpec]] = []
     checked = 0
     for selector, path, spec in wanted:
         for layer in called(record, selector):
             for call, value in _values(layer, path):
                 checked += 1
-                found = match(spec, value.shape, bindings, address(layer.name, call, value.path))
+                kind = bindings.setdefault((call.root, call.root_training), Bindings(dims))
+                mode = f" in {'train' if call.root_training else 'eval'} mode" if len(modes) > 1 else ""
+                found = match(spec, value.shape, kind, address(layer.name, call, value.path) + mode)
                 mismatches += [(layer, m, spec) for m in found]
     if mismatches:
         raise AssertionError(_shapes_text(mismatches, checked))
 
 
 def _specs(specs: Mapping[str, Spec | Mapping[str, Spec]]) -> Iterator[tuple[str, str | None, Spec]]:
+    if not isinstance(specs, Mapping):
+        raise UsageError(
+            "shapes are given by layer in a dict, assert_shapes(record, {'fc1': 'batch 16'}); "
+            f"got {printable(repr(specs))}"
+        )
     for selector, spec in specs.items():
         if isinstance(spec, Mapping):
             yield from ((selector, path, s) for path, s in spec.items())
@@ -241,9 +255,6 @@ def weights_in_use(record: Record) -> set[str]:
         if layer.parameters and not layer.calls
         if any(p.gradient for p in layer.parameters) or active.issuperset(storage(layer, p) for p in layer.parameters)
     }
-
-
-_Kind = tuple[str, bool]
 
 
 def _forwards(record: Record) -> dict[_Kind, int]:
