@@ -40,9 +40,9 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
             reason = _run_on_fakes(capture, model, args, kwargs)
     device = next((str(p.device) for p in model.parameters()), "cpu")
     if reason is None:
-        return assemble(capture, model=model, device=device)
+        return assemble(capture, device=device)
     capture = Capture(Layers(model), Layers(model).modules)
-    record = assemble(capture, model=model, device=device)
+    record = assemble(capture, device=device)
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
 

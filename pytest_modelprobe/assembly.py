@@ -25,7 +25,6 @@ def assemble(
     capture: Capture,
     which: Which = "all",
     *,
-    model: nn.Module,
     device: str,
     seed: int | None = None,
     loss: str | None = None,
@@ -33,12 +32,10 @@ def assemble(
     """Return the record of all forwards merged, or of the first or the newest alone."""
     capture.check()
     with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
-        return _assembled(capture, which, model=model, device=device, seed=seed, loss=loss)
+        return _assembled(capture, which, device=device, seed=seed, loss=loss)
 
 
-def _assembled(
-    capture: Capture, which: Which, *, model: nn.Module, device: str, seed: int | None, loss: str | None
-) -> Record:
+def _assembled(capture: Capture, which: Which, *, device: str, seed: int | None, loss: str | None) -> Record:
     forward = capture.first if which == "first" else capture.newest
     parts: dict[Kind, Totals] = {}
     if which == "all":  # copied, for what follows is a preview
@@ -47,7 +44,7 @@ def _assembled(
         parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
     gradients = capture.parameters if which == "all" or forward is None else forward.parameters
     return Record(
-        model=type(model).__qualname__,
+        model=type(next(iter(capture.layers.modules.values()))).__qualname__,
         layers=_Builder(capture, parts, gradients).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),

@@ -66,7 +66,7 @@ class Watch:
     ) -> None:
         found = Layers(model)
         self.model = model
-        self.name = name or type(model).__name__
+        self.name = name or type(next(iter(found.modules.values()))).__name__
         self.closed = False
         self.first_hook = RemovableHandle.next_id
         """Number of the first hook that torch gave out since the watch began."""
@@ -125,7 +125,7 @@ class Watch:
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             device = next((str(p.device) for p in self.model.parameters()), "cpu")
-            record = assemble(self._capture, which, model=self.model, device=device, seed=self._seed, loss=self._loss)
+            record = assemble(self._capture, which, device=device, seed=self._seed, loss=self._loss)
             self._records[which] = now, record
         return record
 
@@ -210,7 +210,7 @@ class ModelProbe:
             raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
         run = _Run(self, model, args, {**(kwargs or {}), **model_kwargs}, loss, mode)
         record, self.kept = run.record(layers=layers, keep=keep, functionals=functionals)
-        self._remember(type(model).__name__, record)
+        self._remember(record.model, record)
         return record
 
     def watch(
@@ -261,7 +261,7 @@ class ModelProbe:
         (4, 20000)
         """
         record = _architecture.architecture(model, *args, **kwargs)
-        self._remember(type(model).__name__, record)
+        self._remember(record.model, record)
         return record
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
@@ -314,12 +314,14 @@ class ModelProbe:
             NothingObservedError: There was none.
             UsageError: There were several: assert on the record or watch itself.
         """
+        __tracebackhide__ = True
         source = self.source
         return source.record if isinstance(source, Watch) else source
 
     @property
     def source(self) -> Watch | Record:
         """The only watch, or the record of the only run; raises as `record` does."""
+        __tracebackhide__ = True
         if not self._seen:
             raise NothingObservedError(
                 "nothing was observed: call modelprobe.run(model, ...), or modelprobe.watch(model) before using it"

@@ -32,6 +32,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from pytest_modelprobe.exceptions import SelectionError
 
+__tracebackhide__ = True  # what a user sees of an error is his own line
+
 T = TypeVar("T")
 
 Selector: TypeAlias = (

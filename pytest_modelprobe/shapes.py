@@ -36,6 +36,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 from pytest_modelprobe.exceptions import ShapeSpecError
 
+__tracebackhide__ = True  # what a user sees of an error is his own line
+
 Dimension: TypeAlias = int | tuple[int, int]
 """An observed size, or the inclusive range ``(low, high)`` of a size that varied."""
 

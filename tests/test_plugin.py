@@ -558,3 +558,21 @@ def test_reruns_start_from_the_same_numbers(pytester: pytest.Pytester) -> None:
 
 def test_this_python_is_supported() -> None:
     assert sys.version_info >= (3, 11)
+
+
+@pytest.mark.parametrize(
+    "line", ["assert_finite(modelprobe.watch(TinyNet()))", "assert_finite(modelprobe)", "modelprobe.record"]
+)
+def test_an_error_of_use_shows_the_users_line_alone(pytester: pytest.Pytester, line: str) -> None:
+    pytester.makepyfile(
+        f"""
+        from models import TinyNet
+        from pytest_modelprobe import assert_finite
+
+        def test_it(modelprobe):
+            {line}
+        """
+    )
+    result = pytester.runpytest(*QUIET)
+    result.stdout.fnmatch_lines([f">       {line}", "E       *NothingObservedError: *"])
+    result.stdout.no_fnmatch_line("*pytest_modelprobe/*.py:*")

@@ -12,6 +12,8 @@ from pytest_modelprobe.record import ROOT, Call, Layer, Record, Statistics, Valu
 from pytest_modelprobe.report.text import count, printable
 from pytest_modelprobe.selection import Selector, select
 
+__tracebackhide__ = True  # what a user sees of an error is his own line
+
 
 class WatchLike(Protocol):
     """What a `Watch` offers."""
