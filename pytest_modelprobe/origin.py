@@ -84,9 +84,10 @@ def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | N
 
     def looking(node: Node) -> Callable[..., None]:
         def look(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
-            made, had = _kinds(flatten("", given)), _kinds(flatten("", taken))
-            if made - had and not found:
-                detail = f"which made {_spelt(made - had)} of {_spelt(had) or 'a finite gradient'}"
+            made = frozenset() if found else _kinds(flatten("", given))
+            if made:  # for the first time, so what it took was finite
+                kinds = " and ".join(sorted(kind.replace("nan", "NaN") for kind in made))
+                detail = f"which made {kinds} of a finite gradient"
                 found.append(Operation(name=node.name(), location=_forward_line(node), detail=detail))
 
         return look
@@ -96,14 +97,12 @@ def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | N
         with torch.autograd.detect_anomaly(check_nan=False):
             loss = make_loss()
     handles = [node.register_hook(looking(node)) for node in _nodes(loss.grad_fn)]
-    loss.backward()
-    for handle in handles:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
     return found[0] if found else None
-
-
-def _spelt(kinds: frozenset[str]) -> str:
-    return " and ".join(sorted(kind.replace("nan", "NaN") for kind in kinds))
 
 
 def _nodes(start: Node | None) -> Iterator[Node]:

@@ -105,9 +105,16 @@ def test_the_gradient_of_an_input_is_seen(probe: ModelProbe) -> None:
 
 def test_a_run_starts_without_gradients(probe: ModelProbe) -> None:
     model = nn.Linear(2, 1)
-    plain = probe.run(model, torch.ones(1, 2), loss="random")
     model.weight.grad = torch.full_like(model.weight, 100.0)
-    assert probe.run(model, torch.ones(1, 2), loss="random") == plain
+    seen = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        seen.append(model.weight.grad)
+        return output.sum()
+
+    probe.run(model, torch.ones(1, 2), loss=loss)
+    assert seen == [None]
+    assert model.weight.grad.tolist() == [[100.0, 100.0]]
 
 
 def test_keywords_reach_the_model_also_those_that_run_takes(probe: ModelProbe) -> None:
