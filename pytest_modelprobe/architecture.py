@@ -33,16 +33,15 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     Raises:
         UnsupportedModelError: No module, or one that cannot be probed.
     """
-    capture = Capture(Layers(model), Layers(model).modules)
+    layers = Layers(model)
+    capture = Capture(layers, layers.modules)
     reason = None
     if args or kwargs:
         with preserved(model, values=False), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs)
-    device = next((str(p.device) for p in model.parameters()), "cpu")
     if reason is None:
-        return assemble(capture, device=device)
-    capture = Capture(Layers(model), Layers(model).modules)
-    record = assemble(capture, device=device)
+        return assemble(capture)
+    record = assemble(Capture(layers, layers.modules))
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
 

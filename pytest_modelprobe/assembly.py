@@ -15,7 +15,7 @@ from . import statistics
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
 from .observation import Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
-from .record import ROOT, Call, Layer, Parameter, Reading, Record, Value, address
+from .record import Call, Layer, Parameter, Reading, Record, Value, address, qualified
 from .statistics import Reduced
 
 Which = Literal["all", "first", "last"]
@@ -25,17 +25,16 @@ def assemble(
     capture: Capture,
     which: Which = "all",
     *,
-    device: str,
     seed: int | None = None,
     loss: str | None = None,
 ) -> Record:
     """Return the record of all forwards merged, or of the first or the newest alone."""
     capture.check()
     with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
-        return _assembled(capture, which, device=device, seed=seed, loss=loss)
+        return _assembled(capture, which, seed=seed, loss=loss)
 
 
-def _assembled(capture: Capture, which: Which, *, device: str, seed: int | None, loss: str | None) -> Record:
+def _assembled(capture: Capture, which: Which, *, seed: int | None, loss: str | None) -> Record:
     forward = capture.first if which == "first" else capture.newest
     parts: dict[Kind, Totals] = {}
     if which == "all":  # copied, for what follows is a preview
@@ -43,12 +42,13 @@ def _assembled(capture: Capture, which: Which, *, device: str, seed: int | None,
     if forward is not None:
         parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
     gradients = capture.parameters if which == "all" or forward is None else forward.parameters
+    model = next(iter(capture.layers.modules.values()))
     return Record(
-        model=type(next(iter(capture.layers.modules.values()))).__qualname__,
+        model=type(model).__qualname__,
         layers=_Builder(capture, parts, gradients).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
-        device=device,
+        device=next((str(p.device) for p in model.parameters()), "cpu"),
         seed=seed,
         loss=loss,
         notes=tuple(capture.notes),
@@ -82,8 +82,7 @@ class _Builder:
         return found
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
-        leaf = self.capture.layers.is_leaf(name)
-        atomic = leaf and bool(module._modules)
+        leaf = self.capture.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
         return Layer(
             name=name,
             type=type_name(module),
@@ -91,15 +90,13 @@ class _Builder:
             training=module.training,
             attributes=attributes(module),
             aliases=tuple(self.capture.layers.aliases.get(name, ())),
-            parameters=tuple(
-                self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=atomic)
-            ),
-            buffers=tuple(self._parameter(name, own, tensor) for own, tensor in own_buffers(module, atomic=atomic)),
+            parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
+            buffers=tuple(self._parameter(name, own, tensor) for own, tensor in own_buffers(module, atomic=leaf)),
             calls=self._calls(name),
         )
 
     def _parameter(self, layer: str, name: str, tensor: torch.Tensor) -> Parameter:
-        full = name if layer == ROOT else f"{layer}.{name}"
+        full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
         gradient = self.gradients.get(full)
         return Parameter(
@@ -186,11 +183,7 @@ class _Sources:
         for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # the innermost that made it comes first
             for path, seen in call.outputs:
                 reading = builder.reading(seen.forward)
-                made = (
-                    call.finished,
-                    address(call.layer, Call(root="", root_training=False, index=call.index), path),
-                    reading,
-                )
+                made = call.finished, address(call.layer, call, path), reading
                 self._made.setdefault(seen.number, []).append(made)
                 self._made.setdefault((kind, _numbers(reading)), []).append(made)
 

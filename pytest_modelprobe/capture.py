@@ -37,7 +37,7 @@ from .observation import (
     identity,
     plain_name,
 )
-from .record import ROOT, Dimension
+from .record import ROOT, Dimension, qualified
 from .units import unit_axis
 
 
@@ -247,7 +247,7 @@ class Capture:
                 return None
             if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
                 return None  # the module is the function
-            name = function if parent.name == ROOT else f"{parent.name}.{function}"
+            name = qualified(parent.name, function)
             if name in self.layers.modules:
                 name += "()"
             self.functional_types[name] = function

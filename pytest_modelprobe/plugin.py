@@ -170,6 +170,13 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
     return devices
 
 
+def _seed_of(item: pytest.Item) -> int:
+    """Return the seed of a test: its marker's, else the session's."""
+    marker = item.get_closest_marker("modelprobe")
+    default = item.config.stash[SETTINGS].seed
+    return int(_marked(marker).get("seed", default)) if marker else default
+
+
 def _marked(marker: pytest.Mark) -> dict[str, Any]:
     unknown = marker.kwargs.keys() - {"devices", "seed"}
     if marker.args or unknown:
@@ -199,9 +206,9 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     from .probe import ModelProbe
 
     settings = request.config.stash[SETTINGS]
-    marker = request.node.get_closest_marker("modelprobe")
-    seed = _marked(marker).get("seed", settings.seed) if marker else settings.seed
-    with ModelProbe(modelprobe_device, seed, device_required=_required(settings, modelprobe_device)) as probe:
+    with ModelProbe(
+        modelprobe_device, _seed_of(request.node), device_required=_required(settings, modelprobe_device)
+    ) as probe:
         yield probe
         request.node.stash[_SAID] = _told(probe, request.config)
 
@@ -268,9 +275,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
         return (yield)
     from .seeding import seeded
 
-    marker = pyfuncitem.get_closest_marker("modelprobe")
-    default = pyfuncitem.config.stash[SETTINGS].seed
-    with seeded(_marked(marker).get("seed", default) if marker else default):
+    with seeded(_seed_of(pyfuncitem)):
         return (yield)
 
 

@@ -124,8 +124,7 @@ class Watch:
         now = self._capture.changes, sum(p._version for p in (*self.model.parameters(), *self.model.buffers()))
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
-            device = next((str(p.device) for p in self.model.parameters()), "cpu")
-            record = assemble(self._capture, which, device=device, seed=self._seed, loss=self._loss)
+            record = assemble(self._capture, which, seed=self._seed, loss=self._loss)
             self._records[which] = now, record
         return record
 

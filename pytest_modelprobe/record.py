@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 SCHEMA = 1
 ROOT = "(root)"
@@ -78,13 +78,6 @@ class Statistics:
         if self.mean is None:
             return None
         return math.hypot(math.sqrt(self.deviations / self.finite), self.mean)
-
-    @property
-    def max_abs(self) -> float | None:
-        """Largest magnitude of a finite element."""
-        if self.min is None or self.max is None:
-            return None
-        return max(abs(self.min), abs(self.max))
 
     @property
     def all_zero(self) -> bool:
@@ -391,7 +384,20 @@ class Record:
             raise ValueError(f"not a record: {error}") from error
 
 
-def address(layer: str, call: Call, path: str) -> str:
+class Indexed(Protocol):
+    """A call, recorded or just observed, that knows which of its layer's calls it is."""
+
+    @property
+    def index(self) -> int:
+        """From 0."""
+
+
+def qualified(layer: str, name: str) -> str:
+    """Return the full name of what a layer owns: ``fc1.weight``, or ``weight`` where the layer is the root."""
+    return name if layer == ROOT else f"{layer}.{name}"
+
+
+def address(layer: str, call: Indexed, path: str) -> str:
     """Return where a value was seen, as messages say it: ``fc1 output``, ``fc1 (call 2) input``."""
     return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import ROOT, Call, Layer, Record, Statistics, Value, address
+from pytest_modelprobe.record import ROOT, Call, Layer, Record, Statistics, Value, address, qualified
 from pytest_modelprobe.report.text import count, printable
 from pytest_modelprobe.selection import Selector, select
 
@@ -166,7 +166,7 @@ def _qualified_names(cls: type) -> set[str]:
 
 def full_name(layer: Layer, parameter: str) -> str:
     """Return a parameter's name within the model: ``fc1.weight``."""
-    return parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
+    return qualified(layer.name, parameter)
 
 
 # --- values -------------------------------------------------------------------------------------------------------
