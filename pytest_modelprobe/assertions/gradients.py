@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from pytest_modelprobe.course import Course, Step, forward_of
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
@@ -14,7 +15,7 @@ from pytest_modelprobe.report.text import shape as shape_text
 from pytest_modelprobe.selection import Glob, Selector, nearest
 
 from .activations import find_origin, has_zero_parameters, nonfinite_counts
-from .evidence import Course, Step, Subject, backward_of, called, forward_of, full_name, is_floating, selected
+from .evidence import Subject, backward_of, called, full_name, is_floating, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from pytest_modelprobe.course import Course
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
 from pytest_modelprobe.report.text import Cell, count, failure, listed, printable
 from pytest_modelprobe.selection import Selector, select
 from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
-from .evidence import Course, Subject, called, full_name, is_watch, record_of, selected, source_of
+from .evidence import Subject, called, full_name, is_watch, record_of, selected, source_of
 
 _Kind = tuple[str, bool]
 """Root and mode of a forward."""
