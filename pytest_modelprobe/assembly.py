@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from . import statistics
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
-from .observation import Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
-from .record import Call, Layer, Parameter, Reading, Record, Value, address, qualified
+from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, identity, plain_name
+from .record import Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
 from .statistics import Reduced
 
 Which = Literal["all", "first", "last"]
@@ -27,14 +27,26 @@ def assemble(
     *,
     seed: int | None = None,
     loss: str | None = None,
+    before: Mapping[str, Owned] | None = None,
 ) -> Record:
-    """Return the record of all forwards merged, or of the first or the newest alone."""
+    """Return the record of all forwards merged, or of the first or the newest alone.
+
+    Args:
+        capture: What was seen.
+        which: Which forwards.
+        seed: Stored in the record.
+        loss: Stored in the record.
+        before: What `owned` returned before the forward: parameters and buffers are recorded as they were then, and
+            those that changed as they are now, too.
+    """
     capture.check()
     with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
-        return _assembled(capture, which, seed=seed, loss=loss)
+        return _assembled(capture, which, seed=seed, loss=loss, before=before or {})
 
 
-def _assembled(capture: Capture, which: Which, *, seed: int | None, loss: str | None) -> Record:
+def _assembled(
+    capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, Owned]
+) -> Record:
     forward = capture.first if which == "first" else capture.newest
     parts: dict[Kind, Totals] = {}
     if which == "all":  # copied, for what follows is a preview
@@ -45,7 +57,7 @@ def _assembled(capture: Capture, which: Which, *, seed: int | None, loss: str | 
     model = next(iter(capture.layers.modules.values()))
     return Record(
         model=type(model).__qualname__,
-        layers=_Builder(capture, parts, gradients).layers(),
+        layers=_Builder(capture, parts, gradients, before).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
         device=next((str(p.device) for p in model.parameters()), "cpu"),
@@ -56,15 +68,61 @@ def _assembled(capture: Capture, which: Which, *, seed: int | None, loss: str | 
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """What a parameter or buffer was when it was read."""
+
+    tensor: torch.Tensor
+    identity: Identity | None
+    reduced: Reduced
+
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is still what was read. Buffers are written to through ``.data``, which counts nothing."""
+        return self.tensor is tensor and isinstance(tensor, nn.Parameter) and self.identity == _identity(tensor)
+
+
+def owned(capture: Capture) -> dict[str, Owned]:
+    """Return the parameters and buffers of the selected layers as they are, by full name; each is read once."""
+    read: dict[int, Owned] = {}
+    found: dict[str, Owned] = {}
+    with torch._C.DisableTorchFunction():
+        for name, tensor in _tensors(capture):
+            if id(tensor) not in read:
+                read[id(tensor)] = Owned(tensor, _identity(tensor), statistics.reduce(tensor))
+            found[name] = read[id(tensor)]
+    return found
+
+
+def _identity(tensor: torch.Tensor) -> Identity | None:
+    return None if is_lazy(tensor) else identity(tensor)
+
+
+def _tensors(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of the selected layers with their full names."""
+    for name, module in capture.layers.modules.items():
+        if name in capture.selected:
+            atomic = capture.layers.is_leaf(name)
+            for own, tensor in (*own_parameters(module, atomic=atomic), *own_buffers(module, atomic=atomic)):
+                yield qualified(name, own), tensor
+
+
 class _Builder:
-    def __init__(self, capture: Capture, parts: dict[Kind, Totals], gradients: Mapping[str, ParameterGradient]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        parts: dict[Kind, Totals],
+        gradients: Mapping[str, ParameterGradient],
+        before: Mapping[str, Owned],
+    ) -> None:
         self.capture = capture
         self.calls: dict[str, list[tuple[Kind, ObservedCall]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
         self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
-        self.own: dict[int, Reduced] = {}
+        self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
+        """Of parameters and buffers, by full name: as they were before the forward, and now if that may differ."""
+        self._read_owned(before)
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
         self.numbers: dict[tuple[int, int], int] = {}
@@ -99,6 +157,8 @@ class _Builder:
         full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
         gradient = self.gradients.get(full)
+        then, now = self.own[full]
+        reading = self.reading(then)
         return Parameter(
             name=name,
             shape=_shape(tensor),
@@ -106,7 +166,8 @@ class _Builder:
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
             tied_to=None if first == full else first,
-            reading=self.readings[id(self.own[id(tensor)])],
+            reading=reading,
+            after=None if now is None or self.reading(now) == reading else self.reading(now),
             gradient=None if gradient is None else self.reading(gradient),
         )
 
@@ -156,16 +217,25 @@ class _Builder:
         return self.readings[id(reduced)]
 
     def _collect(self) -> dict[int, Reading]:
-        for name in self.capture.selected:
-            module = self.capture.layers.modules[name]
-            atomic = self.capture.layers.is_leaf(name)
-            for _, tensor in (*own_parameters(module, atomic=atomic), *own_buffers(module, atomic=atomic)):
-                if id(tensor) not in self.own:
-                    self.own[id(tensor)] = statistics.reduce(tensor)
-        unique = {id(reduced): reduced for reduced in (*self.own.values(), *self._reduced())}
+        unique = {id(reduced): reduced for reduced in self._reduced()}
         return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
 
+    def _read_owned(self, before: Mapping[str, Owned]) -> None:
+        read: dict[int, Reduced] = {}
+        for name, tensor in _tensors(self.capture):
+            then = before.get(name)
+            if then is not None and then.is_unchanged(tensor):
+                self.own[name] = then.reduced, None
+                continue
+            if id(tensor) not in read:
+                read[id(tensor)] = statistics.reduce(tensor)
+            now = read[id(tensor)]
+            # One that was lazy had no numbers before.
+            self.own[name] = (now, None) if then is None or then.reduced.reason else (then.reduced, now)
+
     def _reduced(self) -> Iterable[Reduced]:
+        for then, now in self.own.values():
+            yield from (then,) if now is None else (then, now)
         for calls in self.calls.values():
             for _, call in calls:
                 for _, seen in (*call.inputs, *call.outputs):
@@ -174,7 +244,7 @@ class _Builder:
 
 
 class _Sources:
-    """Which recorded output an input comes from: the same tensor, or one equal in its numbers, as layouts copy."""
+    """Which recorded output an input comes from: the same tensor, or one of equal elements, as layouts copy."""
 
     def __init__(self, builder: _Builder) -> None:
         self._builder = builder
@@ -209,13 +279,10 @@ def _numbers(reading: Reading) -> tuple[Any, ...] | None:
 
 
 def _agree(a: Reading, b: Reading) -> bool:
-    """Whether means agree as they do for one set of numbers summed in two orders."""
-    if a.statistics is None or b.statistics is None:
+    """Whether the fingerprints are of one tensor, as two layouts of it are summed."""
+    if a.fingerprint is None or b.fingerprint is None:
         return False
-    if a.statistics.mean is None or b.statistics.mean is None:
-        return a.statistics.mean is b.statistics.mean
-    tolerance = 1e-6 * (a.statistics.rms or 1.0)
-    return math.isclose(a.statistics.mean, b.statistics.mean, abs_tol=tolerance)
+    return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

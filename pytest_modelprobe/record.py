@@ -11,7 +11,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -78,6 +78,13 @@ class Statistics:
         if self.mean is None:
             return None
         return math.hypot(math.sqrt(self.deviations / self.finite), self.mean)
+
+    @property
+    def norm(self) -> float:
+        """Root of the sum of squares of the finite elements."""
+        if self.mean is None:
+            return 0.0
+        return math.hypot(math.sqrt(self.deviations), self.mean * math.sqrt(self.finite))
 
     @property
     def all_zero(self) -> bool:
@@ -147,6 +154,12 @@ class Reading:
     """Tensors merged into it: 1, or one for each forward or backward pass."""
     statistics: Statistics | None = None
     units: Units | None = None
+    fingerprint: tuple[float, ...] | None = None
+    """Signed random projections of the elements in logical order, see `fingerprint`."""
+    digest: str | None = None
+    """Integers and bools: an exact hash of all elements in logical order, 16 hexadecimal digits."""
+    noise: float | None = None
+    """Change under harmless perturbations, relative to the norm (integers: share of elements); None: not measured."""
     reason: str | None = None
     """Why there are no statistics (a meta tensor, a sparse one...)."""
 
@@ -185,6 +198,35 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """A tensor that the code of an isolated call handed to a child, or returned."""
+
+    where: str
+    """Where it went: ``attn input``, ``norm (call 2) input``, ``output``; names of children are relative."""
+    passed: str | None = None
+    """The synthetic tensor that it is, untouched: ``input``, ``norm output``; None: it was computed."""
+    reading: Reading | None = None
+    """Of what was computed: fingerprint or digest, and noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """How one call's own code answers synthetic inputs and weights, its children replaced by stubs."""
+
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Responses compare only
+    where these agree."""
+    handed: tuple[Handed, ...] = ()
+    """In the order in which it was handed on; what was returned comes last."""
+    gradient: Reading | None = None
+    """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
+    without_gradient: tuple[str, ...] = ()
+    """Synthetic floating tensors that no gradient reached."""
+    reason: str | None = None
+    """Why the call could not be isolated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One execution of a layer within a forward, merged over the forwards of the same kind."""
 
@@ -215,6 +257,8 @@ class Call:
     """Hash of the random generator's state at the start, where the call drew random numbers."""
     recomputed: int = 0
     """Recomputations of the call by activation checkpointing; they are counted nowhere else."""
+    response: Response | None = None
+    """Of the call alone, on synthetic inputs; None: not asked for, or the same as an earlier call's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +274,9 @@ class Parameter:
     tied_to: str | None = None
     """Full name of the parameter, earlier in the model, with which it shares its storage."""
     reading: Reading = field(default_factory=Reading)
-    """Of the values as they were when the record was made."""
+    """Of the values: of a `run` as they were before, of a watch as they are when the record is made."""
+    after: Reading | None = None
+    """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
     gradient: Reading | None = None
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
@@ -297,6 +343,16 @@ class Operation:
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
 
 
+class Rerun(Protocol):
+    """Asks more of the run that made a record. Each answer is the record with more filled in."""
+
+    def isolated(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``."""
+
+    def measured(self, record: Record) -> Record:
+        """Fill in the noise of each reading and response."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
@@ -340,8 +396,12 @@ class Record:
     """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
     gradient_origin: Operation | None = None
     """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    noise: str | None = None
+    """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
+    rerun: Rerun | None = field(default=None, repr=False, compare=False, metadata={"plain": False})
+    """How more can be asked of a `run` while its model lives; never stored."""
 
     def __getitem__(self, layer: str) -> Layer:
         return self.layers[layer]
@@ -402,6 +462,40 @@ def address(layer: str, call: Indexed, path: str) -> str:
     return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"
 
 
+def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
+    """Return about how far ``a`` is from ``b``, relative to ``b``: ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
+
+    The estimate is off by 18 % (one sigma) for a generic difference and by 25 % for one that lies in a single column or
+    is the same everywhere. It is 0 for equal fingerprints, and infinite where y alone is zero.
+
+    Args:
+        a: `Reading.fingerprint` of x.
+        b: That of y.
+        norm: ‖y‖, where it is known exactly; else it is estimated too. For the share of integers that differ see
+            `estimated_share`.
+
+    >>> y = tuple([0.25, -0.25] * 8)
+    >>> estimated_change([1.01 * s for s in y], y)
+    0.010000000000000009
+    """
+    distance = math.dist(a, b)
+    if norm is None:
+        norm = math.hypot(*b)
+    if not distance:
+        return 0.0
+    return distance / norm if norm else math.inf
+
+
+def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float:
+    """Return about which share of ``count`` integers differs, from two fingerprints; exact equality is in the digests.
+
+    >>> y = tuple([0.25, -0.25] * 8)
+    >>> estimated_share(y, y, 10), estimated_share([0.0] * 16, y, 10)
+    (0.0, 0.05)
+    """
+    return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
+
+
 def _least(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else min(a, b)
 
@@ -426,7 +520,8 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        plain = (f for f in dataclasses.fields(value) if f.metadata.get("plain", True))
+        fields = ((f, getattr(value, f.name)) for f in plain)
         return {f.name: _encode(v) for f, v in fields if v != _default(f)}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string

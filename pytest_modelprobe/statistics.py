@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 
+from pytest_modelprobe.fingerprint import project, project_on_device, read
 from pytest_modelprobe.record import Reading, Statistics, Units
 
 Array = npt.NDArray[Any]
@@ -64,11 +65,15 @@ class Reduced:
     high: Array | Tensor | None = None
     axis: int | None = None
     """Axis of the units, counted from the end."""
+    fingerprint: Array | None = None
+    """Of what was reduced on the CPU, as `fingerprint.project` returns it."""
+    remote_fingerprint: Tensor | None = None
+    """Of what was reduced elsewhere, still on the device."""
     reason: str | None = None
     """Why there are no statistics, or no units any more."""
 
 
-def reduce(tensor: Tensor, *, axis: int | None = None, index: int = 0) -> Reduced:
+def reduce(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
     """Return what is to be kept of a tensor; of one that cannot be read, the reason.
 
     Of a `DTensor` it is the local shard. Complex elements count by their magnitude.
@@ -77,6 +82,7 @@ def reduce(tensor: Tensor, *, axis: int | None = None, index: int = 0) -> Reduce
         tensor: Any tensor; it and every global state stay as they are.
         axis: Axis of the units, counted from the end (-1 is the last); None for no units.
         index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
+        fingerprint: Whether to take the fingerprint too.
 
     >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
     >>> reading.statistics.mean, reading.statistics.zeros, reading.units.dead
@@ -88,10 +94,15 @@ def reduce(tensor: Tensor, *, axis: int | None = None, index: int = 0) -> Reduce
         plain, reason = _opened(tensor)
         if reason is not None:
             return Reduced(reason=reason)
-        return (_on_cpu if plain.is_cpu else _on_device)(plain, axis, index)
+        if not plain.is_cpu:
+            return _on_device(plain, axis, index, fingerprint)
+        reduced = _on_cpu(plain, axis, index)
+        if fingerprint:
+            reduced.fingerprint = project(plain, index)
+        return reduced
 
 
-def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0) -> Reduced:
+def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
     """Return what is to be kept of a tensor without reading an element of it.
 
     This is what `reduce` does where the tensor is not on the CPU. It runs on any device, also ``meta`` and fake ones,
@@ -101,7 +112,7 @@ def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0)
     torch.Size([3])
     """
     with plainly():
-        return _on_device(tensor.detach(), axis, index)
+        return _on_device(tensor.detach(), axis, index, fingerprint)
 
 
 def merge(a: Reduced, b: Reduced) -> Reduced:
@@ -125,6 +136,7 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
             # Without float64 the rows wait for the CPU: in float32 the sums would lose digits at each step.
             merged.rows = _combined(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
+        _merge_fingerprints(merged, a, b)
     return merged
 
 
@@ -135,7 +147,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     >>> ones.statistics.max, zeros.statistics.max
     (1.0, 0.0)
     """
-    remote = [t for r in reduced for t in (r.rows, r.low, r.high) if isinstance(t, Tensor)]
+    remote = [t for r in reduced for t in (r.rows, r.low, r.high, r.remote_fingerprint) if isinstance(t, Tensor)]
     with plainly():
         numbers = _fetch(remote)
 
@@ -152,7 +164,20 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
             low, high = (tuple(map(float, plain(v).tolist())) for v in (one.low, one.high))
             units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
-        readings.append(Reading(tensors=one.tensors, statistics=statistics, units=units, reason=one.reason))
+        fingerprint, digest = None, None
+        parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]
+        if parts:
+            fingerprint, digest = read(sum(parts[1:], start=parts[0]))
+        readings.append(
+            Reading(
+                tensors=one.tensors,
+                statistics=statistics,
+                units=units,
+                fingerprint=fingerprint,
+                digest=digest,
+                reason=one.reason,
+            )
+        )
     return readings
 
 
@@ -406,7 +431,7 @@ def _times(statistics: Statistics, copies: int) -> Statistics:
 # --- on another device --------------------------------------------------------------------------------------------
 
 
-def _on_device(tensor: Tensor, axis: int | None, index: int) -> Reduced:
+def _on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True) -> Reduced:
     x, copies, units = _arranged(tensor, axis)
     axis = axis if units else None
     wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32
@@ -418,6 +443,9 @@ def _on_device(tensor: Tensor, axis: int | None, index: int) -> Reduced:
         if axis is not None:
             reduced.axis = axis
             reduced.low, reduced.high = _ranges_on_device(x, units, wide)
+        if fingerprint:
+            largest = torch.maximum(-rows[:, 8].amin(), rows[:, 9].amax())
+            reduced.remote_fingerprint = project_on_device(tensor, largest, index)
         return reduced
     except NotImplementedError:
         return Reduced(reason=f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}")
@@ -500,6 +528,23 @@ def _fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
 
 def _has_numbers(reduced: Reduced) -> bool:
     return reduced.statistics is not None or reduced.rows is not None
+
+
+def _merge_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
+    sizes = [_size_of_fingerprint(one) for one in (a, b)]
+    if None in sizes or sizes[0] != sizes[1]:
+        return  # one has none, or one is of integers and the other is not
+    ours = [one.fingerprint for one in (a, b) if one.fingerprint is not None]
+    merged.fingerprint = sum(ours[1:], start=ours[0]) if ours else None
+    remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
+    if remote:
+        first, *others = remote
+        merged.remote_fingerprint = sum((o.to(first.device, non_blocking=True) for o in others), start=first)
+
+
+def _size_of_fingerprint(reduced: Reduced) -> int | None:
+    either = reduced.fingerprint if reduced.remote_fingerprint is None else reduced.remote_fingerprint
+    return None if either is None else len(either)
 
 
 def _merge_units(merged: Reduced, a: Reduced, b: Reduced) -> None:

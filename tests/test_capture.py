@@ -1329,14 +1329,26 @@ def test_a_source_names_the_innermost_producer():
 
 @pytest.mark.parametrize(
     "copy",
-    [lambda y: y.transpose(1, 2), lambda y: y.reshape(-1, 5), lambda y: y.transpose(1, 2).contiguous()],
-    ids=["transpose", "reshape", "contiguous"],
+    [lambda y: y.clone(), lambda y: y.reshape(-1, 5), lambda y: y.transpose(1, 2).contiguous().transpose(1, 2)],
+    ids=["copy", "reshape", "layout"],
 )
 def test_a_source_is_found_through_copies_of_the_layout(copy):
     model = Call(lambda self, x: self.b(copy(self.a(x))), a=linear(4, 5), b=nn.Identity())
     with Watch(model) as watch:
         model(randn(2, 3, 4))
     assert value(watch.record, "b", "input").source == "a output"
+
+
+@pytest.mark.parametrize(
+    "permuted",
+    [lambda y: y.transpose(1, 2), lambda y: y.flip(0), lambda y: y.roll(1, -1)],
+    ids=["transpose", "flip", "roll"],
+)
+def test_elements_in_another_order_are_another_value(permuted):
+    model = Call(lambda self, x: self.b(permuted(self.a(x))), a=linear(4, 5), b=nn.Identity())
+    with Watch(model) as watch:
+        model(randn(2, 3, 4))
+    assert value(watch.record, "b", "input").source is None
 
 
 def test_a_source_names_the_call():

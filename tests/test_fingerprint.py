@@ -1,0 +1,531 @@
+"""What two fingerprints tell of two tensors, and that one tensor has one fingerprint, however it is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_modelprobe import fingerprint, statistics
+from pytest_modelprobe.fingerprint import K, estimated_change, pieces, project, read
+from pytest_modelprobe.record import estimated_share
+from pytest_modelprobe.statistics import collect, merge, reduce, reduce_on_device
+
+SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
+LARGE = [2**18 - 1, 2**18, 2**18 + 1, 2**20 + 300]  # around a piece, and beyond a period of the signs of rows
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def reading(tensor, index=0):
+    (one,) = collect([reduce(tensor, index=index)])
+    return one
+
+
+def on_device(tensor, index=0):
+    (one,) = collect([reduce_on_device(tensor, index=index)])
+    return one
+
+
+def change(x, y):
+    return estimated_change(project(x), project(y), y.double().norm().item())
+
+
+def true_change(x, y):
+    return ((x.double() - y.double()).norm() / y.double().norm()).item()
+
+
+def signs(count):
+    """The sign of each element in each projection, element by element from the definition."""
+    rows = fingerprint._rows(np.dtype(np.float64)).transpose(0, 2, 1).reshape(-1, 8)
+    found = np.empty((count, K))
+    for i in range(count):
+        row, column = divmod(i, 256)
+        period, place = divmod(row, len(rows))
+        found[i] = (fingerprint._periods()[period] * rows[place]).repeat(2) * fingerprint._columns()[:, column]
+    return found
+
+
+# --- the same for ever -----------------------------------------------------------------------------------------------
+
+
+def test_the_generator_is_splitmix64():
+    state, found = 1234567, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        found.append(z ^ (z >> 31))
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the reference in C
+    assert fingerprint._hashes(0, 1)[0] == 0xE220A8397B1DCDAF
+
+
+def test_fingerprints_stay_what_they_are():
+    x = torch.arange(1000, dtype=torch.float64) / 8
+    assert (project(x) * 32).tolist() == [
+        -31868, -34754, 6176, 6144, -10220, -26492, -18420, -8272,
+        -32266, -35304, 18430, 8270, 22482, 20468, -18760, -15482,
+    ]  # fmt: skip
+    assert reading(torch.arange(20_000)).digest == "e3439ca7f79dafd3"
+
+
+@pytest.mark.parametrize("size", [1, 300, 512, 513, 40_000, 2**18 + 300])
+def test_a_fingerprint_is_the_sum_of_signed_elements(size):
+    x = draw(size, dtype=torch.float64)
+    expected = x.numpy() @ signs(size) / math.sqrt(K)
+    np.testing.assert_allclose(project(x), expected, rtol=0, atol=1e-12 * math.sqrt(size))
+
+
+def test_signs_differ_from_period_to_period():
+    x = torch.zeros(2 * 2**20 + 7)
+    x[2**20 + 5] = 1
+    expected = (fingerprint._periods()[1] * fingerprint._rows(np.dtype(np.float64))[0, :, 0]).repeat(2)
+    np.testing.assert_array_equal(project(x), expected * fingerprint._columns()[:, 5] / math.sqrt(K))
+
+
+# --- how far off estimates are ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [100, 1000, 2**18, 2**18 + 2**16])
+def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
+    found = np.array([np.linalg.norm(project(x := draw(size, seed=seed))) / x.norm().item() for seed in range(100)])
+    assert found.mean() == pytest.approx(1, abs=0.06)
+    assert 0.12 < found.std() < 0.24
+
+
+def test_the_signs_keep_every_constant_shift_in_sight():
+    columns, rows = fingerprint._columns(), fingerprint._rows(np.dtype(np.float64)).transpose(0, 2, 1).reshape(-1, 8)
+    assert set(columns.sum(1)) == {16}
+
+    sums = np.zeros(8)
+    worst = []
+    for period in range(64):  # 67 million elements
+        signed = fingerprint._periods()[period] * rows
+        before = sums + np.vstack([np.zeros(8), signed.cumsum(0)[:-1]])
+        sums = sums + signed.sum(0)
+        counts = (np.arange(len(rows)) + period * len(rows)) * 256
+        for count in (1, 2, 3, 64, 128, 200, 256) if period else range(1, 257):
+            total = 16 * before.repeat(2, 1) + signed.repeat(2, 1) * columns[:, :count].sum(1)
+            estimate = np.sqrt((total**2).mean(1) / (counts + count))
+            worst += [estimate.min(), estimate.max()]
+    assert min(worst) > 0.6
+    assert max(worst) < 1.5
+
+
+@pytest.mark.parametrize("size", [*SIZES, *LARGE])
+def test_a_constant_shift_is_seen(size):
+    y = draw(size)
+    assert 0.55 < change(y + 0.01, y) / true_change(y + 0.01, y) < 1.6
+
+
+def one_element(x):
+    x[len(x) // 2, -1] += 1
+
+
+def one_row(x):
+    x[len(x) // 2] += 0.1
+
+
+def one_column(x):
+    x[:, 7] += 0.1
+
+
+def one_column_scaled(x):
+    x[:, 7] *= 1.01
+
+
+def rolled_heads(x):
+    heads = x.view(len(x), 4, -1)
+    heads.copy_(heads.roll(1, 1))
+
+
+def swapped_halves(x):
+    x.copy_(torch.cat(x.chunk(2)[::-1]))
+
+
+def swapped_halves_of_rows(x):
+    x.copy_(torch.cat(x.chunk(2, 1)[::-1], 1))
+
+
+def two_rows_swapped(x):
+    x[[1, 2]] = x[[2, 1]]
+
+
+def permuted_rows(x):
+    x.copy_(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))])
+
+
+def reversed_rows(x):
+    x.copy_(x.flip(0))
+
+
+def transposed(x):
+    x.copy_(x.t().reshape(x.shape))
+
+
+def sign_flip(x):
+    x.neg_()
+
+
+def scale(x):
+    x *= 1.001
+
+
+def every_second(x):
+    x.view(-1)[::2] += 0.1
+
+
+def late(x):
+    x[-1, -1] += 1e-3
+
+
+FAULTS = [
+    one_element, one_row, one_column, one_column_scaled, rolled_heads, swapped_halves, swapped_halves_of_rows,
+    two_rows_swapped, permuted_rows, reversed_rows, transposed, sign_flip, scale, every_second, late,
+]  # fmt: skip
+SHAPES = [(4, 16), (16, 64), (32, 256), (64, 1024), (65, 1024), (256, 768), (256, 1024), (257, 1024), (1100, 1024)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_what_goes_wrong_in_models_is_seen(fault, shape):
+    y = draw(*shape) + 0.5
+    x = y.clone()
+    fault(x)
+    assert 0.4 < change(x, y) / true_change(x, y) < 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), rows=st.integers(1, 300), columns=st.integers(1, 1100), data=st.data())
+def test_a_change_of_any_part_is_estimated_within_a_factor_of_three(seed, rows, columns, data):
+    y = draw(rows, columns, seed=seed) + data.draw(st.sampled_from([0, 1, 100]))
+    x = y.clone()
+    first, last = sorted(data.draw(st.tuples(st.integers(0, rows - 1), st.integers(0, rows - 1))))
+    left, right = sorted(data.draw(st.tuples(st.integers(0, columns - 1), st.integers(0, columns - 1))))
+    part = x[first : last + 1, left : right + 1]
+    how = data.draw(st.sampled_from(["noise", "shift", "scale"]))
+    if how == "scale":
+        part *= 1.01
+    else:
+        part += 1e-3 * (draw(*part.shape, seed=seed + 1) if how == "noise" else 1)
+    true = true_change(x, y)
+    assert true / 4 - 1e-6 < change(x, y) < true * 3 + 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 3000), share=st.floats(0, 1))
+def test_the_share_of_integers_that_differ_is_estimated(seed, size, share):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 50, (size,), generator=generator)
+    x = torch.where(torch.rand(size, generator=generator) < share, y + 1, y)
+    a, b = reading(x), reading(y)
+    true = (x != y).float().mean().item()
+    assert (a.digest == b.digest) is (true == 0)
+    found = estimated_share(a.fingerprint, b.fingerprint, size)
+    assert found == pytest.approx(true, rel=2, abs=1.5 / size)
+    assert (found == 0) is (true == 0)
+
+
+def test_an_estimate_needs_no_norm():
+    a, b = project(1.1 * draw(1000)), project(draw(1000))
+    assert estimated_change(a, b) == pytest.approx(0.1)
+
+
+def test_the_change_from_nothing_is_infinite_and_of_nothing_is_nought():
+    zero, one = project(torch.zeros(3)), project(torch.ones(3))
+    assert (estimated_change(zero, zero), estimated_change(one, zero)) == (0, math.inf)
+    assert estimated_change(zero, zero, 0.0) == 0
+
+
+def test_comparing_fingerprints_needs_no_torch():
+    code = "import sys; from pytest_modelprobe.record import estimated_change, estimated_share; "
+    code += "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- one tensor, one fingerprint --------------------------------------------------------------------------------------
+
+
+def views():
+    x = draw(6, 40, 30, 50)
+    return {
+        "channels last": draw(6, 40, 30, 50).to(memory_format=torch.channels_last),
+        "reversed": x.permute(3, 2, 1, 0),
+        "inner": x.permute(0, 2, 3, 1),
+        "slices": x[:, ::2, 1:-1, ::3],
+        "expanded": draw(6, 1, 1000).expand(6, 60, 1000),
+        "long rows": draw(3000, 100).t(),
+        "ints": torch.arange(360_000).view(600, 600).t(),
+        "bools": (x > 0).permute(2, 0, 3, 1),
+        "half": x.half().permute(3, 2, 1, 0),
+        "small": x[0, 0].t(),
+    }
+
+
+@pytest.mark.parametrize("name", views())
+@pytest.mark.parametrize("read", [reading, on_device])
+def test_the_layout_does_not_matter(name, read):
+    x = views()[name]
+    a, b = read(x), read(x.contiguous())
+    assert (a.fingerprint, a.digest) == (b.fingerprint, b.digest)
+
+
+def test_pieces_are_the_elements_in_logical_order():
+    for x in (draw(5, 6, 7).permute(2, 0, 1), draw(3, 600).t(), draw(600, 3).t(), draw(7).expand(3, 7)):
+        for size in (1, 4, 30, 42, 1000, 5000):
+            found = [piece.clone() for piece in pieces(x, size)]
+            assert torch.equal(torch.cat(found), x.flatten())
+            assert all(len(piece) == size for piece in found[:-1])
+
+
+def test_a_large_tensor_in_another_layout_is_copied_in_pieces(monkeypatch):
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)
+    project(draw(1000, 1000).t())
+    assert made == [(fingerprint.PIECE,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [100, 3000, 2**18 + 77])
+def test_of_other_floats_it_is_that_of_the_same_numbers(dtype, size):
+    x = draw(size, dtype=dtype)
+    same = project(x.double().float() if dtype != torch.float64 else x.float())
+    assert estimated_change(project(x), same) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_of_complex_numbers_it_is_that_of_their_parts(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # complex32 is experimental
+        x = torch.view_as_complex(draw(500, 2, dtype=torch.float16).double()).to(dtype)
+        parts = torch.view_as_real(x.to(torch.complex128))
+        assert estimated_change(project(x), project(parts)) < 1e-6
+        assert estimated_change(project(x.conj()), project(x.conj().resolve_conj())) == 0
+
+
+def test_lazy_negation_is_done():
+    x = torch.complex(draw(50), draw(50, seed=1)).conj().imag
+    assert x.is_neg()
+    np.testing.assert_array_equal(project(x), project(x.clone()))
+
+
+@pytest.mark.parametrize("size", [0, *SIZES, *LARGE])
+@pytest.mark.parametrize("index", [0, 3])
+def test_every_device_gives_the_same(size, index):
+    x = draw(size)
+    a, b = reading(x, index), on_device(x, index)
+    assert math.dist(a.fingerprint, b.fingerprint) <= 3e-7 * x.norm().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.uint16], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 20_000, 2**18 + 77])
+@pytest.mark.parametrize("index", [0, 3])
+def test_every_device_gives_the_same_digest(dtype, size, index):
+    x = torch.randint(-100, 100, (size,)).to(dtype) if dtype != torch.bool else torch.rand(size) < 0.5
+    a, b = reading(x, index), on_device(x, index)
+    assert a.digest == b.digest
+    assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
+
+
+def test_on_a_device_without_float64_no_product_is_used(monkeypatch):
+    monkeypatch.setattr(statistics, "_WITH_FLOAT64", set())
+    x = draw(300_000)
+    with torch.no_grad():
+        monkeypatch.setattr(torch.Tensor, "__matmul__", None)
+        monkeypatch.setattr(torch, "matmul", None)
+        assert estimated_change(on_device(x).fingerprint, project(x)) < 1e-6
+        ids = torch.arange(300_000)
+        assert on_device(ids).digest == reading(ids).digest
+
+
+def test_a_device_handles_large_tensors_in_chunks(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_CHUNK", 2**20)
+    for x in (draw(2**21 + 7), torch.arange(2**21 + 7)):
+        a, b = on_device(x), reading(x)
+        assert a.digest == b.digest
+        assert estimated_change(a.fingerprint, b.fingerprint) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("size", [400, 8000, 2**18 + 77])
+def test_no_setting_of_precision_reaches_it(precision, size):
+    before = torch.get_float32_matmul_precision()
+    expected = project(draw(size))
+    try:
+        torch.set_float32_matmul_precision(precision)
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            found = reading(draw(size)).fingerprint
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == tuple(expected)
+
+
+@pytest.mark.parametrize("size", [400, 8000, 2**18 + 77])
+def test_no_number_of_threads_changes_it(size):
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 4):
+            torch.set_num_threads(number)
+            found.append(reading(draw(size)).fingerprint)
+    finally:
+        torch.set_num_threads(threads)
+    assert max(estimated_change(one, found[0]) for one in found) < 1e-7
+
+
+# --- what is not finite, and what is huge -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [reading, on_device])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([1, math.inf, -3], [1, 6, -3]),
+        ([1, -math.inf, -3], [1, -6, -3]),
+        ([2, math.nan, 0], [2, 8, 0]),
+        ([0, -math.inf, 0], [0, -2, 0]),
+        ([math.nan, math.inf], [4, 2]),
+    ],
+)
+def test_what_is_not_finite_counts_in_units_of_the_largest(given, meant, dtype, read):
+    found = read(torch.tensor(given, dtype=dtype)).fingerprint
+    assert found == pytest.approx(project(torch.tensor(meant, dtype=torch.float64)).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("blocked", [-math.inf, torch.finfo(torch.float32).min], ids=["infinite", "huge"])
+@pytest.mark.parametrize("size", [16, 600])
+def test_a_mask_moved_by_one_place_is_seen(blocked, size):
+    mask = torch.full((size, size), blocked)
+    a, b = reading(mask.triu(1)).fingerprint, reading(mask.triu(2)).fingerprint
+    true = math.sqrt((size - 1) / ((size - 1) * (size - 2) / 2))
+    assert 0.5 < estimated_change(a, b) / true < 2
+
+
+@pytest.mark.parametrize("read", [reading, on_device])
+@pytest.mark.parametrize("size", [300, 2**18 + 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sums_of_huge_elements_do_not_overflow(dtype, size, read):
+    x = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+    found = read(x).fingerprint
+    assert all(map(math.isfinite, found))
+    if dtype == torch.float32:
+        expected = project(torch.ones(size)) * torch.finfo(dtype).max
+        assert found == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("size", [300, 3000])
+def test_numpy_told_to_raise_is_not_asked(size):
+    with np.errstate(all="raise"):
+        reading(torch.full((size,), torch.finfo(torch.float32).max))
+        reading(torch.full((size,), math.nan))
+        reading(torch.arange(size))
+        reading(torch.full((size,), 1e-40))
+
+
+# --- integers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_knows_each_element_and_its_place():
+    ids = torch.arange(40_000)
+    digests = {reading(ids).digest}
+    for place in (0, 1, 16_383, 16_384, 39_999):
+        other = ids.clone()
+        other[place] += 1
+        digests.add(reading(other).digest)
+    orders = ids.flip(0), ids.roll(1), ids.roll(2**14), torch.cat([ids[:16_384].flip(0), ids[16_384:]])
+    for order in (*orders, torch.cat([ids[16_384:32_768], ids[:16_384], ids[32_768:]])):
+        digests.add(reading(order).digest)
+    digests |= {reading(ids[:-1]).digest, reading(ids.view(200, 200).t()).digest}
+    assert len(digests) == 13
+
+
+def test_a_digest_is_of_the_numbers_not_of_their_dtype():
+    x = torch.tensor([0, 1, 1, 0, 7])
+    assert len({reading(x.to(dtype)).digest for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)}) == 1
+    assert reading(x[:4].bool()).digest == reading(x[:4]).digest
+
+
+def test_floats_have_no_digest():
+    assert reading(draw(3)).digest is None
+
+
+def test_masks_of_zeros_and_ones_differ_where_they_do():
+    a, b = reading(torch.ones(50, 50).triu().bool()), reading(torch.ones(50, 50).triu(1).bool())
+    assert estimated_share(a.fingerprint, b.fingerprint, 2500) == pytest.approx(0.02, rel=0.6)
+
+
+# --- over forwards ----------------------------------------------------------------------------------------------------
+
+
+def over(tensors, way=reduce):
+    total = None
+    for index, tensor in enumerate(tensors):
+        one = way(tensor, index=index)
+        total = one if total is None else merge(total, one)
+    return collect([total])[0]
+
+
+def test_the_first_forward_counts_as_it_is():
+    assert over([draw(10)]).fingerprint == tuple(project(draw(10)))
+
+
+@pytest.mark.parametrize("way", [reduce, reduce_on_device])
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_batches_in_another_order_are_seen(kind, way):
+    batches = [draw(10, seed=seed) if kind == "float" else torch.arange(10) + seed for seed in range(3)]
+    a, b = over(batches, way), over([batches[1], batches[0], batches[2]], way)
+    assert estimated_change(a.fingerprint, b.fingerprint) > 0.3
+    if kind == "int":
+        assert a.digest != b.digest
+
+
+def test_merging_is_the_same_on_every_device():
+    for batches in ([draw(10, seed=s) for s in range(3)], [torch.arange(10) * s for s in range(3)]):
+        a, b = over(batches), over(batches, reduce_on_device)
+        mixed = merge(reduce(batches[0]), merge(reduce_on_device(batches[1], index=1), reduce(batches[2], index=2)))
+        (c,) = collect([mixed])
+        assert a.digest == b.digest == c.digest
+        assert max(estimated_change(one.fingerprint, a.fingerprint) for one in (b, c)) < 1e-6
+
+
+def test_any_two_of_the_first_forwards_differ_in_many_signs():
+    signs = fingerprint._forwards()[:32]
+    assert (signs[0] == 1).all()
+    different = (K - signs @ signs.T) / 2
+    assert different[np.triu_indices(32, 1)].min() >= 4
+
+
+def test_integers_and_floats_merge_to_no_fingerprint():
+    one = over([draw(3), torch.arange(3)])
+    assert (one.fingerprint, one.digest) == (None, None)
+    assert one.statistics.count == 6
+
+
+def test_of_a_tensor_that_is_not_read_there_is_none():
+    one = reading(torch.ones(3, device="meta"))
+    assert (one.fingerprint, one.digest, one.reason) == (None, None, "meta tensor")
+
+
+def test_it_can_be_left_out():
+    (one,) = collect([reduce(draw(3), fingerprint=False)])
+    assert one.fingerprint is None
+    assert dataclasses.replace(reading(draw(3)), fingerprint=None) == one
+
+
+def test_an_empty_tensor_has_a_fingerprint_of_zeros():
+    assert reading(torch.ones(0)).fingerprint == (0.0,) * K
+    assert reading(torch.arange(0)).digest == "0" * 16
+    assert read(np.zeros(K)) == ((0.0,) * K, None)
