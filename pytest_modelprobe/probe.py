@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,14 +15,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import architecture as _architecture
-from . import initialisation, seeding
-from .assembly import Which, assemble
+from . import initialisation, noise, seeding
+from .assembly import Which, assemble, owned
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors
-from .layers import Layers, check_supported
+from .isolation import isolate, noisy
+from .layers import Layers, attributes, check_supported
+from .observation import identity
 from .origin import find_gradient_origin, find_origin
-from .record import Reading, Record
+from .record import Layer, Reading, Record, Response
 from .restoring import preserved
 from .selection import Selector, nearest, select
 
@@ -29,6 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 Mode = Literal["train", "eval"]
 
+_MODELS = 2  # kept for `Record.rerun` where the test keeps none: run(build(Net), x) == snapshot
+_REPEATS = 3
 _REMEMBERED = 8  # sources kept for `record` and the summary: a test may watch a thousand times
 
 
@@ -157,6 +162,8 @@ class ModelProbe:
         self._seen = 0
         self._told = 0
         self._open: list[Watch] = []
+        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._models: deque[nn.Module] = deque(maxlen=_MODELS)
 
     # --- running and watching -------------------------------------------------------------------------------------
 
@@ -170,6 +177,7 @@ class ModelProbe:
         layers: Selector = "**",
         keep: Selector = (),
         functionals: bool = False,
+        isolate: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Record:
@@ -187,6 +195,8 @@ class ModelProbe:
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
             functionals: Whether to record functional calls (``F.relu``) as layers too.
+            isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to tell whose
+                own code changed. The run itself costs the same.
             kwargs: Keyword arguments for the model whose names `run` uses itself.
             **model_kwargs: Keyword arguments for the model.
 
@@ -207,8 +217,21 @@ class ModelProbe:
             raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
         if loss is not None and loss != "random" and not callable(loss):
             raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
-        run = _Run(self, model, args, {**(kwargs or {}), **model_kwargs}, loss, mode)
-        record, self.kept = run.record(layers=layers, keep=keep, functionals=functionals)
+        run = _Run(
+            model,
+            args,
+            {**(kwargs or {}), **model_kwargs},
+            loss,
+            mode,
+            device=self.device,
+            seed=self.seed,
+            layers=layers,
+            functionals=functionals,
+            isolate=isolate,
+        )
+        record, self.kept = run.record(keep)
+        self._runs.add(run)
+        self._models.append(model)
         self._remember(record.model, record)
         return record
 
@@ -339,10 +362,13 @@ class ModelProbe:
         return new
 
     def close(self) -> None:
-        """Close every watch. Safe to repeat."""
+        """Close every watch, and let go of the models and inputs of runs. Safe to repeat."""
         for watch in self._open:
             watch.close()
         self._open.clear()
+        for run in self._runs:
+            run.close()
+        self._models.clear()
 
     def __enter__(self) -> ModelProbe:
         return self
@@ -372,48 +398,177 @@ class ModelProbe:
 
 
 class _Run:
-    """One `ModelProbe.run`: the same step, repeatable, that leaves no trace."""
+    """One `ModelProbe.run`: the same step, repeatable, that leaves no trace.
+
+    It is the `Rerun` of its record: it knows its model weakly, and its inputs until the probe is closed.
+    """
 
     def __init__(
         self,
-        probe: ModelProbe,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         loss: Loss | None,
         mode: Mode | None,
+        *,
+        device: torch.device,
+        seed: int,
+        layers: Selector,
+        functionals: bool,
+        isolate: bool,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise UnsupportedModelError(
                 "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
                 "give it memory with model.to_empty(device=...) and weights"
             )
-        self.probe, self.model, self.args, self.kwargs = probe, model, args, kwargs
-        self.loss, self.mode = loss, mode
+        self.args, self.kwargs, self.loss, self.mode = args, kwargs, loss, mode
+        self.device, self.seed = device, seed
+        self.layers, self.functionals, self.isolate = layers, functionals, isolate
+        self._model = weakref.ref(model)
+        self._contexts = _contexts(device)
+        self._settings: list[Any] | None = None
 
-    def record(self, *, layers: Selector, keep: Selector, functionals: bool) -> tuple[Record, Mapping[str, list[Any]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # what is stored or copied can ask for no more
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; whoever runs it holds it."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def close(self) -> None:
+        """Let go of the inputs: nothing can be asked any more."""
+        self.args, self.kwargs, self.loss, self._settings = (), {}, None, None
+
+    def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
-        with preserved(self.model), self._random():
-            self._prepare()
-            with Watch(self.model, layers=layers, keep=keep, functionals=functionals, seed=self.probe.seed) as watch:
-                watch._loss = _loss_name(self.loss)
-                self._step()
-                record = watch.record
-        return self._with_origins(record), watch.kept
+        record, kept = self._observed(keep=keep)
+        record = self._with_origins(record)
+        self._settings = self._settings_now()
+        return dataclasses.replace(record, rerun=self), kept
 
-    def _prepare(self) -> None:
-        if self.mode is not None:
-            self.model.train(self.mode == "train")
-        if any(not _same_device(p.device, self.probe.device) for p in self.model.parameters()):
-            self.model.to(self.probe.device)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+    # --- asked of the record later --------------------------------------------------------------------------------
 
-    def _random(self) -> Any:
-        return seeding.seeded(seeding.derive(self.probe.seed, "run"))
+    def isolated(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``."""
+        if not self.isolate:
+            return record
+        model = self._model()  # held until the end
+        reason = self._obstacle(record, model)
+        if reason is not None:
+            return _noted(record, f"no layer was called alone: {reason}")
+        return _with_responses(record, self._isolate(record, _responses(like or record)))
 
-    def _forward(self) -> Any:
+    def measured(self, record: Record) -> Record:
+        """Fill in the noise of each reading and response; see `noise`."""
+        model = self._model()
+        reason = self._obstacle(record, model)
+        if reason is None:
+            try:
+                return self._measured(record)
+            except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
+                reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return _noted(record, f"no noise was measured: {reason}")
+
+    def _measured(self, record: Record) -> Record:
+        again, _ = self._observed()
+        where = noise.first_difference(record, again)
+        if where is not None:
+            repeats = [again, *(self._observed()[0] for _ in range(_REPEATS - 1))]
+            return _noted(
+                noise.with_unrest(record, repeats),
+                f"not repeatable: {where} differs when the run is repeated with the same seed",
+            )
+        near, far = ([noise.Move(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
+        measured = noise.with_noise(
+            record, near=[self._observed(move)[0] for move in near], far=[self._observed(move)[0] for move in far]
+        )
+        responses = _responses(record)
+        if not responses:
+            return measured
+        handed, gradients = (
+            noisy(responses, [self._isolate(record, responses, move) for move in moves]) for moves in (near, far)
+        )
+        return _with_responses(
+            measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}
+        )
+
+    def _isolate(
+        self, record: Record, like: Mapping[tuple[str, int], Response], move: noise.Move | None = None
+    ) -> dict[tuple[str, int], Response]:
+        names = [name for name, layer in record.layers.items() if not layer.functional]
+        recipes = {key: response.recipes for key, response in like.items()}
+        with self._prepared():
+            return isolate(
+                self.model, self._forward, layers=names, recipes=recipes, gradient=self.loss is not None, perturb=move
+            )
+
+    def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:
+        """Return why the run cannot be repeated, if so."""
+        if self._settings is None:
+            return "the probe of the record is closed"
+        if model is None:
+            return "the model is gone: keep it in a variable until the record is compared"
+        if self._settings != self._settings_now() or not self._has_parameters_of(record):
+            return "the model or an input was changed after the run: compare the record before that"
+        return None
+
+    def _settings_now(self) -> list[Any]:
+        """Return what would make another run of it, all but the contents of parameters and buffers."""
+        inputs = (*flatten("args", self.args).tensors, *flatten("kwargs", self.kwargs).tensors)
+        return [
+            [(id(tensor), identity(tensor)) for _, tensor in inputs],
+            [(id(m), type(m), self.mode is None and m.training, attributes(m)) for m in self.model.modules()],
+            [(id(p), p.requires_grad) for p in self.model.parameters()],
+        ]
+
+    def _has_parameters_of(self, record: Record) -> bool:
+        """Whether parameters and buffers are those that the record was made with: read again, for ``.data`` is mute."""
+        with self._prepared(), self._watch() as watch:
+            now = assemble(watch._capture)
+        return all(
+            [p.reading for p in (*layer.parameters, *layer.buffers)]
+            == [p.reading for p in (*now.layers[name].parameters, *now.layers[name].buffers)]
+            for name, layer in record.layers.items()
+            if not layer.functional
+        )
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def _observed(self, move: noise.Move | None = None, keep: Selector = ()) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record of one step, its numbers moved by ``move``, and the tensors kept."""
+        __tracebackhide__ = True
+        with self._prepared(), self._watch(keep) as watch:
+            before = owned(watch._capture)
+            if move is not None:
+                move.parameters(self.model)
+            self._step(move)
+            record = assemble(watch._capture, seed=self.seed, loss=_loss_name(self.loss), before=before)
+        return record, watch.kept
+
+    def _watch(self, keep: Selector = ()) -> Watch:
+        return Watch(self.model, layers=self.layers, keep=keep, functionals=self.functionals, seed=self.seed)
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """The model as a run finds it, from the seed; everything is put back afterwards."""
+        __tracebackhide__ = True
+        with preserved(self.model), seeding.seeded(seeding.derive(self.seed, "run")), ExitStack() as contexts:
+            for context in self._contexts():
+                contexts.enter_context(context)
+            if self.mode is not None:
+                self.model.train(self.mode == "train")
+            if any(not _same_device(p.device, self.device) for p in self.model.parameters()):
+                self.model.to(self.device)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            yield
+
+    def _forward(self, move: noise.Move | None = None) -> Any:
         __tracebackhide__ = True
         copies: dict[int, torch.Tensor] = {}
 
@@ -421,8 +576,10 @@ class _Run:
             if tensor.is_meta:
                 raise UsageError("an input is on the meta device and has no numbers: give modelprobe.randn(...), say")
             if id(tensor) not in copies:
-                copy = tensor.detach().clone().to(self.probe.device)
-                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+                copy = tensor.detach().clone()
+                if move is not None:
+                    copy = move.input(copy, f"input {len(copies)}")
+                copies[id(tensor)] = copy.to(self.device).requires_grad_(tensor.requires_grad)
             return copies[id(tensor)]
 
         args, kwargs = map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
@@ -434,22 +591,25 @@ class _Run:
 
     def _note_misspelt(self, error: TypeError) -> None:
         """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
-        options = ("loss", "mode", "layers", "keep", "functionals", "kwargs")
+        options = ("loss", "mode", "layers", "keep", "functionals", "isolate", "kwargs")
         for name in self.kwargs:
             if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
-    def _step(self) -> None:
+    def _step(self, move: noise.Move | None = None) -> None:
         __tracebackhide__ = True
         if self.loss is None:
-            self._forward()
-        else:
-            self._loss().backward()
+            self._forward(move)
+        elif move is None or move.far:
+            self._loss(move).backward()
+        else:  # for gradients it is too little
+            with torch.enable_grad():
+                self._forward(move)
 
-    def _loss(self) -> torch.Tensor:
+    def _loss(self, move: noise.Move | None = None) -> torch.Tensor:
         __tracebackhide__ = True
         with torch.enable_grad():
-            output = self._forward()
+            output = self._forward(move)
             loss = self.loss(output) if callable(self.loss) else self._random_loss(output)
             return _check_loss(loss)
 
@@ -459,7 +619,7 @@ class _Run:
         flat = flatten("output", output)
         for path, tensor in flat.tensors:
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
-                weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
+                weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
                 term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
                 total = term if total is None else total + term
         if total is None:
@@ -475,11 +635,41 @@ class _Run:
         forward, backward = _nonfinite(record)
         if not (forward or backward):
             return record
-        with preserved(self.model), self._random():
-            self._prepare()
+        with self._prepared():
             if forward:
                 return dataclasses.replace(record, origin=find_origin(self._forward))
             return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
+
+
+def _contexts(device: torch.device) -> Callable[[], list[Any]]:
+    """Return a function that makes again what is active now: grad mode and autocast."""
+    grad = torch.is_grad_enabled()
+    kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    def again() -> list[Any]:
+        return [
+            torch.set_grad_enabled(grad),
+            *(torch.autocast(kind, dtype=dtype, enabled=enabled) for kind, dtype, enabled in casts),
+        ]
+
+    return again
+
+
+def _responses(record: Record) -> dict[tuple[str, int], Response]:
+    return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
+
+
+def _with_responses(record: Record, responses: Mapping[tuple[str, int], Response]) -> Record:
+    def layer(one: Layer) -> Layer:
+        calls = (dataclasses.replace(call, response=responses.get((one.name, call.index))) for call in one.calls)
+        return dataclasses.replace(one, calls=tuple(calls))
+
+    return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
+
+
+def _noted(record: Record, note: str) -> Record:
+    return record if note in record.notes else dataclasses.replace(record, notes=(*record.notes, note))
 
 
 def _nonfinite(record: Record) -> tuple[bool, bool]:

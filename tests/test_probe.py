@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, SelectionError, UnsupportedModelError, UsageError
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Reading, Record, Rerun, Response
+from pytest_modelprobe.statistics import collect, reduce
 
 
 class Net(nn.Module):
@@ -498,3 +501,210 @@ def test_a_record_is_made_anew_after_an_optimizers_step(probe: ModelProbe) -> No
     before = watch.record
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert watch.record["(root)"].parameters[0].reading != before["(root)"].parameters[0].reading
+
+
+# --- parameters before, buffers after -----------------------------------------------------------------------------
+
+
+def test_buffers_are_recorded_as_they_were_before_the_run_and_after(probe: ModelProbe) -> None:
+    record = probe.run(nn.BatchNorm1d(3), torch.full((4, 3), 2.0), mode="train")
+    mean, var, count = record["(root)"].buffers
+    assert (mean.reading, mean.after) == (reading_of(torch.zeros(3)), reading_of(torch.full((3,), 0.2)))
+    assert (var.reading, var.after) == (reading_of(torch.ones(3)), reading_of(torch.full((3,), 0.9)))
+    assert count.after == reading_of(torch.tensor(1))
+
+
+def test_what_a_run_does_not_change_is_recorded_once(probe: ModelProbe) -> None:
+    record = probe.run(nn.BatchNorm1d(3), torch.full((4, 3), 2.0), mode="eval")
+    assert all(p.after is None for p in (*record["(root)"].parameters, *record["(root)"].buffers))
+
+
+def test_parameters_that_the_forward_writes_to_are_recorded_before_and_after(probe: ModelProbe) -> None:
+    class Clamp(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(max=0.0)
+            return super().forward(x)
+
+    model = Clamp(2, 2)
+    nn.init.ones_(model.weight)
+    weight, bias = probe.run(model, torch.ones(1, 2))["(root)"].parameters
+    assert (weight.reading, weight.after) == (reading_of(torch.ones(2, 2)), reading_of(torch.zeros(2, 2)))
+    assert bias.after is None
+
+
+def test_a_buffer_that_the_forward_replaces_is_recorded_before_and_after(probe: ModelProbe) -> None:
+    class Count(nn.Module):
+        count: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return x
+
+    (count,) = probe.run(Count(), torch.ones(1, 2))["(root)"].buffers
+    assert (count.reading, count.after) == (reading_of(torch.zeros(2)), reading_of(torch.ones(2)))
+
+
+def test_a_lazy_layer_is_recorded_as_its_first_run_made_it(probe: ModelProbe) -> None:
+    weight, _ = probe.run(nn.LazyLinear(2), torch.ones(1, 3))["(root)"].parameters
+    assert weight.shape == (2, 3)
+    assert weight.reading.statistics is not None
+    assert weight.after is None
+
+
+def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
+    model = nn.BatchNorm1d(3)
+    with probe.watch(model) as watch:
+        model(torch.full((4, 3), 2.0))
+    mean, _, _ = watch.record["(root)"].buffers
+    assert (mean.reading, mean.after) == (reading_of(torch.full((3,), 0.2)), None)
+
+
+def reading_of(tensor: torch.Tensor) -> Reading:
+    (reading,) = collect([reduce(tensor)])
+    return reading
+
+
+# --- more asked of a record ---------------------------------------------------------------------------------------
+
+
+def rerun(record: Record) -> Rerun:
+    assert record.rerun is not None
+    return record.rerun
+
+
+def responses(record: Record) -> list[Response | None]:
+    return [call.response for _, call in record.calls]
+
+
+def test_a_record_can_be_asked_for_the_responses_of_single_layers(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
+    assert responses(record) == [None] * len(record.calls)
+    isolated = rerun(record).isolated(record)
+    assert all(isolated.layers[name].calls[0].response for name in ("(root)", "conv", "norm", "drop", "head"))
+    assert rerun(record).isolated(record) == isolated
+
+
+def test_synthetic_tensors_are_made_as_in_the_responses_of_another_record(probe: ModelProbe) -> None:
+    model = probe.build(lambda: nn.Linear(4, 2))
+    small, large = (probe.run(model, probe.randn(8, 4) * scale) for scale in (1, 100))
+    like = rerun(small).isolated(small)
+    assert responses(rerun(large).isolated(large)) != responses(like)
+    assert responses(rerun(large).isolated(large, like)) == responses(like)
+
+
+def test_without_isolation_no_layer_is_called_alone(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), isolate=False)
+    assert rerun(record).isolated(record) is record
+    assert rerun(record).measured(record).noise == "measured"
+
+
+def test_layers_that_are_not_selected_are_not_called_alone(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), layers="conv", functionals=True)
+    assert len(responses(rerun(record).isolated(record))) == 1
+
+
+def test_asking_more_leaves_no_trace(probe: ModelProbe, net: Net) -> None:
+    net(probe.randn(2, 1, 8, 8)).sum().backward()
+    before = everything(net)
+    record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random", mode="eval")
+    rerun(record).measured(rerun(record).isolated(record))
+    assert everything(net) == before
+
+
+def test_a_record_that_is_stored_or_copied_can_ask_for_no_more(probe: ModelProbe) -> None:
+    record = probe.run(nn.Linear(2, 2), torch.ones(1, 2))
+    for copied in (pickle.loads(pickle.dumps(record)), copy.deepcopy(record), Record.from_dict(record.to_dict())):
+        assert copied.rerun is None
+        assert copied == record
+
+
+def test_a_model_that_the_test_does_not_keep_can_be_asked_more(probe: ModelProbe) -> None:
+    record = probe.run(probe.build(Net), probe.randn(2, 1, 8, 8), mode="eval")
+    gc.collect()
+    assert rerun(record).measured(record).noise == "measured"
+
+
+def test_a_run_with_other_inputs_in_between_changes_nothing(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), mode="train")
+    probe.run(net, probe.randn(4, 1, 8, 8, name="other"), mode="train")
+    assert rerun(record).measured(record).noise == "measured"
+    assert rerun(record).measured(record).noise == "measured"
+
+
+def test_models_of_earlier_runs_are_not_kept(probe: ModelProbe) -> None:
+    records = [probe.run(nn.Linear(2, 2), torch.ones(1, 2)) for _ in range(4)]
+    gc.collect()
+    because = "the model is gone: keep it in a variable until the record is compared"
+    assert rerun(records[0]).isolated(records[0]).notes == (f"no layer was called alone: {because}",)
+    assert rerun(records[0]).measured(records[0]).notes == (f"no noise was measured: {because}",)
+    assert rerun(records[-1]).measured(records[-1]).noise == "measured"
+
+
+def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
+    def run() -> tuple[Record, list[weakref.ref[Any]]]:
+        with ModelProbe() as probe:
+            model, x = nn.Linear(2, 2), torch.ones(1, 2)
+            record = probe.run(model, x, loss=lambda out: model.weight.sum() + out.sum())
+        return record, [weakref.ref(model), weakref.ref(x)]
+
+    record, gone = run()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert rerun(record).measured(record).notes == ("no noise was measured: the probe of the record is closed",)
+
+
+def write_silently(net: Net, x: torch.Tensor) -> None:
+    net.conv.weight.data.add_(1e-3)
+
+
+def write_to_a_buffer(net: Net, x: torch.Tensor) -> None:
+    net.norm.running_mean.data.add_(1.0)
+
+
+def write_to_an_input(net: Net, x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+def train(net: Net, x: torch.Tensor) -> None:
+    net.train(not net.training)
+
+
+def freeze(net: Net, x: torch.Tensor) -> None:
+    net.head.requires_grad_(False)
+
+
+def set_an_attribute(net: Net, x: torch.Tensor) -> None:
+    net.norm.eps = 1e-3
+
+
+def replace_a_layer(net: Net, x: torch.Tensor) -> None:
+    net.drop = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [write_silently, write_to_a_buffer, write_to_an_input, train, freeze, set_an_attribute, replace_a_layer],
+    ids=lambda change: change.__name__,
+)
+def test_of_a_model_that_was_changed_nothing_is_measured(
+    probe: ModelProbe, net: Net, change: Callable[[Net, torch.Tensor], None]
+) -> None:
+    x = probe.randn(2, 1, 8, 8)
+    record = probe.run(net, x, loss="random")
+    change(net, x)
+    measured = rerun(record).measured(rerun(record).isolated(record))
+    because = "the model or an input was changed after the run: compare the record before that"
+    assert measured.notes == (f"no layer was called alone: {because}", f"no noise was measured: {because}")
+    assert responses(measured) == [None] * len(measured.calls)
+    assert measured.noise is None
+
+
+def test_a_mode_that_the_run_sets_itself_may_change_after_it(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
+    net.train(not net.training)
+    assert rerun(record).measured(record).noise == "measured"
