@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         assert_grad_flow,
         assert_no_dead_layers,
         assert_no_leftover_hooks,
+        assert_same_behaviour,
         assert_shapes,
     )
     from .exceptions import (
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     )
     from .probe import ModelProbe, Watch
     from .record import Record
+    from .snapshot.snapshot import ModelProbeSnapshot
 
 __all__ = [
     "ModelProbe",
     "ModelProbeError",
+    "ModelProbeSnapshot",
     "NothingObservedError",
     "Record",
     "SelectionError",
@@ -46,12 +49,14 @@ __all__ = [
     "assert_grad_flow",
     "assert_no_dead_layers",
     "assert_no_leftover_hooks",
+    "assert_same_behaviour",
     "assert_shapes",
 ]
 
 _ROOMS = {
     **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
+    "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
     **{name: "exceptions" for name in __all__ if name.endswith("Error")},
 }

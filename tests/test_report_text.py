@@ -37,6 +37,7 @@ def test_numbers(value: float | None, text: str) -> None:
         (2, "pass", "2 passes"),
         (2, "batch", "2 batches"),
         (2, "entry", "2 entries"),
+        (2, "key", "2 keys"),
     ],
 )
 def test_counts(n: int, noun: str, text: str) -> None:

@@ -33,7 +33,10 @@ def count(n: int, noun: str) -> str:
     >>> count(1, "layer"), count(1200, "layer")
     ('1 layer', '1,200 layers')
     """
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        plural = noun[:-1] + "ies"
+    else:
+        plural = noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
     return f"{n:,} {noun if n == 1 else plural}"
 
 
@@ -57,6 +60,27 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if len(names) > most:
         return f"{', '.join(shown)} and {len(names) - most} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def pattern(name: str) -> str:
+    """Return a layer's name with its numbers open: repeated layers have one pattern.
+
+    >>> pattern("blocks.2.mlp.fc1"), pattern("fc1")
+    ('blocks.*.mlp.fc1', 'fc1')
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def collapsed(names: Iterable[str]) -> list[str]:
+    """Return names with those of repeated layers as one, in order of the first.
+
+    >>> collapsed(["blocks.0.fc", "blocks.1.fc", "head", "blocks.2.fc"])
+    ['blocks.*.fc x3', 'head']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return [same[0] if len(same) == 1 else f"{shown} x{len(same)}" for shown, same in groups.items()]
 
 
 def printable(text: str, longest: int = 120) -> str:
@@ -125,6 +149,12 @@ def layer_table(record: Record, most: int = 200) -> list[str]:
 
     Containers whose output is that of a child are left out, for they would say it twice.
     """
+    columns, rows = layer_rows(record)
+    return table(columns, rows, most) if rows else ["no layer was called"]
+
+
+def layer_rows(record: Record) -> tuple[list[str], list[list[Cell]]]:
+    """Return columns and rows of the table of the layers that were called, see `layer_table`."""
     gradients = any(v.backward is not None for layer in record.layers.values() for _, v in layer.outputs)
     columns = ["layer", "type", "calls", "output", "mean", "std", "min", "max", "zeros", "dead units"]
     rows = []
@@ -135,9 +165,7 @@ def layer_table(record: Record, most: int = 200) -> list[str]:
             continue
         said.add(value.tensor)
         rows.append(_layer_row(layer, call, value, gradients))
-    if gradients:
-        columns.append("gradient rms")
-    return table(columns, rows, most) if rows else ["no layer was called"]
+    return [*columns, "gradient rms"] if gradients else columns, rows
 
 
 def _layer_row(layer: Layer, call: Call, value: Value, gradients: bool) -> list[Cell]:

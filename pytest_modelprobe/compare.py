@@ -1,0 +1,484 @@
+"""Record × record → differences: what is not as expected, layer by layer; nothing of why."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from . import tolerance as _tolerance
+from .exceptions import SelectionError, UsageError
+from .matching import declared, match, renamed
+from .record import ROOT, Call, Dimension, Layer, Parameter, Plain, Reading, Record, Response, Value, address
+from .selection import Glob
+from .tolerance import UNKNOWN, Change, Direction
+
+Kind = Literal[
+    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
+    "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
+    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
+    "calls", "source", "interface", "argument", "context",
+    "seed", "loss", "input", "weights", "buffer", "output", "state", "response",
+    "gradient", "gradient presence", "parameter gradient", "response gradient",
+]  # fmt: skip
+
+BEHAVIOUR: frozenset[Kind] = frozenset({
+    "seed", "loss", "input", "weights", "buffer", "output", "state", "response",
+    "gradient", "gradient presence", "parameter gradient", "response gradient",
+})  # fmt: skip
+"""The kinds that numbers show; the others are architecture."""
+
+Parts = Literal["all", "architecture", "behaviour"]
+Tolerance = float | Mapping[str, float] | None
+
+Side = Literal["input", "output", "gradient", "input gradient", "handed", "response gradient"]
+CallKey = tuple[str, bool | None, int]
+"""Root, its mode where forwards of both modes were recorded, and the number of the call."""
+Place = tuple[str, CallKey | None, str, str]
+"""Layer, call (None: of the layer itself), side, and path or name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not as expected."""
+
+    layer: str
+    """By the actual's name; of a layer that is gone, by the expected's."""
+    kind: Kind
+    what: str = ""
+    """Which attribute, parameter or value."""
+    call: int = 0
+    """Which call of the layer, from 0."""
+    actual: Plain = None
+    expected: Plain = None
+    change: float | None = None
+    """Change relative to the expected norm (integers: share of elements); inf where there was nothing."""
+    noise: float | None = None
+    """Measured noise of the expected; None: not measured."""
+    limit: float | None = None
+    """Change up to which the two count as the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One call in both records."""
+
+    layer: str
+    key: CallKey
+    actual: Call
+    expected: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All differences between two records, and how far every value moved."""
+
+    actual: Record
+    expected: Record
+    """With its layers under the actual's names."""
+    differences: tuple[Difference, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Layers that have another name now: expected → actual."""
+    changes: Mapping[Place, Change] = field(default_factory=dict, repr=False)
+    """How far each value is from what it was."""
+    calls: tuple[Pair, ...] = field(default=(), repr=False)
+    """The calls that are in both, in order of execution of the actual."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> Change:
+        """Return how far a value moved; unknown where it was not compared."""
+        return self.changes.get((layer, key, side, path), UNKNOWN)
+
+
+def compare(
+    actual: Record,
+    expected: Record,
+    *,
+    rename: Mapping[str, str] | None = None,
+    layers: Collection[str] | None = None,
+    tolerance: Tolerance = None,
+    parts: Parts = "all",
+) -> Comparison:
+    """Return what differs between two records.
+
+    Args:
+        actual: The record of now.
+        expected: The record that it should be like.
+        rename: Actual glob → expected glob, for layers that have another name.
+        layers: Names, in the actual, of the layers to compare; None: all.
+        tolerance: Multiplies what a value may change: one number, or a number for each glob of layers.
+        parts: Everything, or what numbers do not show, or what they do.
+
+    Raises:
+        SelectionError: ``rename`` or ``tolerance`` names no layer.
+        UsageError: A tolerance is not a positive number.
+
+    >>> old, new = (
+    ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
+    ...     for eps in (1e-5, 1e-6)
+    ... )
+    >>> [(d.layer, d.kind, d.what, d.actual, d.expected) for d in compare(new, old).differences]
+    [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
+    """
+    said = declared(actual, expected, rename) if rename else {}
+    found = match(actual, expected, said)
+    removed = [name for name in expected.layers if name not in found]
+    # A layer that is gone may have left its name to another.
+    names = found | {name: f"{name} (removed)" for name in removed}
+    kept = set(found.values())
+    original = expected
+    expected = renamed(expected, names)
+    comparer = _Comparer(actual, expected, _Times(tolerance, actual))
+    moved_names = {old: new for old, new in found.items() if old != new and old not in said}
+    differences = [
+        *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
+        *(Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name) for name in removed),
+        *(Difference(layer=new, kind="layer renamed", actual=new, expected=old) for old, new in moved_names.items()),
+        *comparer.differences(),
+    ]
+    wanted = None if layers is None else {*layers, *(removed if set(layers) >= set(actual.layers) else ())}
+    return Comparison(
+        actual=actual,
+        expected=expected,
+        differences=tuple(
+            d
+            for d in differences
+            if (parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour"))
+            and (wanted is None or d.layer in wanted)
+        ),
+        renamed={**said, **moved_names},
+        changes=comparer.changes,
+        calls=tuple(comparer.pairs),
+    )
+
+
+class _Times:
+    """The user's tolerance for each layer."""
+
+    def __init__(self, tolerance: Tolerance, record: Record) -> None:
+        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
+        for glob, times in given.items():
+            if type(times) not in (int, float) or not times > 0 or math.isinf(times):
+                raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
+            if not any(map(Glob(glob).matches, record.layers)):
+                raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
+        self._globs = [(Glob(glob), float(times)) for glob, times in given.items()]
+
+    def of(self, layer: str) -> float:
+        """Return the factor of the last glob that means the layer."""
+        if not self._globs:
+            return 1.0
+        return next((times for glob, times in reversed(self._globs) if glob.matches(layer)), 1.0)
+
+
+class _Comparer:
+    def __init__(self, actual: Record, expected: Record, times: _Times) -> None:
+        self.actual, self.expected = actual, expected
+        self.times = times
+        self.changes: dict[Place, Change] = {}
+        self.pairs: list[Pair] = []
+        self.backward = bool(actual.backwards) and bool(expected.backwards)
+        self.measured = expected.noise == "measured"
+        self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
+
+    def differences(self) -> Iterator[Difference]:
+        """Yield what differs in the layers that are in both."""
+        a, e = self.actual, self.expected
+        if a.forwards and e.forwards:
+            if a.seed != e.seed:
+                yield Difference(layer=ROOT, kind="seed", what="seed", actual=a.seed, expected=e.seed)
+            if a.loss != e.loss:
+                yield Difference(layer=ROOT, kind="loss", what="loss", actual=a.loss, expected=e.loss)
+        for name, layer in a.layers.items():
+            if name in e.layers:
+                yield from self._layer(layer, e.layers[name])
+        self.pairs.sort(key=lambda pair: pair.actual.started)
+
+    def _layer(self, a: Layer, e: Layer) -> Iterator[Difference]:
+        if a.type_name != e.type_name:
+            yield Difference(layer=a.name, kind="type", actual=a.type_name, expected=e.type_name)
+        for name in dict.fromkeys((*e.attributes, *a.attributes)):
+            mine, theirs = a.attributes.get(name), e.attributes.get(name)
+            if not _equal(mine, theirs):
+                yield Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
+        if a.training != e.training:
+            yield Difference(layer=a.name, kind="mode", what="training", actual=a.training, expected=e.training)
+        yield from self._parameters(a, a.parameters, e.parameters, "parameter")
+        yield from self._parameters(a, a.buffers, e.buffers, "buffer")
+        yield from self._calls(a, e)
+
+    # --- parameters and buffers -----------------------------------------------------------------------------------
+
+    def _parameters(
+        self, layer: Layer, actual: Sequence[Parameter], expected: Sequence[Parameter], what: str
+    ) -> Iterator[Difference]:
+        mine, theirs = {p.name: p for p in actual}, {p.name: p for p in expected}
+
+        def scale() -> float:
+            return max((_norm(p.gradient) for p in expected), default=0.0)
+
+        for name in dict.fromkeys((*theirs, *mine)):
+            difference = functools.partial(_structural, layer.name, what, name)
+            if name not in theirs:
+                yield difference("added", _described(mine[name]), None)
+            elif name not in mine:
+                yield difference("removed", None, _described(theirs[name]))
+            else:
+                a, e = mine[name], theirs[name]
+                for aspect, x, y in (
+                    ("shape", a.shape, e.shape),
+                    ("dtype", a.dtype, e.dtype),
+                    ("trainable", a.requires_grad, e.requires_grad),
+                    ("tied", a.tied_to, e.tied_to),
+                ):
+                    if x != y and not (what == "buffer" and aspect == "trainable"):
+                        yield difference(aspect, *(_shape(v) if isinstance(v, tuple) else v for v in (x, y)))
+                if a.shape == e.shape:
+                    yield from self._numbers_of(layer.name, a, e, what, scale)
+
+    def _numbers_of(
+        self, layer: str, a: Parameter, e: Parameter, what: str, scale: Callable[[], float]
+    ) -> Iterator[Difference]:
+        kind: Kind = "weights" if what == "parameter" else "buffer"
+        if a.tied_to is None or a.tied_to != e.tied_to:  # else it was looked at where it is owned
+            yield from self._value((layer, None, what, a.name), kind, a.reading, e.reading, e.dtype, "state")
+        if a.after is not None or e.after is not None:
+            left, was_left = a.after or a.reading, e.after or e.reading
+            yield from self._value((layer, None, "after", a.name), "state", left, was_left, e.dtype, "forward")
+        if self.backward and a.requires_grad and e.requires_grad:
+            place = (layer, None, "parameter gradient", a.name)
+            yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, scale)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def _key(self, call: Call) -> CallKey:
+        return call.root, call.root_training if self.modes_apart else None, call.index
+
+    def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
+        if not (self.actual.forwards and self.expected.forwards):
+            return
+        mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
+        if mine.keys() != theirs.keys():
+            yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
+        for key, call in mine.items():
+            if key in theirs:
+                pair = Pair(layer=a.name, key=key, actual=call, expected=theirs[key])
+                self.pairs.append(pair)
+                yield from self._call(pair)
+
+    def _call(self, pair: Pair) -> Iterator[Difference]:
+        a, e = pair.actual, pair.expected
+        at = functools.partial(Difference, layer=pair.layer, call=a.index)
+        for name in dict.fromkeys((*e.arguments, *a.arguments)):
+            mine, theirs = a.arguments.get(name), e.arguments.get(name)
+            if not _equal(mine, theirs):
+                yield at(kind="argument", what=name, actual=mine, expected=theirs)
+        for name in ("grad_enabled", "autocast"):
+            mine, theirs = getattr(a, name), getattr(e, name)
+            if mine != theirs:
+                yield at(kind="context", what=name, actual=mine, expected=theirs)
+        outermost = pair.layer == a.root and a.index == 0
+        for side, mine_all, theirs_all in (("input", a.inputs, e.inputs), ("output", a.outputs, e.outputs)):
+            pairs = _paired(mine_all, theirs_all)
+            if pairs is None:
+                mine_text, theirs_text = (", ".join(v.path for v in x) or "none" for x in (mine_all, theirs_all))
+                yield at(kind="interface", what=side, actual=mine_text, expected=theirs_text)
+            for value, other in pairs or ():
+                yield from self._values(pair, side, value, other, outermost)
+        yield from self._responses(pair)
+
+    def _values(self, pair: Pair, side: str, a: Value, e: Value, outermost: bool) -> Iterator[Difference]:
+        at = functools.partial(Difference, layer=pair.layer, call=pair.actual.index, what=a.path)
+        if (a.shape, a.dtype) != (e.shape, e.dtype):
+            yield at(kind="interface", actual=f"{_shape(a.shape)} {a.dtype}", expected=f"{_shape(e.shape)} {e.dtype}")
+        is_input = side == "input"
+        if is_input and not outermost and a.source != e.source and not self._one_tensor(pair, a, e):
+            yield at(kind="source", actual=a.source, expected=e.source)
+        told = not is_input or a.source is None  # else it is told of the output that it is
+        place = (pair.layer, pair.key, side, a.path)
+        scale = functools.partial(_scale, pair.expected)
+        found = self._value(place, "input" if is_input else "output", a.forward, e.forward, e.dtype, "forward", scale)
+        yield from found if told else ()
+        if self.backward and not (a.overwritten or e.overwritten):
+            place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
+            scale = functools.partial(_scale, pair.expected, backward=True)
+            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scale)
+            yield from found if told else ()
+
+    def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
+        """Whether two sources name one tensor: a container's output may be that of its last child, or not any more."""
+
+        def found(outputs: Mapping[tuple[str, bool, str], Value], call: Call, value: Value, source: str | None) -> bool:
+            made = outputs.get((call.root, call.root_training, source or ""))
+            if made is None:
+                return False
+            change = _tolerance.change(made.forward, value.forward, measured=True)
+            return change.known and not change.differs
+
+        return found(self._outputs_now, pair.actual, a, e.source) or found(
+            self._outputs_then, pair.expected, e, a.source
+        )
+
+    @functools.cached_property
+    def _outputs_now(self) -> Mapping[tuple[str, bool, str], Value]:
+        return _outputs(self.actual)
+
+    @functools.cached_property
+    def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
+        return _outputs(self.expected)
+
+    def _responses(self, pair: Pair) -> Iterator[Difference]:
+        a, e = pair.actual.response, pair.expected.response
+        if not comparable(a, e):
+            return
+        assert a is not None
+        assert e is not None
+        at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
+        dtype = next((value.dtype for value in pair.expected.outputs), "float32")
+        theirs = {handed.where: handed for handed in e.handed}
+        for handed in a.handed:
+            other = theirs.pop(handed.where, None)
+            if other is None:
+                yield at(what=handed.where, actual=handed.passed or "computed")
+            elif handed.passed != other.passed:
+                computed = "computed"
+                yield at(what=handed.where, actual=handed.passed or computed, expected=other.passed or computed)
+            elif handed.reading is not None and other.reading is not None:
+                place = (pair.layer, pair.key, "handed", handed.where)
+                yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
+        for where, other in theirs.items():
+            yield at(what=where, expected=other.passed or "computed")
+        lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
+        for name in (*lost, *found):
+            yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
+        if a.gradient is not None and e.gradient is not None and not (lost or found):
+            place = (pair.layer, pair.key, "response gradient", "")
+            yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def _value(
+        self,
+        place: Place,
+        kind: Kind,
+        a: Reading,
+        e: Reading,
+        dtype: str,
+        direction: Direction,
+        scale: Callable[[], float] = float,
+    ) -> Sequence[Difference]:
+        layer, key, _, path = place
+        times = self.times.of(layer)
+        found = self.changes[place] = _tolerance.change(
+            a, e, direction=direction, dtype=dtype, measured=self.measured, scale=scale, times=times
+        )
+        if not found.differs:
+            return ()
+        index = 0 if key is None else key[-1]
+        numbers = {"change": found.change, "noise": found.noise, "limit": found.limit}
+        return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
+
+    def _gradient(
+        self, place: Place, kind: Kind, a: Reading | None, e: Reading | None, dtype: str, scale: Callable[[], float]
+    ) -> Sequence[Difference]:
+        if a is not None and e is not None:
+            return self._value(place, kind, a, e, dtype, "backward", scale)
+        if a is e:
+            return ()
+        layer, key, _, path = place
+        change = 1.0 if a is None else math.inf
+        self.changes[place] = Change(change)
+        index = 0 if key is None else key[-1]
+        there = {"actual": a is not None, "expected": e is not None}
+        return (Difference(layer=layer, kind="gradient presence", what=path, call=index, change=change, **there),)
+
+
+def comparable(a: Response | None, e: Response | None) -> bool:
+    """Whether two responses are answers to the same synthetic tensors.
+
+    What a child answers belongs to the order in which the children are called.
+    """
+    if a is None or e is None or a.reason is not None or e.reason is not None:
+        return False
+    mine, theirs = _children(a), _children(e)
+    if [name for name in mine if name in theirs] != [name for name in theirs if name in mine]:
+        return False
+    return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
+
+
+def _children(response: Response) -> Mapping[str, None]:
+    """Return the children as they are called: ``attn``, ``attn (call 2)``."""
+    return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
+
+
+def _structural(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
+    kind: Kind = f"{what} {aspect}"  # type: ignore[assignment]
+    return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
+
+
+def _has_both_modes(record: Record) -> bool:
+    """Whether there are forwards in training mode and in evaluation mode of one root."""
+    kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
+    return len(kinds) > len({root for root, _ in kinds})
+
+
+def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
+    """Return each output by the kind of its forward and its address."""
+    return {
+        (call.root, call.root_training, address(layer.name, call, value.path)): value
+        for layer in record.layers.values()
+        for call, value in layer.outputs
+    }
+
+
+def _equal(a: Plain, e: Plain) -> bool:
+    """Whether two plain values are one, also NaN and NaN; True is not 1."""
+    return type(a) is type(e) and (a == e or (a != a and e != e))
+
+
+def _paired(actual: Sequence[Value], expected: Sequence[Value]) -> list[tuple[Value, Value]] | None:
+    """Return which value is which: by path, what is left in order (by keyword now, by position then); None if not."""
+    if len(actual) != len(expected):
+        return None
+    if all(a.path == e.path for a, e in zip(actual, expected, strict=True)):
+        return list(zip(actual, expected, strict=True))
+    theirs = {value.path: value for value in expected}
+    pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
+    left = iter(theirs.values())
+    return [(value, pairs.get(value.path) or next(left)) for value in actual]
+
+
+def _described(parameter: Parameter) -> str:
+    return f"{_shape(parameter.shape)} {parameter.dtype}"
+
+
+def _shape(shape: Sequence[Dimension]) -> str:
+    parts = [str(d) if isinstance(d, int) else f"{d[0]}..{d[1]}" for d in shape]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def _norm(reading: Reading | None) -> float:
+    statistics = None if reading is None else reading.statistics
+    return 0.0 if statistics is None else statistics.norm
+
+
+def _scale(call: Call, *, backward: bool = False) -> float:
+    """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
+    values = filter(_is_quantity, (*call.inputs, *call.outputs))
+    return max((_norm(value.backward if backward else value.forward) for value in values), default=0.0)
+
+
+def _is_quantity(value: Value) -> bool:
+    """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
+    numbers = value.statistics
+    if not value.dtype.startswith(("float", "bfloat", "complex")):
+        return False
+    if numbers is None or numbers.min is None or numbers.max is None:
+        return True
+    return numbers.min > -1e4 or -numbers.min < 100 * numbers.max

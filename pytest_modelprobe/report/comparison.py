@@ -1,0 +1,233 @@
+"""A diagnosis in words: the first line of a failure, the table of causes, a paragraph for a pull request."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from pytest_modelprobe.compare import Difference
+from pytest_modelprobe.diagnosis import Cause, Diagnosis
+from pytest_modelprobe.record import Plain, qualified
+
+from .text import Cell, collapsed, count, listed, pattern, printable, table
+
+
+def first_line(diagnosis: Diagnosis) -> str:
+    """Return the line that stands alone: layer and cause, by how much, how many more.
+
+    >>> from pytest_modelprobe.compare import compare
+    >>> from pytest_modelprobe.diagnosis import diagnose
+    >>> from pytest_modelprobe.record import Layer, Record
+    >>> old, new = (
+    ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
+    ...     for eps in (1e-5, 1e-6)
+    ... )
+    >>> first_line(diagnose(compare(new, old)))
+    'norm.eps 1e-05 → 1e-06; 1 cause'
+    """
+    found = grouped(diagnosis.causes) or grouped(diagnosis.possible)
+    if not found:
+        worst = _worst(diagnosis.comparison.differences)
+        if worst is None:
+            return "nothing changed"
+        moved = f"{worst.layer} {worst.what or worst.kind} changed{_by(worst.change)}"
+        return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
+    first, times = found[0]
+    sure = "" if diagnosis.causes else "possibly "
+    repeated = f" x{times}" if times > 1 else ""
+    counts = [count(len(found), "cause" if diagnosis.causes else "possible cause")]
+    if diagnosis.moved:
+        counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
+    shown = said(dataclasses.replace(first, layer=_end(first.layer)))
+    return printable(f"{sure}{shown}{repeated}{_effect(first)}; {', '.join(counts)}", longest=400)
+
+
+def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
+    """Return the whole failure: the first line, the table of causes, what moved after them, what to do next."""
+    parts = [first_line(diagnosis)]
+    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible)):
+        if causes:
+            columns = ["cause", "class", "changed by", "x noise", "seen", "looks like"]
+            parts.append("\n".join([title] * bool(title) + table(columns, cause_rows(causes))))
+    counts = []
+    if diagnosis.moved:
+        counts.append(f"Moved after that: {_names(diagnosis.moved)}.")
+    if diagnosis.not_judged:
+        counts.append(f"Not judged, as what came in had changed: {_names(diagnosis.not_judged)}.")
+    if diagnosis.unknown:
+        counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
+    parts += ["\n".join(map(printable, counts))] if counts else []
+    parts += [printable(step, longest=400) for step in next_steps]
+    return "\n\n".join(parts)
+
+
+def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
+    """Return the rows of the table of causes, equal ones of repeated layers as one."""
+    return [
+        [
+            said(cause) + (f" x{times}" if times > 1 else ""),
+            cause.kind,
+            percent(cause.change),
+            _times_noise(cause) or "-",
+            _SEEN[cause.witness],
+            "; ".join(cause.hints) or "-",
+        ]
+        for cause, times in grouped(causes)
+    ]
+
+
+def said(cause: Cause) -> str:
+    """Return a cause in a few words, its layer first.
+
+    >>> said(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
+    'blocks.2: own code changed between norm1 and attn'
+    >>> said(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
+    'fc1: weights changed by 0.08 % (weight, bias)'
+    >>> said(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
+    'act: ReLU → GELU'
+    """
+    layer, what = cause.layer, cause.what
+    arrow = f"{_plain(cause.expected)} → {_plain(cause.actual)}"
+    if cause.kind == "seed":
+        return f"seed {arrow}"
+    if cause.kind == "input":
+        if cause.differences and cause.differences[0].kind in ("loss", "argument", "interface"):
+            return f"{what} {arrow}"
+        return f"{what or 'input'} changed{_by(cause.change)}"
+    if cause.kind == "architecture":
+        return _architecture(cause, arrow)
+    if cause.kind == "attribute":
+        return f"{qualified(layer, what)} {arrow}"
+    if cause.kind in ("weights", "buffers"):
+        return f"{layer}: {cause.kind} changed{_by(cause.change)} ({what})"
+    if cause.kind == "gradient":
+        return _gradient(cause)
+    return _computation(cause)
+
+
+def _architecture(cause: Cause, arrow: str) -> str:
+    layer, what = cause.layer, cause.what
+    if what == "added":
+        return f"{layer} added: {_plain(cause.actual)}"
+    if what == "removed":
+        return f"{layer} removed: it was {_plain(cause.expected)}"
+    if what == "renamed":
+        return f"{_plain(cause.expected)} renamed to {layer}"
+    if what == "type":
+        return f"{layer}: {arrow}"
+    name, _, aspect = what.partition(" ")
+    if aspect in ("added", "removed"):
+        return f"{qualified(layer, name)} {aspect}: {_plain(cause.actual if aspect == 'added' else cause.expected)}"
+    return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
+
+
+def _computation(cause: Cause) -> str:
+    first = cause.differences[0] if cause.witness == "recorded" and cause.differences else None
+    if first is None:
+        return f"{cause.layer}: own code changed{f' {cause.what}' if cause.what else ''}"
+    if first.kind == "calls":
+        child = cause.what.removeprefix("calls of ")
+        return f"{cause.layer}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
+    if first.kind == "source":
+        where = cause.what.removesuffix(" source")
+        return f"{cause.layer}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
+    return f"{cause.layer}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+
+
+def _gradient(cause: Cause) -> str:
+    if cause.what == "the loss":
+        return "the loss changed: another gradient arrives at the output"
+    if cause.what.startswith("no gradient"):
+        return f"{cause.layer}: {cause.what} any more"
+    if cause.what.endswith("grad_enabled"):
+        child = cause.what.removesuffix(" grad_enabled")
+        return f"{cause.layer}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
+    if cause.what.startswith(("between", "before", "after")) or not cause.what:
+        cut = "cut" if cause.hints and cause.change == 1.0 else "changed"
+        return f"{cause.layer}: gradient {cut}{f' {cause.what}' if cause.what else ' in its own code'}"
+    return f"{cause.layer}: gradient of {cause.what} changed"
+
+
+def percent(change: float | None) -> str:
+    """Return a relative change as a person reads it.
+
+    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(float("inf")), percent(None)
+    ('0.13 %', '2.5e-05 %', '320 %', 'from nothing', '-')
+    """
+    if change is None:
+        return "-"
+    if math.isinf(change) or math.isnan(change):
+        return "from nothing"
+    return f"{100 * change:{'.2g' if change < 0.995 else ',.0f' if change < 1e4 else '.1e'}} %"
+
+
+def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
+    """Return the causes with those of repeated layers as one, of the largest change, and how many each stands for.
+
+    >>> eps = [Cause(kind="attribute", layer=f"blocks.{i}.norm", what="eps", actual=1, expected=2) for i in range(6)]
+    >>> [(cause.layer, n) for cause, n in grouped(eps)]
+    [('blocks.*.norm', 6)]
+    """
+    groups: dict[tuple[object, ...], list[Cause]] = {}
+    for cause in causes:
+        key = (cause.kind, pattern(cause.layer), cause.what, str(cause.actual), str(cause.expected))
+        groups.setdefault(key, []).append(cause)
+    found = []
+    for same in groups.values():
+        worst = max(same, key=lambda cause: cause.change or 0.0)
+        if len(same) > 1:
+            worst = dataclasses.replace(worst, layer=pattern(worst.layer))
+        found.append((worst, len(same)))
+    return found
+
+
+def _end(layer: str, longest: int = 28) -> str:
+    """Return a name or the end of it, which tells more: the table has all of it."""
+    if len(layer) <= longest:
+        return layer
+    parts = layer.split(".")
+    fitting = (".".join(parts[i:]) for i in range(1, len(parts)))
+    return f"….{next((end for end in fitting if len(end) <= longest - 2), parts[-1])}"
+
+
+def _effect(cause: Cause) -> str:
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None:
+        return ""
+    noise = _times_noise(cause)
+    what = "" if cause.kind in ("computation", "gradient") else "output changed "
+    times = f", {noise} x its noise" if noise else ""
+    by = _by(cause.change).removeprefix(" ")
+    return f": {what}{by}{times}" if by else ""
+
+
+def _times_noise(cause: Cause) -> str:
+    if not cause.noise or cause.change is None or math.isinf(cause.change):
+        return ""
+    return f"{float(f'{cause.change / cause.noise:.2g}'):,.10g}"
+
+
+def _by(change: float | None) -> str:
+    return "" if change is None else f" by {percent(change)}" if math.isfinite(change) else " from nothing"
+
+
+def _plain(value: Plain) -> str:
+    return "none" if value is None else str(value)
+
+
+def _names(names: Sequence[str]) -> str:
+    return listed(collapsed(names), most=8)
+
+
+def _worst(differences: Iterable[Difference]) -> Difference | None:
+    return max(differences, key=lambda d: d.change or 0.0, default=None)
+
+
+_POSSIBLE = "Possible, as an input is not known or one of two witnesses is silent:"
+
+_SEEN = {
+    "recorded": "in the record",
+    "isolated": "in its code alone",
+    "propagation": "in the run",
+    "both": "alone and in the run",
+}

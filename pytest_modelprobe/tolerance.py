@@ -1,0 +1,128 @@
+"""How far two readings of one value are apart, and how far they may be.
+
+A change is the distance of two tensors relative to the norm of the expected one, ‖x − y‖ / ‖y‖, estimated from their
+fingerprints. It may be a small multiple of the noise that was measured with the expected, never less than a floor
+that belongs to the dtype: what the fingerprint itself and its digits in a file leave open.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .record import Reading, Statistics, estimated_change, estimated_share
+
+Direction = Literal["forward", "backward", "state"]
+
+MULTIPLE = 4.0
+"""How many times its measured noise a value may change. See benchmarks/RESULTS.md for the measurements."""
+
+_EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
+_FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
+_UNMEASURED: dict[Direction, float] = {"forward": 1e-4, "backward": 2e-2, "state": 3e-6}
+_PRINTED = 2e-5  # statistics in a file have six digits
+_NOTHING = 1e-5  # of the scale: what is zero in exact arithmetic is not larger
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How far a value is from what it was, and how far it may be."""
+
+    change: float | None
+    """Relative to the expected norm (integers: share of elements); inf from nothing; None: cannot be told."""
+    noise: float | None = None
+    limit: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the two could be compared."""
+        return self.change is not None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the value changed by more than it may."""
+        return self.change is not None and not self.change <= self.limit
+
+    @property
+    def units(self) -> float:
+        """The change in units of what is allowed."""
+        if self.change is None or self.change == 0:
+            return 0.0
+        return self.change / self.limit if self.limit else math.inf
+
+
+UNKNOWN = Change(None)
+EQUAL = Change(0.0)
+
+
+def change(
+    actual: Reading,
+    expected: Reading,
+    *,
+    direction: Direction = "forward",
+    dtype: str = "float32",
+    measured: bool = False,
+    scale: Callable[[], float] = float,
+    times: float = 1.0,
+) -> Change:
+    """Return how far ``actual`` is from ``expected``.
+
+    Args:
+        actual: Of the value now.
+        expected: Of the value then; its noise counts.
+        direction: Of values, of gradients, or of parameters and buffers.
+        dtype: Of the value; narrow ones have higher floors.
+        measured: Whether noise was measured with the expected record.
+        scale: Returns the norm of what belongs to the value: one that is zero in exact arithmetic is judged against it.
+        times: The user's tolerance.
+
+    >>> one, two = (Reading(statistics=Statistics(count=4, mean=m), fingerprint=(m, m)) for m in (1.0, 1.01))
+    >>> found = change(two, one)
+    >>> round(found.change, 6), found.limit, found.differs
+    (0.007071, 0.0001, True)
+    """
+    limit = max(_floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)) * times
+    a, e = actual.statistics, expected.statistics
+    if actual.digest is not None and expected.digest is not None:
+        share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
+        return Change(share, expected.noise, MULTIPLE * times * (expected.noise or 0.0))
+    if actual.fingerprint is None or expected.fingerprint is None:
+        if a is None or e is None:
+            return UNKNOWN
+        return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
+    if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
+        return Change(math.inf, expected.noise, limit)
+    # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
+    norm = e.norm if e is not None and not e.nonfinite else math.hypot(*expected.fingerprint)
+    if not norm and math.isinf(limit):  # whatever noise there is, is infinitely more than nothing
+        limit = MULTIPLE * times
+    found = Change(estimated_change(actual.fingerprint, expected.fingerprint, norm), expected.noise, limit)
+    if found.differs and norm < (least := _NOTHING * scale()):
+        found = Change(estimated_change(actual.fingerprint, expected.fingerprint, least), expected.noise, limit)
+    return found
+
+
+@functools.cache
+def _floor(direction: Direction, dtype: str, measured: bool) -> float:
+    floors = _FLOOR if measured else _UNMEASURED
+    return max(floors[direction], _EPSILON.get(dtype, 0.0) / 4)
+
+
+def _share(actual: Reading, expected: Reading) -> float:
+    """Return the share of integers that differ: at least one does."""
+    count = expected.statistics.count if expected.statistics is not None else 0
+    if actual.fingerprint is None or expected.fingerprint is None or not count:
+        return 1.0
+    return max(estimated_share(actual.fingerprint, expected.fingerprint, count), 1 / count)
+
+
+def _moments(a: Statistics, e: Statistics) -> float:
+    if (a.count, a.nan, a.posinf, a.neginf) != (e.count, e.nan, e.posinf, e.neginf):
+        return math.inf
+    if a.mean is None or e.mean is None:
+        return 0.0 if a.mean is e.mean else math.inf
+    apart = max(abs(a.mean - e.mean), abs((a.std or 0.0) - (e.std or 0.0)))
+    return apart / e.rms if e.rms else math.inf if apart else 0.0

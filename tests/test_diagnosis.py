@@ -1,0 +1,885 @@
+"""Differences → causes: whose own code, which attribute, which weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.compare import compare
+from pytest_modelprobe.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.report.comparison import text
+
+# --- real models --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.act = nn.GELU()
+        self.down = nn.Linear(16, 8)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(self.act(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Two(nn.Module):
+    """Two branches, of which either may be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b(x)
+        return self.out(self.a(x))
+
+
+class Dead(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = torch.relu(self.a(x)), torch.relu(self.b(x))
+        return self.out(a + b)
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.times = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.fc(x)
+        return x
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, use_cache=False, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+    )
+    return transformers.ViTModel(config).eval()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.fc.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.fc(x)))
+
+
+Edit = Callable[[Any], object]
+PROBE = ModelProbe()
+IDS, IMAGES = PROBE.randint(0, 32, (2, 6)), PROBE.randn(4, 1, 8, 8)
+INPUTS: dict[Callable[[], nn.Module], torch.Tensor] = {
+    Net: IDS,
+    Two: PROBE.randn(2, 8),
+    Dead: PROBE.randn(2, 8),
+    Looped: PROBE.randn(2, 8),
+    Shared: PROBE.randn(2, 8),
+    Recurrent: PROBE.randn(2, 5, 4),
+    convolutional: IMAGES,
+    gpt2: IDS,
+    vit: PROBE.randn(2, 3, 8, 8),
+}
+
+
+def cube(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(3).mean()
+
+
+def recorded(model: nn.Module, x: Any, *, like: Record | None = None, alone: bool = True, **run: Any) -> Record:
+    """Return the record of a run, with what each layer's own code answers."""
+    record = PROBE.run(model, x, **{"loss": "random", **run})
+    if alone:
+        record = record.rerun.isolated(record, like=None if like is None else compare(record, like).expected)
+    return record
+
+
+@functools.cache
+def unedited(factory: Callable[[], nn.Module], alone: bool) -> Record:
+    """Return the record of a model as it is built, with its noise."""
+    model = PROBE.build(factory)
+    record = recorded(model, INPUTS[factory], alone=alone)
+    return record.rerun.measured(record)
+
+
+def diagnosed(
+    edit: Edit = lambda _: None,
+    factory: Callable[[], nn.Module] = Net,
+    *,
+    new: Callable[[], nn.Module] | None = None,
+    x: Any = None,
+    alone: bool = True,
+    **run: Any,
+) -> Diagnosis:
+    """Return the diagnosis of a model that was edited, or made by another factory, or given another input."""
+    expected = unedited(factory, alone)
+    model = PROBE.build(new or factory)
+    edit(model)
+    actual = recorded(model, INPUTS[factory] if x is None else x, like=expected, alone=alone, **run)
+    return diagnose(compare(actual, expected))
+
+
+def causes(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    return [(cause.kind, cause.layer, cause.what) for cause in diagnosis.causes]
+
+
+def with_forward(layer: str, forward: Callable[..., Any]) -> Edit:
+    def edit(model: nn.Module) -> None:
+        module = model.get_submodule(layer)
+        module.forward = types.MethodType(forward, module)
+
+    return edit
+
+
+both_witnesses = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
+
+
+@both_witnesses
+def test_of_nothing_there_is_no_cause(alone: bool) -> None:
+    diagnosis = diagnosed(alone=alone)
+    assert (diagnosis.causes, diagnosis.possible, diagnosis.moved, diagnosis.unknown) == ((), (), (), None)
+
+
+# --- 0: input and seed --------------------------------------------------------------------------------------------
+
+
+@both_witnesses
+def test_another_input_accuses_nothing_else(alone: bool) -> None:
+    diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"), alone=alone)
+    assert causes(diagnosis) == [("input", "(root)", "input")]
+    assert diagnosis.possible == ()
+
+
+def test_an_input_of_another_shape_is_told_with_both_shapes() -> None:
+    (cause,) = diagnosed(x=PROBE.randint(0, 32, (2, 5))).causes
+    assert (cause.kind, cause.actual, cause.expected) == ("input", "(2, 5) int64", "(2, 6) int64")
+
+
+def test_another_loss_by_name_is_an_input() -> None:
+    diagnosis = diagnosed(loss=cube)
+    assert [(c.kind, c.what, c.actual, c.expected) for c in diagnosis.causes] == [("input", "loss", "cube", "random")]
+
+
+def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient_of_the_output() -> None:
+    def loss_with(power: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda output: output.pow(power).mean()
+
+    old, new = (PROBE.run(PROBE.build(Net), IDS, loss=loss_with(power)) for power in (2, 3))
+    assert causes(diagnose(compare(new, old))) == [("gradient", "(root)", "the loss")]
+
+
+def test_another_seed_is_the_first_cause() -> None:
+    old = unedited(Net, alone=False)
+    diagnosis = diagnose(compare(dataclasses.replace(old, seed=1), old))
+    assert causes(diagnosis) == [("seed", "(root)", "seed")]
+
+
+# --- 1: architecture and attributes -------------------------------------------------------------------------------
+
+
+@both_witnesses
+@pytest.mark.parametrize(("blocks", "what"), [(4, "added"), (2, "removed")])
+def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(
+    blocks: int, what: str, alone: bool
+) -> None:
+    diagnosis = diagnosed(new=lambda: Net(blocks), alone=alone)
+    assert causes(diagnosis) == [("architecture", f"blocks.{max(blocks - 1, 2)}", what)]
+
+
+def test_a_layer_inserted_into_a_sequential_accuses_none_after_it() -> None:
+    def inserted() -> nn.Module:
+        layers = list(convolutional())
+        return nn.Sequential(*layers[:2], nn.Hardtanh(), *layers[2:])
+
+    old, new = PROBE.build(convolutional), PROBE.build(inserted)
+    new[5].load_state_dict(old[4].state_dict())
+    expected = recorded(old, IMAGES)
+    diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
+    assert causes(diagnosis) == [
+        ("architecture", "2", "added"),
+        ("architecture", "3", "renamed"),
+        ("architecture", "4", "renamed"),
+        ("architecture", "5", "renamed"),
+    ]
+
+
+def test_a_container_renamed_is_one_cause() -> None:
+    old, new = (PROBE.architecture(nn.ModuleDict({name: nn.Sequential(nn.ReLU())})) for name in ("old", "new"))
+    assert causes(diagnose(compare(new, old))) == [("architecture", "new", "renamed")]
+
+
+def test_another_type_is_the_cause_of_its_own_answer() -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].act = nn.ReLU()
+
+    diagnosis = diagnosed(edit)
+    assert causes(diagnosis) == [("architecture", "blocks.1.act", "type")]
+    assert diagnosis.causes[0].change > 0.1
+
+
+@both_witnesses
+def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].norm.eps = 1e-2
+
+    diagnosis = diagnosed(edit, alone=alone)
+    (cause,) = diagnosis.causes
+    assert (cause.layer, cause.what, cause.actual, cause.expected) == ("blocks.1.norm", "eps", 1e-2, 1e-5)
+    assert cause.change > 1e-4
+
+
+def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause() -> None:
+    def edit(model: Any) -> None:
+        model.times = 3
+
+    assert causes(diagnosed(edit, Looped)) == [("attribute", "(root)", "times")]
+
+
+def test_the_sizes_among_the_attributes_are_not_told_beside_the_shape() -> None:
+    old, new = (PROBE.architecture(nn.Linear(2, n)) for n in (3, 4))
+    assert [what for _, _, what in causes(diagnose(compare(new, old)))] == ["weight", "bias"]
+
+
+def test_a_model_in_another_mode_is_one_cause() -> None:
+    diagnosis = diagnosed(lambda model: model.eval())
+    assert [(c.what, c.actual, c.expected) for c in diagnosis.causes] == [("training", False, True)]
+
+
+def test_a_layer_alone_in_another_mode_is_named() -> None:
+    assert causes(diagnosed(lambda model: model.head.eval())) == [("attribute", "head", "training")]
+
+
+def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
+    diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.requires_grad_(False))
+    assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
+
+
+# --- 2: weights and buffers ---------------------------------------------------------------------------------------
+
+
+@both_witnesses
+def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None:
+    diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.data.mul_(1.1), alone=alone)
+    assert causes(diagnosis) == [("weights", "blocks.1.up", "weight")]
+    assert diagnosis.moved[0] == "(root)"
+    assert "blocks.0" not in diagnosis.moved
+
+
+@both_witnesses
+def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
+
+    assert {kind for kind, _, _ in causes(diagnosed(edit, alone=alone))} == {"weights"}
+
+
+def test_a_buffer_is_told_as_one() -> None:
+    old, new = PROBE.build(convolutional).eval(), PROBE.build(convolutional).eval()
+    new[1].running_mean.add_(1.0)
+    expected = recorded(old, IMAGES)
+    diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
+    assert causes(diagnosis) == [("buffers", "1", "running_mean")]
+
+
+def test_what_a_batch_norm_leaves_is_its_own_doing() -> None:
+    def edit(model: Any) -> None:
+        model[1].forward = lambda x: nn.functional.batch_norm(
+            x, model[1].running_mean, model[1].running_var, model[1].weight, model[1].bias, True, 0.5
+        )
+
+    diagnosis = diagnosed(edit, convolutional, alone=False)
+    assert causes(diagnosis) == [("computation", "1", "")]
+
+
+# --- 3: whose own code --------------------------------------------------------------------------------------------
+
+
+def without_residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down(self.act(self.up(self.norm(x))))
+
+
+def doubled_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(2 * self.up(self.norm(x))))
+
+
+def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(self.up(self.norm(x.roll(1, -1)))))
+
+
+@both_witnesses
+@pytest.mark.parametrize(
+    ("forward", "where"),
+    [
+        (without_residual, "after down"),
+        (doubled_between, "between up and act"),
+        (shifted_before, "before norm"),
+    ],
+)
+def test_a_container_s_own_code_is_told_with_its_place(forward: Any, where: str, alone: bool) -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1", where)]
+    assert diagnosis.causes[0].witness == ("both" if alone else "propagation")
+
+
+@both_witnesses
+def test_a_leaf_s_own_code_is_named(alone: bool) -> None:
+    forward = with_forward("blocks.1.act", lambda self, x: 2 * nn.functional.gelu(x))
+    diagnosis = diagnosed(forward, alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1.act", "")]
+    assert diagnosis.causes[0].hints == ("scaled by 2",)
+
+
+def test_several_changes_at_once_are_all_named() -> None:
+    def edit(model: Any) -> None:
+        with_forward("blocks.0", without_residual)(model)
+        model.blocks[1].norm.eps = 1e-2
+        model.blocks[1].act = nn.ReLU()
+        with_forward("blocks.2", doubled_between)(model)
+        model.head.weight.data.mul_(1.1)
+
+    assert set(causes(diagnosed(edit))) == {
+        ("computation", "blocks.0", "after down"),
+        ("attribute", "blocks.1.norm", "eps"),
+        ("architecture", "blocks.1.act", "type"),
+        ("computation", "blocks.2", "between up and act"),
+        ("weights", "head", "weight"),
+    }
+
+
+def test_by_propagation_only_the_first_of_several_is_named_and_the_rest_is_not_judged() -> None:
+    def edit(model: Any) -> None:
+        with_forward("blocks.0", without_residual)(model)
+        with_forward("blocks.2", doubled_between)(model)
+
+    diagnosis = diagnosed(edit, alone=False)
+    assert causes(diagnosis) == [("computation", "blocks.0", "after down")]
+    assert "blocks.2" in diagnosis.not_judged
+
+
+@both_witnesses
+def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> None:
+    forward = with_forward("blocks.1", lambda self, x: x + self.down(self.act(self.up(x))))
+    diagnosis = diagnosed(forward, alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1", "before up")]
+
+
+def test_a_block_that_is_not_called_any_more_accuses_the_layer_that_called_it() -> None:
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.embed(ids))))
+
+    assert [layer for _, layer, _ in causes(diagnosed(with_forward("", forward)))] == ["(root)"]
+
+
+def test_an_input_from_another_layer_is_a_rewiring() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.a(x)
+        return self.out(self.b(x))
+
+    (cause,) = diagnosed(with_forward("", forward), Two, alone=False).causes
+    assert (cause.kind, cause.layer, cause.what) == ("computation", "(root)", "between b and out")
+    assert cause.hints == ("out input a output → b output",)
+
+
+def test_a_dead_layer_does_not_look_like_another_one_s_output() -> None:
+    def kill(model: Any) -> None:
+        for layer in (model.a, model.b):
+            nn.init.constant_(layer.bias, -100.0)
+
+    diagnosis = diagnosed(kill, Dead)
+    assert causes(diagnosis) == [("weights", "a", "bias"), ("weights", "b", "bias")]
+
+
+def test_children_called_in_another_order_are_no_change_of_code() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        self.b(x)
+        return self.out(a)
+
+    assert diagnosed(with_forward("", forward), Two).comparison.same
+
+
+def test_a_residual_taken_away_does_not_look_like_a_rewiring() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", without_residual), alone=False)
+    assert [layer for _, layer, _ in causes(diagnosis)] == ["blocks.1"]
+
+
+# --- 4: gradients -------------------------------------------------------------------------------------------------
+
+
+def detached(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(self.up(self.norm(x)))).detach()
+
+
+def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", detached))
+    assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
+    assert diagnosis.causes[0].witness == "both"
+
+
+def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", detached), alone=False)
+    assert causes(diagnosis) == [("gradient", "blocks.1", "after down")]
+
+
+@both_witnesses
+def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.norm(x)
+        return x + self.down(self.act(self.up(hidden)))
+
+    diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
+    assert causes(diagnosis) == [("gradient", "blocks.1", "norm grad_enabled")]
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+@both_witnesses
+def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
+    def edit(model: Any) -> None:
+        for layer in ("blocks.0.act", "blocks.2.act"):
+            with_forward(layer, lambda self, x: Reversed.apply(nn.functional.gelu(x)))(model)
+
+    diagnosis = diagnosed(edit, alone=alone)
+    found = [layer for _, layer, _ in causes(diagnosis)]
+    assert found == (["blocks.0.act", "blocks.2.act"] if alone else ["blocks.2"])
+    assert {kind for kind, _, _ in causes(diagnosis)} == {"gradient"}
+
+
+# --- real architectures -------------------------------------------------------------------------------------------
+
+
+def attribute(layer: str, name: str, value: object) -> Edit:
+    return lambda model: setattr(model.get_submodule(layer), name, value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "edit", "expected"),
+    [
+        (gpt2, attribute("transformer.h.1.ln_2", "eps", 1e-2), [("attribute", "transformer.h.1.ln_2", "eps")]),
+        (
+            gpt2,
+            with_forward("transformer.h.1.mlp", lambda self, x: self.c_proj(self.act(self.c_fc(x)) * 1.1)),
+            [("computation", "transformer.h.1.mlp", "between act and c_proj")],
+        ),
+        (
+            vit,
+            attribute("layernorm", "eps", 1e-2),
+            [("attribute", "layernorm", "eps")],
+        ),
+        (
+            Recurrent,
+            with_forward("", lambda self, x: self.head(self.lstm(x)[0][:, 0])),
+            [("computation", "(root)", "between lstm and head")],
+        ),
+        (
+            Shared,
+            with_forward("", lambda self, x: self.head(self.fc(2 * self.fc(x)))),
+            [("computation", "(root)", "between fc and fc (call 2)")],
+        ),
+        (
+            Shared,
+            lambda model: model.fc.weight.data.mul_(2),
+            [("weights", "fc", "weight")],
+        ),
+        (convolutional, attribute("1", "momentum", 0.5), [("attribute", "1", "momentum")]),
+    ],
+    ids=["gpt2 eps", "gpt2 glue", "vit eps", "lstm glue", "shared glue", "tied weights", "batch norm"],
+)
+def test_one_change_in_a_real_model_is_the_one_cause(
+    factory: Any, edit: Edit, expected: list[tuple[str, str, str]]
+) -> None:
+    diagnosis = diagnosed(edit, factory)
+    assert causes(diagnosis) == expected
+    assert diagnosis.possible == ()
+
+
+# --- records written by hand --------------------------------------------------------------------------------------
+
+
+def reading(*numbers: float, noise: float | None = None) -> Reading:
+    """Return the reading of at most 16 numbers: their own fingerprint."""
+    mean = sum(numbers) / len(numbers)
+    deviations = sum((x - mean) ** 2 for x in numbers)
+    moments = Statistics(
+        count=len(numbers), mean=mean, deviations=deviations, min=min(numbers), max=max(numbers), zeros=numbers.count(0)
+    )
+    return Reading(statistics=moments, fingerprint=(*numbers, *[0.0] * (16 - len(numbers))), noise=noise)
+
+
+def value(path: str, numbers: Reading, source: str | None = None) -> Value:
+    return Value(path=path, shape=(2,), dtype="float32", device="cpu", source=source, forward=numbers)
+
+
+def chain(*steps: tuple[Reading, Reading], **fields: Any) -> Record:
+    """Return the record of layers a, b, c... that take in and give out these; ``fields`` are those of a's call."""
+    calls = [(0, 2 * len(steps) + 1, steps[0][0], steps[-1][1])]
+    calls += [(2 * i + 1, 2 * i + 2, *step) for i, step in enumerate(steps)]
+    layers = {}
+    for i, (start, end, x, y) in enumerate(calls):
+        name = "(root)" if i == 0 else "abcdef"[i - 1]
+        source = f"{'abcdef'[i - 2]} output" if i > 1 else None
+        call = Call(
+            root="(root)",
+            root_training=False,
+            index=0,
+            started=start,
+            finished=end,
+            inputs=(value("input", x, source),),
+            outputs=(value("output", y),),
+            **(fields if name == "a" else {}),
+        )
+        layers[name] = Layer(name=name, type=f"net.{name}", calls=(call,))
+    return Record(model="Net", layers=layers, forwards=1)
+
+
+X, Y, Z = reading(1.0, 2.0), reading(3.0, 4.0), reading(5.0, 6.0)
+OTHER = reading(4.0, 3.0)
+
+
+def found(actual: Record, expected: Record) -> Diagnosis:
+    return diagnose(compare(actual, expected))
+
+
+def test_the_first_layer_that_gives_out_something_else_is_the_cause() -> None:
+    diagnosis = found(chain((X, OTHER), (OTHER, X)), chain((X, Y), (Y, Z)))
+    assert causes(diagnosis) == [("computation", "a", "")]
+    assert (diagnosis.moved, diagnosis.not_judged) == (("(root)", "b"), ("b",))
+
+
+def test_a_layer_after_a_cause_that_gives_out_the_same_is_no_cause() -> None:
+    assert causes(found(chain((X, OTHER), (OTHER, Z)), chain((X, Y), (Y, Z)))) == [("computation", "a", "")]
+
+
+def test_code_of_a_layer_whose_inputs_are_not_known_is_only_possible() -> None:
+    diagnosis = found(chain((X, OTHER), inputs_known=False), chain((X, Y), inputs_known=False))
+    assert (diagnosis.causes, [c.layer for c in diagnosis.possible], diagnosis.unknown) == ((), ["a"], None)
+
+
+def test_a_layer_whose_input_has_no_numbers_is_only_possible() -> None:
+    nothing = Reading(reason="sparse")
+    diagnosis = found(chain((nothing, OTHER)), chain((nothing, Y)))
+    assert [c.layer for c in diagnosis.possible] == ["a", "(root)"] or [c.layer for c in diagnosis.possible] == ["a"]
+
+
+def test_a_layer_that_drew_other_random_numbers_is_no_cause() -> None:
+    diagnosis = found(chain((X, OTHER), random="1"), chain((X, Y), random="2"))
+    assert diagnosis.causes == ()
+
+
+def test_a_layer_given_another_argument_is_not_the_cause_but_its_caller_is() -> None:
+    diagnosis = found(chain((X, OTHER), arguments={"k": 2}), chain((X, Y), arguments={"k": 1}))
+    assert causes(diagnosis) == [("computation", "(root)", "a k")]
+
+
+def test_a_small_change_made_a_little_larger_is_drift() -> None:
+    near = reading(1.0, 2.0 + 1e-4)  # by 4e-5 of 1e-4 that are allowed
+    diagnosis = found(chain((near, reading(3.0, 4.001))), chain((X, Y)))
+    assert diagnosis.causes == ()
+    assert diagnosis.possible[0].hints[0] == "drift first visible here"
+
+
+def test_a_small_change_made_ten_times_larger_is_a_cause() -> None:
+    near = reading(1.0, 2.0 + 1e-4)
+    assert [layer for _, layer, _ in causes(found(chain((near, OTHER)), chain((X, Y))))] == ["a"]
+
+
+ANSWER = Response(recipes={"input": "2 2^0"}, handed=(Handed(where="output", reading=X),))
+OTHERWISE = dataclasses.replace(ANSWER, handed=(Handed(where="output", reading=reading(1.5, 2.5)),))
+
+
+def test_an_answer_that_changed_is_a_cause_whatever_came_in() -> None:
+    diagnosis = found(chain((OTHER, X), response=OTHERWISE), chain((X, Y), response=ANSWER))
+    assert causes(diagnosis) == [("input", "(root)", "input"), ("computation", "a", "")]
+
+
+def test_an_answer_to_other_synthetic_tensors_accuses_nobody() -> None:
+    otherwise = dataclasses.replace(OTHERWISE, recipes={"input": "2 2^3"})
+    assert found(chain((X, Y), response=otherwise), chain((X, Y), response=ANSWER)).comparison.same
+
+
+def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible() -> None:
+    diagnosis = found(chain((X, OTHER), response=ANSWER), chain((X, Y), response=ANSWER))
+    assert diagnosis.causes == ()
+    assert diagnosis.possible[0].layer == "a"
+    assert diagnosis.possible[0].hints[-1] == "its own code answers synthetic inputs as before"
+
+
+def test_both_witnesses_are_one_cause() -> None:
+    diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
+    assert [(c.layer, c.witness) for c in diagnosis.causes] == [("a", "both")]
+
+
+def test_an_answer_to_another_question_is_not_compared() -> None:
+    old = chain((X, Y), response=ANSWER, arguments={"k": 1})
+    new = chain((X, Y), response=OTHERWISE, arguments={"k": 2})
+    assert causes(found(new, old)) == [("computation", "(root)", "a k")]
+
+
+def test_where_nothing_that_was_recorded_explains_it_the_cause_cannot_be_told() -> None:
+    old, new = chain((X, Y), random="1"), chain((X, OTHER), random="2")
+    assert found(new, old).unknown == (
+        "no module's inputs match while its output differs, and the noise was not measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "why"),
+    [
+        ("measured", "no module's inputs match while its output differs"),
+        ("not repeatable", "the run was not repeatable when it was recorded"),
+    ],
+)
+def test_why_the_cause_cannot_be_told_depends_on_how_the_expected_was_measured(noise: str, why: str) -> None:
+    old, new = chain((X, Y), random="1"), chain((X, OTHER), random="2")
+    assert found(new, dataclasses.replace(old, noise=noise)).unknown == why
+
+
+def test_an_effect_is_told_with_the_attribute_that_has_it() -> None:
+    def with_eps(record: Record, eps: float) -> Record:
+        layer = dataclasses.replace(record["a"], attributes={"eps": eps})
+        return dataclasses.replace(record, layers={**record.layers, "a": layer})
+
+    (cause,) = found(with_eps(chain((X, reading(3.0, 4.5))), 1e-3), with_eps(chain((X, Y)), 1e-5)).causes
+    assert (cause.kind, cause.change) == ("attribute", pytest.approx(0.1))
+
+
+def test_hundreds_of_added_layers_are_as_many_causes() -> None:
+    old = Record(model="Net")
+    new = Record(model="Net", layers={f"a{i}": Layer(name=f"a{i}", type="net.A") for i in range(500)})
+    assert len(found(new, old).causes) == 500
+
+
+def test_what_is_inside_an_added_layer_is_told_with_it() -> None:
+    names = ["block", "block.fc", "block.fc.core", "blocks"]
+    new = Record(model="Net", layers={name: Layer(name=name, type="net.A") for name in names})
+    assert [(c.layer, len(c.differences)) for c in found(new, Record(model="Net")).causes] == [
+        ("block", 3),
+        ("blocks", 1),
+    ]
+
+
+# --- what a change looks like -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "looks_like"),
+    [
+        (reading(2.0, 1.0, -3.0), reading(1.0, 2.0, -3.0), "a permutation of its elements"),
+        (reading(-1.0, -2.0), reading(1.0, 2.0), "its sign flipped"),
+        (reading(2.0, 4.0), reading(1.0, 2.0), "scaled by 2"),
+        (reading(1.5, 2.5), reading(1.0, 2.0), "shifted by 0.5"),
+        (reading(0.0, 0.0), reading(1.0, 2.0), "all zero now"),
+        (reading(1.0, 2.0), reading(0.0, 0.0), "all zero before"),
+        (reading(0.0, 9.0, 0.0, 3.0), reading(1.0, 2.0, 7.0, 5.0), "zeros 0% → 50%"),
+    ],
+)
+def test_a_change_has_a_look(actual: Reading, expected: Reading, looks_like: str) -> None:
+    assert hints(actual, expected) == (looks_like,)
+
+
+def test_numbers_that_are_not_finite_any_more_are_counted() -> None:
+    broken = dataclasses.replace(X, statistics=Statistics(count=1500, nan=1200, mean=1.0))
+    assert hints(broken, X) == ("1,200 elements are not finite any more",)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [(reading(1.0, 9.0), reading(1.0, 2.0)), (Reading(), X), (X, Reading()), (reading(1.0, 2.0 + 1e-6), X)],
+)
+def test_other_changes_have_no_look(actual: Reading, expected: Reading) -> None:
+    assert hints(actual, expected) == ()
+
+
+def test_a_tiny_change_does_not_look_like_a_permutation() -> None:
+    assert hints(reading(1.0, 2.00001, -3.0), reading(1.0, 2.0, -3.0)) == ()
+
+
+# --- any two records ----------------------------------------------------------------------------------------------
+
+READINGS = st.sampled_from([
+    X, Y, Z, OTHER, Reading(), reading(0.0, 0.0), reading(1.0, noise=math.inf),
+    Reading(statistics=Statistics(count=2)), Reading(statistics=Statistics(count=2, nan=2), fingerprint=(1.0,) * 16),
+    Reading(digest="0" * 16, fingerprint=(1.0,) * 16, statistics=Statistics(count=2)),
+])  # fmt: skip
+NAMES = ["a", "a.0", "a.1", "a.1.b", "b", "b.a", "0", "1", "2"]
+TYPES = st.sampled_from(["net.A", "net.B", "net.C"])
+ADDRESSES = st.none() | st.sampled_from([f"{name} output" for name in [*NAMES, "(root)", "a (call 2)"]])
+VALUES = st.builds(
+    Value,
+    path=st.sampled_from(["input", "input[1]", "x", "output", ""]),
+    shape=st.sampled_from([(2,), (), (3, (1, 2))]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int64"]),
+    device=st.just("cpu"),
+    forward=READINGS,
+    backward=st.none() | READINGS,
+    overwritten=st.booleans(),
+    source=ADDRESSES,
+)
+HANDED = st.builds(
+    Handed,
+    where=st.sampled_from(["output", "0 input", "b input", "b (call 2) input"]),
+    passed=st.none() | st.sampled_from(["input", "0 output", "=True"]),
+    reading=st.none() | READINGS,
+)
+RESPONSES = st.builds(
+    Response,
+    recipes=st.dictionaries(st.sampled_from(["input", "weight"]), st.sampled_from(["2^0", "2^1"])),
+    handed=st.lists(HANDED, max_size=3).map(tuple),
+    gradient=st.none() | READINGS,
+    without_gradient=st.lists(st.sampled_from(["input", "weight"]), max_size=2).map(tuple),
+    reason=st.none() | st.just("it raised"),
+)
+CALLS = st.builds(
+    Call,
+    root=st.sampled_from(["(root)", "a", "gone"]),
+    root_training=st.booleans(),
+    index=st.integers(0, 2),
+    started=st.integers(-1, 9),
+    finished=st.integers(-1, 9),
+    inputs=st.lists(VALUES, max_size=2).map(tuple),
+    inputs_known=st.booleans(),
+    outputs=st.lists(VALUES, max_size=2).map(tuple),
+    arguments=st.dictionaries(st.just("k"), st.none() | st.integers(0, 1)),
+    grad_enabled=st.booleans(),
+    random=st.none() | st.sampled_from("12"),
+    response=st.none() | RESPONSES,
+)
+PARAMETERS = st.builds(
+    Parameter,
+    name=st.sampled_from(["weight", "bias"]),
+    shape=st.sampled_from([(2,), (3,)]),
+    dtype=st.just("float32"),
+    device=st.just("cpu"),
+    requires_grad=st.booleans(),
+    tied_to=st.none() | st.sampled_from(["a.weight", "scale"]),
+    reading=READINGS,
+    after=st.none() | READINGS,
+    gradient=st.none() | READINGS,
+)
+
+
+@st.composite
+def any_layer(draw: st.DrawFn, name: str) -> Layer:
+    owned = st.lists(PARAMETERS, max_size=2, unique_by=lambda p: p.name).map(tuple)
+    calls = st.lists(CALLS, max_size=2, unique_by=lambda call: (call.root, call.root_training, call.index)).map(tuple)
+    return Layer(
+        name=name,
+        type=draw(TYPES),
+        training=draw(st.booleans()),
+        attributes=draw(st.dictionaries(st.just("eps"), st.sampled_from([1, 1.0, None, "x", math.nan]))),
+        parameters=draw(owned),
+        buffers=draw(owned),
+        calls=draw(calls),
+    )
+
+
+@st.composite
+def any_record(draw: st.DrawFn) -> Record:
+    names = draw(st.lists(st.sampled_from(["(root)", *NAMES]), max_size=5, unique=True))
+    return Record(
+        model="Net",
+        layers={name: draw(any_layer(name)) for name in names},
+        forwards=draw(st.integers(0, 1)),
+        backwards=draw(st.integers(0, 1)),
+        seed=draw(st.none() | st.integers(0, 1)),
+        noise=draw(st.sampled_from([None, "measured", "not repeatable"])),
+    )
+
+
+@st.composite
+def two_records(draw: st.DrawFn) -> tuple[Record, Record]:
+    """Return two records that have some layers in common."""
+    old = draw(any_record())
+    other = draw(any_record())
+    kept = draw(st.sets(st.sampled_from(["(root)", *NAMES])))
+    layers = {**other.layers, **{name: layer for name, layer in old.layers.items() if name in kept}}
+    return dataclasses.replace(other, layers=layers), old
+
+
+@given(two_records())
+def test_any_two_records_have_a_diagnosis_and_a_text(records: tuple[Record, Record]) -> None:
+    comparison = compare(*records)
+    diagnosis = diagnose(comparison)
+    assert text(diagnosis)
+    told = bool(diagnosis.causes or diagnosis.possible or diagnosis.unknown)
+    assert told is not comparison.same
+
+
+@given(any_record())
+def test_any_record_is_the_same_as_itself(record: Record) -> None:
+    assert compare(record, record).same
+
+
+@given(two_records())
+def test_a_diagnosis_depends_on_the_records_alone(records: tuple[Record, Record]) -> None:
+    before = repr(records)
+    assert repr(diagnose(compare(*records))) == repr(diagnose(compare(*records)))
+    assert repr(records) == before

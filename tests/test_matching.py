@@ -1,0 +1,262 @@
+"""Which layer of one record is which of another."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.exceptions import SelectionError
+from pytest_modelprobe.matching import declared, match, renamed
+from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Record, Response, Value
+
+
+def record(**types: str) -> Record:
+    """Return a record of layers by their types; ``__`` in a name stands for a dot."""
+    names = {name.replace("__", "."): type_ for name, type_ in types.items()}
+    return Record(model="Net", layers={name: Layer(name=name, type=type_) for name, type_ in names.items()})
+
+
+def numbered(*types: str) -> Record:
+    """Return a record of the layers 0, 1, 2... of these types."""
+    return Record(model="Net", layers={str(i): Layer(name=str(i), type=t) for i, t in enumerate(types)})
+
+
+def structure(model: nn.Module) -> Record:
+    return ModelProbe().architecture(model)
+
+
+# --- by name ------------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_name_are_one() -> None:
+    assert match(record(a="Linear", b="ReLU"), record(b="ReLU", a="Linear")) == {"a": "a", "b": "b"}
+
+
+def test_a_layer_of_another_type_is_still_the_one_of_its_name() -> None:
+    assert match(record(act="GELU"), record(act="ReLU")) == {"act": "act"}
+
+
+def test_the_root_is_the_root_whatever_its_class() -> None:
+    assert match(structure(nn.Linear(2, 2)), structure(nn.Sequential())) == {"(root)": "(root)"}
+
+
+def test_two_empty_records_have_nothing_to_match() -> None:
+    assert match(record(), record()) == {}
+
+
+# --- by what it is made of ----------------------------------------------------------------------------------------
+
+
+def test_a_renamed_layer_is_found_by_its_type() -> None:
+    assert match(record(head="Linear", act="ReLU"), record(fc="Linear", act="ReLU")) == {"act": "act", "fc": "head"}
+
+
+def test_a_renamed_layer_is_not_found_among_others_of_another_shape() -> None:
+    old = structure(nn.ModuleDict({"fc": nn.Linear(2, 3)}))
+    assert match(structure(nn.ModuleDict({"head": nn.Linear(2, 4)})), old) == {"(root)": "(root)"}
+
+
+def test_a_renamed_container_takes_all_inside_it_along() -> None:
+    old = structure(nn.ModuleDict({"h": nn.Sequential(nn.Linear(2, 3), nn.ReLU())}))
+    new = structure(nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 3), nn.ReLU())}))
+    assert match(new, old) == {"(root)": "(root)", "h": "blocks", "h.0": "blocks.0", "h.1": "blocks.1"}
+
+
+def test_a_layer_renamed_inside_a_renamed_container_is_found() -> None:
+    old = structure(nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(2, 3)})}))
+    new = structure(nn.ModuleDict({"blocks": nn.ModuleDict({"proj": nn.Linear(2, 3)})}))
+    assert match(new, old)["h.fc"] == "blocks.proj"
+
+
+def test_layers_renamed_that_are_made_alike_keep_their_order() -> None:
+    old, new = record(q="Linear", k="Linear", v="Linear"), record(query="Linear", key="Linear", value="Linear")
+    assert match(new, old) == {"q": "query", "k": "key", "v": "value"}
+
+
+def test_a_layer_that_moved_to_another_container_is_another() -> None:
+    assert match(record(a="Block", a__fc="Linear", b="Block"), record(a="Block", b="Block", b__fc="Linear")) == {
+        "a": "a",
+        "b": "b",
+    }
+
+
+def test_a_layer_that_took_the_name_of_a_removed_one_is_paired_by_that_name() -> None:
+    old, new = record(act="ReLU", norm="LayerNorm"), record(act="LayerNorm")
+    assert match(new, old) == {"act": "act"}
+
+
+def test_layers_inside_containers_that_were_not_recorded_are_matched_too() -> None:
+    assert match(record(a__b__fc="Linear"), record(a__b__fc="Linear")) == {"a.b.fc": "a.b.fc"}
+
+
+# --- numbered children --------------------------------------------------------------------------------------------
+
+
+def test_a_block_added_to_blocks_of_one_type_is_the_last() -> None:
+    assert match(numbered("Block", "Block", "Block"), numbered("Block", "Block")) == {"0": "0", "1": "1"}
+
+
+def test_a_block_taken_from_blocks_of_one_type_is_the_last() -> None:
+    assert match(numbered("Block"), numbered("Block", "Block")) == {"0": "0"}
+
+
+def test_a_layer_inserted_into_a_sequential_moves_those_after_it() -> None:
+    old, new = numbered("Linear", "ReLU", "Linear"), numbered("Linear", "LayerNorm", "ReLU", "Linear")
+    assert match(new, old) == {"0": "0", "1": "2", "2": "3"}
+
+
+def test_a_layer_taken_out_of_a_sequential_moves_those_after_it() -> None:
+    old, new = numbered("Linear", "LayerNorm", "ReLU", "Linear"), numbered("Linear", "ReLU", "Linear")
+    assert match(new, old) == {"0": "0", "2": "1", "3": "2"}
+
+
+def test_a_layer_of_another_type_in_a_sequential_keeps_its_place() -> None:
+    assert match(numbered("Linear", "GELU", "Linear"), numbered("Linear", "ReLU", "Linear")) == {
+        "0": "0",
+        "1": "1",
+        "2": "2",
+    }
+
+
+def test_a_layer_inserted_before_all_others_moves_them() -> None:
+    old = structure(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    new = structure(nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.ReLU()))
+    assert match(new, old) == {"(root)": "(root)", "0": "1", "1": "2"}
+
+
+def test_children_that_are_not_all_numbered_are_matched_by_name() -> None:
+    old, new = record(fc="Linear", act="ReLU"), record(fc="ReLU", act="Linear", other="Tanh")
+    assert match(new, old) == {"fc": "fc", "act": "act"}
+
+
+# --- what the user says -------------------------------------------------------------------------------------------
+
+
+def test_a_name_without_wildcards_takes_all_inside_it_along() -> None:
+    new, old = record(proj="Block", proj__fc="Linear"), record(head="Block", head__fc="Linear")
+    assert declared(new, old, {"proj": "head"}) == {"head": "proj", "head.fc": "proj.fc"}
+
+
+def test_one_star_stands_for_one_segment() -> None:
+    new, old = record(b__0__fc="Linear", b__x__y__fc="Linear"), record(h__0__fc="Linear", h__x__y__fc="Linear")
+    assert declared(new, old, {"b.*.fc": "h.*.fc"}) == {"h.0.fc": "b.0.fc"}
+
+
+def test_two_stars_stand_for_any_number_of_segments() -> None:
+    new, old = record(b__fc="Linear", b__x__y__fc="Linear"), record(h__fc="Linear", h__x__y__fc="Linear")
+    assert declared(new, old, {"b.**": "h.**"}) == {"h.fc": "b.fc", "h.x.y.fc": "b.x.y.fc"}
+
+
+def test_of_two_renames_that_say_something_of_one_layer_the_last_counts() -> None:
+    new, old = record(b__0="Linear", b__1="Linear"), record(h__0="Linear", h__1="Linear")
+    assert declared(new, old, {"b.*": "h.*", "b.1": "h.0"}) == {"h.0": "b.1"}
+
+
+def test_a_dot_in_a_glob_is_a_dot() -> None:
+    with pytest.raises(SelectionError):
+        declared(record(axb="Linear"), record(c="Linear"), {"a.b": "c"})
+
+
+def test_layers_of_the_glob_that_the_expected_has_not_are_left_out() -> None:
+    new, old = record(b__0="Linear", b__1="Linear"), record(h__0="Linear")
+    assert declared(new, old, {"b.*": "h.*"}) == {"h.0": "b.0"}
+
+
+def test_a_rename_that_matches_nothing_of_the_actual_says_so() -> None:
+    with pytest.raises(SelectionError) as error:
+        declared(record(fc="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
+    assert str(error.value) == "rename: 'blocks.*' matches no layer of the actual Net"
+
+
+def test_a_rename_that_matches_nothing_of_the_expected_says_what_it_looked_for() -> None:
+    with pytest.raises(SelectionError) as error:
+        declared(record(blocks__0="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
+    assert str(error.value) == "rename: 'h.*' matches no layer of the expected Net; 'blocks.*' makes it h.0"
+
+
+@pytest.mark.parametrize("right", ["h", "h.**", "h.*.*"])
+def test_a_rename_with_other_wildcards_on_the_right_is_refused(right: str) -> None:
+    with pytest.raises(SelectionError) as error:
+        declared(record(b__0="Linear"), record(h__0="Linear"), {"b.*": right})
+    assert str(error.value) == f"rename: 'b.*' and {right!r} have not the same wildcards in the same order"
+
+
+def test_what_the_user_says_leaves_the_other_names_to_the_rest() -> None:
+    old, new = record(a="ReLU", b="Linear"), record(a="Linear", c="ReLU")
+    assert match(new, old, {"b": "a"}) == {"b": "a", "a": "c"}
+
+
+def test_inside_a_layer_that_the_user_renamed_the_rest_is_found() -> None:
+    old, new = record(h="Block", h__fc="Linear"), record(b="Block", b__proj="Linear")
+    assert match(new, old, declared(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
+
+
+def test_a_root_that_the_user_calls_another_layer_is_that_alone() -> None:
+    old = Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("(root)", "core")})
+    new = Record(model="Net", layers={"(root)": Layer(name="(root)", type="A")})
+    assert match(new, old, {"core": "(root)"}) == {"core": "(root)"}
+
+
+# --- a record under other names -----------------------------------------------------------------------------------
+
+
+def test_the_names_of_layers_change() -> None:
+    assert [layer.name for layer in renamed(record(a="Linear", b="ReLU"), {"a": "c"}).layers.values()] == ["c", "b"]
+
+
+def test_a_record_whose_names_stay_is_the_same_record() -> None:
+    old = record(a="Linear")
+    assert renamed(old, {"a": "a"}) is old
+
+
+def test_what_parameters_are_tied_to_is_renamed() -> None:
+    tied = Parameter(name="weight", shape=(2,), dtype="float32", device="cpu", tied_to="wte.weight")
+    old = Record(model="Net", layers={"head": Layer(name="head", type="Linear", parameters=(tied,))})
+    new = renamed(old, {"wte": "embed", "head": "out"})
+    assert new["out"].parameters[0].tied_to == "embed.weight"
+
+
+def test_what_is_tied_to_the_root_s_own_parameter_is_renamed_with_the_root() -> None:
+    tied = Parameter(name="weight", shape=(2,), dtype="float32", device="cpu", tied_to="scale")
+    old = Record(model="Net", layers={"head": Layer(name="head", type="Linear", parameters=(tied,))})
+    assert renamed(old, {"(root)": "net"})["head"].parameters[0].tied_to == "net.scale"
+
+
+def called(name: str, *, source: str | None = None, root: str = "(root)", response: Response | None = None) -> Layer:
+    value = Value(path="input", shape=(2,), dtype="float32", device="cpu", source=source)
+    call = Call(root=root, root_training=False, index=0, inputs=(value,), response=response)
+    return Layer(name=name, type="Linear", calls=(call,))
+
+
+def test_sources_are_renamed_with_the_number_of_the_call() -> None:
+    old = Record(model="Net", layers={"b": called("b", source="a (call 2) output")})
+    assert renamed(old, {"a": "x.y"})["b"].calls[0].inputs[0].source == "x.y (call 2) output"
+
+
+def test_roots_of_calls_are_renamed() -> None:
+    old = Record(model="Net", layers={"a": called("a", root="encoder")})
+    assert renamed(old, {"encoder": "enc"})["a"].calls[0].root == "enc"
+
+
+def test_children_are_renamed_in_the_response_of_their_container() -> None:
+    response = Response(
+        recipes={"input": "2 2^0", "fc output": "2 2^0", "weight": "2^0"},
+        handed=(Handed(where="fc (call 2) input", passed="norm output"), Handed(where="output")),
+        without_gradient=("norm output", "weight"),
+    )
+    old = Record(model="Net", layers={"block": called("block", response=response)})
+    new = renamed(old, {"block.fc": "h.proj", "block.norm": "h.ln", "block": "h"})["h"].calls[0].response
+    assert new == Response(
+        recipes={"input": "2 2^0", "proj output": "2 2^0", "weight": "2^0"},
+        handed=(Handed(where="proj (call 2) input", passed="ln output"), Handed(where="output")),
+        without_gradient=("ln output", "weight"),
+    )
+
+
+def test_a_child_named_like_a_value_is_not_taken_for_one() -> None:
+    response = Response(handed=(Handed(where="output input", passed="input"), Handed(where="output")))
+    old = Record(model="Net", layers={"(root)": called("(root)", response=response)})
+    new = renamed(old, {"output": "head"})["(root)"].calls[0].response
+    assert new is not None
+    assert [handed.where for handed in new.handed] == ["head input", "output"]

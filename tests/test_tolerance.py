@@ -1,0 +1,283 @@
+"""How far two readings of one value are apart, and how far they may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe.record import Reading, Statistics
+from pytest_modelprobe.tolerance import EQUAL, MULTIPLE, UNKNOWN, Change, Direction, change
+
+
+def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:
+    """Return the reading of at most 16 numbers: their own fingerprint, of which the norm is exact."""
+    mean = sum(numbers) / len(numbers)
+    moments = Statistics(
+        count=len(numbers) + sum(counts.values()),
+        mean=mean,
+        deviations=sum((x - mean) ** 2 for x in numbers),
+        zeros=numbers.count(0),
+        min=min(numbers),
+        max=max(numbers),
+        **counts,
+    )
+    return Reading(statistics=moments, fingerprint=(*numbers, *[0.0] * (16 - len(numbers))), noise=noise)
+
+
+def integers(digest: str, *numbers: float, count: int = 100, noise: float | None = None) -> Reading:
+    prints = (*numbers, *[0.0] * (16 - len(numbers))) if numbers else None
+    return Reading(statistics=Statistics(count=count), fingerprint=prints, digest=digest, noise=noise)
+
+
+# --- how far ------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_relative_to_the_expected_norm() -> None:
+    assert change(reading(3.0, 5.0), reading(3.0, 4.0)).change == pytest.approx(1 / 5)
+
+
+def test_the_same_numbers_did_not_change() -> None:
+    found = change(reading(3.0, 4.0), reading(3.0, 4.0))
+    assert (found.change, found.differs, found.units) == (0.0, False, 0.0)
+
+
+def test_numbers_in_another_order_changed_though_their_moments_did_not() -> None:
+    assert change(reading(4.0, 3.0), reading(3.0, 4.0)).differs
+
+
+def test_something_where_nothing_was_is_an_infinite_change() -> None:
+    assert change(reading(1.0), reading(0.0)).change == math.inf
+
+
+def test_nothing_where_something_was_is_a_change_of_all() -> None:
+    assert change(reading(0.0), reading(1.0)).change == 1.0
+
+
+def test_nothing_where_nothing_was_did_not_change() -> None:
+    assert change(reading(0.0, 0.0), reading(0.0, 0.0)).change == 0.0
+
+
+@given(st.floats(1e-4, 1e4), st.floats(-0.5, 0.5))
+def test_a_scaled_tensor_changed_by_its_factor(size: float, by: float) -> None:
+    old, new = reading(size, -2 * size, size), reading(*((1 + by) * x for x in (size, -2 * size, size)))
+    assert change(new, old).change == pytest.approx(abs(by), rel=1e-6, abs=1e-9)
+
+
+# --- not finite ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nan", "posinf", "neginf"])
+def test_a_number_that_is_not_finite_any_more_is_an_infinite_change(kind: str) -> None:
+    assert change(reading(1.0, 2.0, **{kind: 1}), reading(1.0, 2.0)).change == math.inf
+
+
+@pytest.mark.parametrize("kind", ["nan", "posinf", "neginf"])
+def test_a_number_that_became_finite_is_an_infinite_change(kind: str) -> None:
+    assert change(reading(1.0, 2.0), reading(1.0, 2.0, **{kind: 1})).change == math.inf
+
+
+def test_nan_equals_nan() -> None:
+    assert not change(reading(1.0, nan=3), reading(1.0, nan=3)).differs
+
+
+def test_nan_does_not_equal_infinity() -> None:
+    assert change(reading(1.0, nan=1), reading(1.0, posinf=1)).differs
+
+
+def test_nan_at_another_place_differs() -> None:
+    old, new = (statistics_of(torch.tensor(x)) for x in ([math.nan, 1.0, 2.0], [1.0, math.nan, 2.0]))
+    assert change(new, old).differs
+    assert not change(old, old).differs
+
+
+def statistics_of(tensor: torch.Tensor) -> Reading:
+    return statistics.collect([statistics.reduce(tensor)])[0]
+
+
+def test_no_tolerance_makes_nan_the_same_as_a_number() -> None:
+    assert change(reading(1.0, nan=1), reading(1.0, 1.0), times=1e9).differs
+
+
+# --- how far it may be --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("direction", "measured", "floor"),
+    [
+        ("forward", True, 1e-6),
+        ("backward", True, 2e-6),
+        ("state", True, 3e-6),
+        ("forward", False, 1e-4),
+        ("backward", False, 2e-2),
+        ("state", False, 3e-6),
+    ],
+)
+def test_a_value_may_always_change_by_the_floor_of_its_direction(
+    direction: Direction, measured: bool, floor: float
+) -> None:
+    below, above = (
+        change(reading(1.0 + x), reading(1.0), direction=direction, measured=measured)
+        for x in (0.9 * floor, 1.1 * floor)
+    )
+    assert (below.differs, above.differs, above.limit) == (False, True, floor)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 9.8e-4 / 4), ("bfloat16", 7.8e-3 / 4), ("int8", 1e-6)])
+def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
+    assert change(reading(1.0), reading(1.0), dtype=dtype, measured=True).limit == limit
+
+
+def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
+    found = change(reading(1.0003), reading(1.0, noise=1e-4), measured=True)
+    assert (found.limit, found.noise, found.differs) == (MULTIPLE * 1e-4, 1e-4, False)
+
+
+def test_noise_below_the_floor_is_not_asked() -> None:
+    assert change(reading(1.0), reading(1.0, noise=1e-9), measured=True).limit == 1e-6
+
+
+def test_the_noise_of_the_actual_counts_for_nothing() -> None:
+    assert change(reading(1.01, noise=1.0), reading(1.0), measured=True).differs
+
+
+def test_the_user_s_tolerance_multiplies_what_a_value_may_change() -> None:
+    assert change(reading(1.0), reading(1.0, noise=1e-4), measured=True, times=10).limit == pytest.approx(4e-3)
+
+
+def test_a_tolerance_below_one_makes_it_less() -> None:
+    assert change(reading(1.0), reading(1.0), measured=True, times=0.1).limit == pytest.approx(1e-7)
+
+
+# --- zero in exact arithmetic -------------------------------------------------------------------------------------
+
+
+def test_a_tiny_value_where_nothing_was_is_judged_against_the_scale() -> None:
+    assert not change(reading(1e-12), reading(0.0), scale=lambda: 1.0, measured=True).differs
+
+
+def test_a_value_of_size_where_nothing_was_differs_whatever_the_scale() -> None:
+    found = change(reading(1e-3), reading(0.0), scale=lambda: 1.0, measured=True)
+    assert (found.change, found.differs) == (pytest.approx(100.0), True)
+
+
+def test_a_value_of_size_is_not_judged_against_the_scale() -> None:
+    found = change(reading(1.01), reading(1.0), scale=lambda: 100.0)
+    assert found.change == pytest.approx(0.01)
+
+
+def test_the_scale_is_not_asked_for_where_nothing_differs() -> None:
+    def scale() -> float:
+        raise AssertionError
+
+    assert not change(reading(1.0), reading(1.0), scale=scale).differs
+
+
+def test_noise_that_began_from_nothing_does_not_allow_everything() -> None:
+    expected = reading(0.0, noise=math.inf)
+    tiny, large = (change(reading(x), expected, scale=lambda: 1.0, measured=True) for x in (1e-6, 1.0))
+    assert (tiny.differs, large.differs) == (False, True)
+
+
+# --- integers -----------------------------------------------------------------------------------------------------
+
+
+def test_integers_of_one_digest_are_the_same() -> None:
+    assert change(integers("aa"), integers("aa")) == EQUAL
+
+
+def test_the_change_of_integers_is_the_share_that_differs() -> None:
+    assert change(integers("aa", 6.0), integers("bb", 2.0)).change == 4.0**2 / (2 * 100)
+
+
+def test_at_least_one_integer_differs_where_the_digests_do() -> None:
+    found = change(integers("aa", 1.0), integers("bb", 1.0))
+    assert (found.change, found.differs) == (1 / 100, True)
+
+
+def test_all_integers_differ_as_far_as_can_be_known_without_a_fingerprint() -> None:
+    assert change(integers("aa"), integers("bb")).change == 1.0
+
+
+def test_integers_may_not_change_at_all_where_they_do_not_by_themselves() -> None:
+    assert change(integers("aa", 1.0), integers("bb", 1.0), times=1000).differs
+
+
+def test_integers_that_tip_over_by_themselves_may_change_by_a_multiple_of_that() -> None:
+    found = change(integers("aa", 1.0), integers("bb", 1.0, noise=0.01))
+    assert (found.change, found.limit, found.differs) == (0.01, MULTIPLE * 0.01, False)
+
+
+def test_real_integers_differ_by_about_their_share() -> None:
+    old = torch.arange(10_000)
+    new = old.clone()
+    new[:1000] += 1
+    found = change(statistics_of(new), statistics_of(old))
+    assert found.change == pytest.approx(0.1, rel=0.5)
+
+
+# --- without numbers ----------------------------------------------------------------------------------------------
+
+
+def test_without_numbers_nothing_can_be_told() -> None:
+    found = change(Reading(reason="a meta tensor"), Reading(reason="a meta tensor"))
+    assert (found, found.known, found.differs) == (UNKNOWN, False, False)
+
+
+def test_with_numbers_of_one_side_alone_nothing_can_be_told() -> None:
+    assert change(reading(1.0), Reading()) == UNKNOWN
+
+
+def test_responses_without_moments_are_compared_by_their_fingerprints() -> None:
+    old, new = (dataclasses.replace(reading(x), statistics=None) for x in (2.0, 2.5))
+    assert change(new, old).change == 0.25
+
+
+def moments(**fields: float) -> Reading:
+    return Reading(statistics=Statistics(count=4, **{"mean": 1.0, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("actual", "far"),
+    [({}, 0.0), ({"mean": 1.5}, 0.5), ({"deviations": 1.0}, 0.5), ({"nan": 1}, math.inf), ({"mean": None}, math.inf)],
+)
+def test_without_fingerprints_moments_are_compared(actual: dict[str, float], far: float) -> None:
+    assert change(moments(**actual), moments()).change == far
+
+
+def test_of_an_empty_tensor_nothing_changed() -> None:
+    empty = Reading(statistics=Statistics(count=0))
+    assert change(empty, empty).change == 0.0
+
+
+def test_moments_where_all_was_zero_are_an_infinite_change() -> None:
+    assert change(moments(), moments(mean=0.0)).change == math.inf
+    assert change(moments(mean=0.0), moments(mean=0.0)).change == 0.0
+
+
+def test_moments_as_printed_in_a_file_are_the_same() -> None:
+    assert not change(moments(mean=1.00001), moments(), measured=True).differs
+
+
+# --- in units of what is allowed ----------------------------------------------------------------------------------
+
+
+def test_units_are_multiples_of_the_limit() -> None:
+    assert Change(0.3, limit=0.1).units == pytest.approx(3)
+
+
+def test_a_change_where_none_is_allowed_is_infinitely_many_units() -> None:
+    assert Change(0.3).units == math.inf
+
+
+def test_no_change_is_no_units_also_where_none_is_allowed() -> None:
+    assert (Change(0.0).units, UNKNOWN.units) == (0.0, 0.0)
+
+
+def test_a_change_that_is_not_a_number_differs() -> None:
+    assert Change(math.nan, limit=1.0).differs
