@@ -105,7 +105,7 @@ def isolate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(model))
         stack.enter_context(seeding.forked_rng())
-        stack.enter_context(_unwatched(model))
+        stack.enter_context(_without_hooks(model.modules(), _is_ours))
         if found.compiled or "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         notes = stack.enter_context(_Notes(found, layers))
@@ -370,6 +370,7 @@ class _Session:
         self.layers = layers
         self.modules = notes.modules
         self.called = notes.called
+        self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.recipes = recipes
         self.gradient = gradient
         self.perturb = perturb
@@ -539,7 +540,8 @@ class _Alone:
             buffers = {name: buffer.detach().clone() for name, buffer in _own_buffers(self._call.module)}
             inputs = list(self._given.values())
             self._session.seed()
-            output = self._call.module(*args, **kwargs)
+            with _without_hooks(m for m in self._session.hooked if m is not self._call.module):
+                output = self._call.module(*args, **kwargs)
             returned = flatten("output", output)
             self._hand_state(buffers, inputs, returned)
             self._hand("", "", returned)
@@ -628,10 +630,26 @@ class _Alone:
                 self._handed.append((label + path, name))
                 if leaf is not None:
                     leaf.passed = True
+            elif (alias := self._alias_of(tensor)) is not None:  # detached, or a view of all of it
+                self._handed.append((label + path, alias))
+                self._add_term(role + path, tensor)
             else:
                 self._computed(label + path, tensor)
                 self._add_term(role + path, tensor)
         self._handed += [(label + path, f"={value!r}"[:80]) for path, value in flat.plain.items() if value is not None]
+
+    def _alias_of(self, tensor: Tensor) -> str | None:
+        """Return which synthetic tensor another one has the memory of, untouched."""
+        if type(tensor) is not Tensor or not has_bytes(tensor) or not tensor.numel():
+            return None
+        for given, name, version, _ in self._given.values():
+            if (
+                given.data_ptr() == tensor.data_ptr()
+                and (given.dtype, given.shape, given.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+                and given._version == version
+            ):
+                return name
+        return None
 
     def _hand_state(
         self,
@@ -986,16 +1004,20 @@ def _head(shape: Sequence[int], dtype: torch.dtype) -> str:
 # --- contexts -----------------------------------------------------------------------------------------------------
 
 
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "is_modelprobe", False)
+
+
 @contextlib.contextmanager
-def _unwatched(model: nn.Module) -> Iterator[None]:
-    """Take the hooks of open watches off meanwhile: what is run here is no use of the model."""
+def _without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = lambda hook: True) -> Iterator[None]:
+    """Take hooks off meanwhile: those of open watches, as what is run here is no use of the model; those of stubs."""
     removed = []
-    for module in model.modules():
+    for module in modules:
         hooks: Any
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            if any(getattr(hook, "is_modelprobe", False) for hook in hooks.values()):
+            if any(map(which, hooks.values())):
                 removed.append((hooks, hooks.copy()))
-                for key in [key for key, hook in hooks.items() if getattr(hook, "is_modelprobe", False)]:
+                for key in [key for key, hook in hooks.items() if which(hook)]:
                     del hooks[key]
     try:
         yield
