@@ -25,3 +25,7 @@ class NothingObservedError(ModelProbeError):
 
 class UsageError(ModelProbeError, ValueError):
     """A call that contradicts itself or the state of the probe."""
+
+
+class SnapshotError(ModelProbeError, ValueError):
+    """A snapshot cannot be read, written or taken for what was recorded."""

@@ -1,0 +1,447 @@
+"""The texts of two files → record."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.record import (
+    Call,
+    Handed,
+    Layer,
+    Operation,
+    Parameter,
+    Reading,
+    Record,
+    Response,
+    Value,
+    address,
+    qualified,
+)
+
+from .layout import (
+    ALONE,
+    COLUMNS,
+    GRADIENT,
+    GRADIENT_COLUMNS,
+    HANDED,
+    INPUT,
+    LAYERS,
+    OUTPUT,
+    OWN,
+    RANDOM,
+    REASON,
+    RECIPES,
+    RESPONSES,
+    UNREACHED,
+    digest_of,
+)
+from .order import Kind, kind_of, moments
+from .parsing import RESTORE, known, listed, parsed, shown, texts
+from .readings import Role, reading_from
+from .recipes import Outline, Recipes
+from .structure import Line, Named, Structure, line_of
+from .wording import (
+    Unreadable,
+    Worded,
+    absolute,
+    keys,
+    name_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A record that was kept, and what was said of it."""
+
+    record: Record
+    """Layers are in the order of the file: that of their first calls."""
+    reason: str | None = None
+    """Why the architecture is another one than before."""
+    supersedes: str | None = None
+    """The `architecture_digest` of the one before."""
+
+
+def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> Snapshot:
+    """Return the snapshot whose two files hold these texts.
+
+    Args:
+        architecture: The text of the architecture file.
+        numbers: That of the numbers; None where there is no such file.
+        where: The path of the architecture file, for messages.
+        numbers_at: That of the numbers; None: as it follows from the other.
+
+    Raises:
+        SnapshotError: The texts are damaged, do not belong together or were written by a newer version; the message
+            is one sentence with the file and the way out.
+
+    >>> from pytest_modelprobe.files import encode
+    >>> record = Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")})
+    >>> decode(*encode(record, reason="why not"), where="test_net.arch.json")
+    Snapshot(record=<Record of Net: 1 layer, 0 forwards, 0 backwards>, reason='why not', supersedes=None)
+    """
+    there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
+    with _without_collections():
+        data = parsed(architecture, where)
+        with _named(where):
+            structure = Structure(data)
+        if numbers is None:
+            if structure.has_numbers:
+                raise SnapshotError(
+                    f"{there} is missing, the numbers that belong to {where}: add it to version control, or record "
+                    "both anew with `pytest --snapshot-update`"
+                )
+            with _named(where):
+                return _snapshot(structure, None)
+        found = parsed(numbers, there)
+        if not structure.has_numbers:
+            raise SnapshotError(f"{there} has numbers, but {where} is of a structure without: delete {there}")
+        if found.get("architecture") != digest_of(data):
+            raise SnapshotError(
+                f"{there} and {where} do not belong together, after a merge, an update that was cut short or an update "
+                "on another device: run `pytest --snapshot-update` for this device"
+            )
+        with _named(there):
+            return _snapshot(structure, _Numbers(found, structure))
+
+
+def decode_architecture(text: str, *, where: str) -> Snapshot:
+    """Return the snapshot that an architecture file alone tells of: no numbers, also where there are some.
+
+    Args:
+        text: The text of the architecture file.
+        where: Its path, for messages.
+
+    Raises:
+        SnapshotError: The text is damaged or was written by a newer version.
+    """
+    with _without_collections():
+        data = parsed(text, where)
+        with _named(where):
+            return _snapshot(Structure(data), None)
+
+
+def architecture_digest(text: str) -> str:
+    """Return the digest of an architecture file, without what was declared of it: `Snapshot.supersedes` names one.
+
+    Raises:
+        SnapshotError: The text is no architecture.
+
+    >>> from pytest_modelprobe.files import encode
+    >>> record = Record(model="Net")
+    >>> architecture_digest(encode(record).architecture) == architecture_digest(encode(record, reason="x").architecture)
+    True
+    """
+    return digest_of(parsed(text, "the architecture"))
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Name the file in what is wrong with it."""
+    try:
+        yield
+    except Unreadable as error:
+        raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
+    except RecursionError:
+        raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the collector from walking, again and again, thousands of objects that are all needed."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
+    """Return the record, and what was declared."""
+    data = structure.data
+    header = {} if numbers is None else numbers.header
+    device = header.get("device", "cpu")
+    fill = _Filling(structure, numbers, device)
+    notes = data.get("notes", header.get("notes", ()))
+    record = Record(
+        model=data["model"],
+        layers={line.name: fill.layer(i, line) for i, line in enumerate(structure.lines)},
+        forwards=data.get("forwards", 0),
+        backwards=data.get("backwards", 0),
+        device=device,
+        seed=data.get("seed"),
+        loss=data.get("loss"),
+        notes=listed(notes, "notes") if notes else (),
+        origin=_operation(header.get("origin")),
+        gradient_origin=_operation(header.get("gradient_origin")),
+        noise=header.get("noise"),
+        versions=texts(header.get("versions", {}), "versions"),
+    )
+    return Snapshot(record, data.get("reason"), data.get("supersedes"))
+
+
+def _operation(data: Any) -> Operation | None:
+    if data is None:
+        return None
+    if len(data) != 3 or type(data[0]) is not str or type(data[2]) is not str or type(data[1]) not in (str, type(None)):
+        raise Unreadable(f"{shown(data)} is no operation")
+    return Operation(name=data[0], location=data[1], detail=data[2])
+
+
+# --- the numbers --------------------------------------------------------------------------------------------------
+
+_NUMBERS = {
+    "modelprobe": int, "architecture": str, "device": str, "noise": str, "notes": list, "origin": list,
+    "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
+    RESPONSES: dict, LAYERS: dict,
+}  # fmt: skip
+
+
+class _Numbers:
+    """A parsed numbers file; its lines are checked where they are used."""
+
+    def __init__(self, data: dict[str, Any], structure: Structure) -> None:
+        known(data, _NUMBERS)
+        if (
+            data.get("columns", COLUMNS) != COLUMNS
+            or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
+        ):
+            raise Unreadable("its columns are others than this version writes")
+        self.header = data
+        self.lines: dict[str, Any] = data[LAYERS]
+        self.responses: dict[str, Any] = data.get(RESPONSES, {})
+        unknown = self.lines.keys() - structure.data[LAYERS].keys()
+        if unknown:
+            raise Unreadable(f"there is no layer {shown(min(unknown))} in the architecture")
+        for name, line in self.lines.items():
+            if type(line) is not dict:
+                raise Unreadable(f"in the line of {shown(name)}: it is no object")
+
+
+class _Entry(NamedTuple):
+    """The readings of a value or parameter."""
+
+    first: Reading
+    gradient: Reading | None
+    other: Reading | None
+    """The gradient inside a forward, or what the run left."""
+    tensor: int
+
+
+_NOTHING = Reading()
+_Place = tuple[int, int, bool, int]
+"""Line, call, whether an output, and which."""
+
+
+class _Filling:
+    """Puts numbers into the structure."""
+
+    def __init__(self, structure: Structure, numbers: _Numbers | None, device: str) -> None:
+        self.structure = structure
+        self.device = device
+        self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
+        self.own: dict[str, _Entry] = {}
+        self.values: dict[_Place, _Entry] = {}
+        self.given: dict[_Place, Any] = {}
+        self.besides: dict[tuple[int, int], dict[str, str]] = {}
+        self.answers: dict[str, tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]] = {}
+        self.recipes = Recipes(
+            [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
+        )
+        if numbers is not None:
+            for i, line in enumerate(structure.lines):
+                with line_of(line.name):
+                    self._sort(i, line, numbers.lines.get(line.name, {}))
+            self._resolve()
+
+    # --- numbers, by what they are of
+
+    def _sort(self, i: int, line: Line, data: Mapping[str, Any]) -> None:
+        """Take a line of the numbers apart."""
+        own = [*line.parameters, *line.buffers]
+        for key, (name, worded) in zip(keys(name for name, _ in own), own, strict=True):
+            entry = data.get(OWN + key)
+            if entry is not None:
+                self.own[qualified(line.name, name)] = self._entry(entry, worded.shape, "own", "own gradient", "own")
+        found = sum(1 for key in data if key[:1] == OWN)
+        if found != sum(OWN + key in data for key in keys(name for name, _ in own)):
+            raise Unreadable("it has numbers of a parameter that the architecture lacks")
+        for j, (inputs, outputs) in enumerate(line.values):
+            number = str(j + 1) if j else ""
+            for sign, end, values in ((number + INPUT, False, inputs), (number + OUTPUT, True, outputs)):
+                for k, key in enumerate(keys(path for path, _ in values)):
+                    if sign + key in data:
+                        self.given[i, j, end, k] = data[sign + key]
+                        found += 1
+            for key in (ALONE, RANDOM):
+                text = data.get(number + key)
+                if text is not None:
+                    if type(text) is not str:
+                        raise Unreadable(f"{key!r} is {shown(text)}, no text")
+                    self.besides.setdefault((i, j), {})[key] = text
+                    found += 1
+        if found != len(data):
+            raise Unreadable("it has numbers of what the architecture lacks")
+
+    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
+        if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
+            raise Unreadable(f"{shown(data)} are no numbers of a tensor")
+        second, third = (*data[1:], None, None)[:2]
+        return _Entry(
+            reading_from(data[0], shape, first),
+            None if second is None else reading_from(second, shape, gradient),
+            None if third is None else reading_from(third, shape, other),
+            len(self.values),
+        )
+
+    def _resolve(self) -> None:
+        """Give each value its numbers, its own or those of the value that it is."""
+        lines, calls = self.structure.lines, self.structure.calls
+        known: dict[tuple[Kind, str], _Entry] = {}
+        written: dict[tuple[Kind, str], _Entry] = {}
+        for i, j, end in moments(self.structure.order, calls):
+            name, call = lines[i].name, calls[i][j]
+            kind = kind_of(call)
+            for k, (path, worded) in enumerate(lines[i].values[j][end]):
+                data = self.given.get((i, j, end, k))
+                with line_of(name):
+                    if type(data) is list:
+                        entry = self._entry(data, worded.shape, "value", "gradient", "gradient")
+                    elif data is None and worded.origin is None:
+                        entry = _Entry(_NOTHING, None, None, len(self.values))
+                    else:
+                        where = worded.origin if data is None else data
+                        found = None
+                        if type(where) is str:
+                            found = (written if data is None else known).get((kind, absolute(where, name)))
+                        if found is None:
+                            raise Unreadable(f"there are no numbers of {shown(where)}, which {shown(path)} is")
+                        entry = found
+                self.values[i, j, end, k] = entry
+                here = address(name, call, path)
+                known.setdefault((kind, here), entry)
+                if end:
+                    written[kind, here] = entry
+
+    # --- the record
+
+    def layer(self, i: int, line: Line) -> Layer:
+        """Return a layer with all that is known of it."""
+        return Layer(
+            name=line.name,
+            type=line.type,
+            leaf=line.leaf,
+            functional=line.functional,
+            training=line.training,
+            attributes=line.attributes,
+            aliases=line.aliases,
+            parameters=self._parameters(line, line.parameters),
+            buffers=self._parameters(line, line.buffers),
+            calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
+        )
+
+    def _parameters(self, line: Line, own: Named) -> tuple[Parameter, ...]:
+        found = []
+        for name, worded in own:
+            entry = self.own.get(qualified(line.name, name)) or self.own.get(worded.origin or "")
+            first, gradient, after, _ = entry or _Entry(_NOTHING, None, None, -1)
+            found.append(
+                Parameter(
+                    name=name,
+                    shape=worded.shape,  # type: ignore[arg-type]
+                    dtype=worded.dtype,
+                    device=self.device,
+                    requires_grad=worded.requires_grad,
+                    tied_to=worded.origin,
+                    reading=first,
+                    after=after,
+                    gradient=gradient,
+                )
+            )
+        return tuple(found)
+
+    def _call(self, i: int, j: int, line: Line) -> Call:
+        started, finished = self.structure.places.get((i, j), (-1, -1))
+        besides = self.besides.get((i, j), {})
+        inputs, outputs = line.values[j]
+        call = line.calls[j]
+        return Call(
+            root=call.root,
+            root_training=call.root_training,
+            index=call.index,
+            forwards=call.forwards,
+            training=call.training,
+            inputs_known=call.inputs_known,
+            arguments=call.arguments,
+            grad_enabled=call.grad_enabled,
+            autocast=call.autocast,
+            recomputed=call.recomputed,
+            started=started,
+            finished=finished,
+            inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
+            outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
+            random=besides.get(RANDOM),
+            response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
+        )
+
+    def _value(self, place: _Place, layer: str, value: tuple[str, Worded]) -> Value:
+        path, worded = value
+        first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
+        return Value(
+            path=path,
+            shape=worded.shape,
+            dtype=worded.dtype,
+            device=self.device,
+            requires_grad=worded.requires_grad,
+            tensor=tensor,
+            forward=first,
+            backward=gradient,
+            backward_inner=inner,
+            overwritten=worded.overwritten,
+            source=None if worded.origin is None else absolute(worded.origin, layer),
+        )
+
+    # --- responses
+
+    def _response(self, i: int, j: int, key: str) -> Response:
+        data = self.responses.get(key)
+        if type(data) is not dict:
+            raise Unreadable(f"there is no response {shown(key)}")
+        if key not in self.answers:
+            with line_of(key):
+                self.answers[key] = self._answer(data)
+        handed, gradient, unreached, reason = self.answers[key]
+        return Response(
+            recipes=self.recipes.read(i, j, data.get(RECIPES, "")),
+            handed=handed,
+            gradient=gradient,
+            without_gradient=unreached,
+            reason=reason,
+        )
+
+    @staticmethod
+    def _answer(data: Mapping[str, Any]) -> tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]:
+        handed = []
+        for key, value in data.items():
+            if key[:1] == HANDED:
+                passed = value if type(value) is str else None
+                reading = None if value is None or passed is not None else reading_from(value, None, "response")
+                handed.append(Handed(where=name_of(key[1:]), passed=passed, reading=reading))
+            elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
+                raise Unreadable(f"it has an unknown field {shown(key)}")
+        reason = data.get(REASON)
+        if type(reason) not in (str, type(None)):
+            raise Unreadable(f"the reason is {shown(reason)}, no text")
+        return (
+            tuple(handed),
+            reading_from(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
+            listed(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
+            reason,
+        )

@@ -1,0 +1,417 @@
+"""Record → the texts of its two files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from pytest_modelprobe.record import (
+    ROOT,
+    Call,
+    Handed,
+    Layer,
+    Operation,
+    Parameter,
+    Plain,
+    Reading,
+    Record,
+    Response,
+    Value,
+    address,
+    qualified,
+)
+
+from .layout import (
+    ABSENT,
+    ALONE,
+    ARROW,
+    COLUMNS,
+    EMPTY,
+    GRADIENT,
+    GRADIENT_COLUMNS,
+    HANDED,
+    INPUT,
+    KEYS,
+    OUTPUT,
+    OWN,
+    RANDOM,
+    REASON,
+    RECIPES,
+    SCHEMA,
+    UNREACHED,
+    Texts,
+    digest_of,
+    laid_out,
+)
+from .order import Kind, forward_order, implied, kind_of, moments, timelines
+from .readings import reading_text
+from .recipes import Outline, Recipes
+from .wording import DTYPE, Usual, floating, keys, parameter_text, relative, value_text
+
+_JSON = json.JSONEncoder(allow_nan=False).encode
+_COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+Line = tuple[str, Layer, list[Call]]
+"""A layer's name, the layer, and its calls in the order of the file."""
+
+
+def encode(record: Record, *, reason: str | None = None, supersedes: str | None = None) -> Texts:
+    """Return the texts of the two files that hold a record.
+
+    Args:
+        record: What a run or `architecture` left behind. Ranges of units, devices of single values and modules of
+            classes are left out; numbers are rounded as `readings` says.
+        reason: Why the architecture is another one than before; goes into the file.
+        supersedes: The `architecture_digest` of the one before.
+
+    >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
+    >>> print(texts.architecture, end="")
+    {
+    "modelprobe": 1,
+    "model": "Net",
+    "mode": "eval",
+    "numbers": false,
+    "layers": {
+    "fc1": {"type": "Linear"}
+    }
+    }
+    """
+    lines = forward_order(record)
+    numbers = _has_numbers(record)
+    header, usual = _header(record, lines, numbers)
+    if reason is not None:
+        header["reason"] = reason
+    if supersedes is not None:
+        header["supersedes"] = supersedes
+    structure = _Structure(lines, header, usual)
+    layers = {name: structure.layer(name, layer, calls) for name, layer, calls in lines}
+    architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
+    if not numbers:
+        return Texts(architecture, None)
+    top = _numbers_header(record, digest_of({**header, "layers": layers}))
+    content = _Numbers(lines, usual)
+    rows = list(content.lines())
+    return Texts(architecture, laid_out(top, rows, content.responses.items()))
+
+
+def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[str, Any], Usual]:
+    calls = [calls for _, _, calls in lines]
+    first = next((call for of_layer in calls for call in of_layer), None)
+    training = first.root_training if first else any(layer.training for _, layer, _ in lines[:1])
+    dtype = next(_dtypes(lines), DTYPE)
+    requires_grad = any(v.requires_grad for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs))
+    order = timelines(calls)
+    header: dict[str, Any] = {
+        "modelprobe": SCHEMA,
+        "model": record.model,
+        "root": first.root if first and first.root != ROOT else None,
+        "mode": "train" if training else "eval",
+        "seed": record.seed,
+        "loss": record.loss,
+        "forwards": record.forwards or None,
+        "backwards": record.backwards or None,
+        "dtype": dtype if dtype != DTYPE else None,
+        "requires_grad": requires_grad or None,
+        "grad_enabled": False if first and not first.grad_enabled else None,
+        "autocast": first.autocast if first else None,
+        "attributes": _everywhere(lines) or None,
+        "numbers": None if numbers else False,
+        "notes": None if numbers else record.notes or None,
+        "order": order if order != implied([name for name, _, _ in lines], calls) else None,
+    }
+    return {k: v for k, v in header.items() if v is not None}, Usual(dtype, requires_grad)
+
+
+def _everywhere(lines: Sequence[Line]) -> dict[str, Any]:
+    """Return private attributes that most layers share, which some framework set on each of them."""
+    own = [layer.attributes for _, layer, _ in lines if not layer.functional]
+    counts = Counter((k, type(v), v) for attributes in own for k, v in attributes.items() if k.startswith("_"))
+    return {k: _plain(v) for (k, _, v), n in counts.items() if len(own) > 1 and 2 * n > len(own)}
+
+
+def _dtypes(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the dtypes of floating parameters, then of floating values: the first is left out everywhere."""
+    yield from (p.dtype for _, layer, _ in lines for p in layer.parameters if floating(p.dtype))
+    yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
+
+
+def _numbers_header(record: Record, digest: str) -> dict[str, Any]:
+    header: dict[str, Any] = {
+        "modelprobe": SCHEMA,
+        "architecture": digest,
+        "device": record.device,
+        "noise": record.noise,
+        "notes": record.notes or None,
+        "origin": _operation(record.origin),
+        "gradient_origin": _operation(record.gradient_origin),
+        "versions": dict(record.versions) or None,
+        "columns": COLUMNS,
+        "gradient columns": GRADIENT_COLUMNS,
+        "keys": KEYS,
+    }
+    return {k: v for k, v in header.items() if v is not None}
+
+
+def _operation(operation: Operation | None) -> list[str | None] | None:
+    return None if operation is None else [operation.name, operation.location, operation.detail]
+
+
+def _has_numbers(record: Record) -> bool:
+    """Whether a record is of more than structure; numbers of parameters alone are no behaviour."""
+    for layer in record.layers.values():
+        for call in layer.calls:
+            if call.response is not None:
+                return True
+            if any(_filled(r) for v in (*call.inputs, *call.outputs) for r in (v.forward, v.backward)):
+                return True
+    return False
+
+
+def _filled(reading: Reading | None) -> bool:
+    return reading is not None and (
+        reading.statistics is not None or reading.fingerprint is not None or reading.digest is not None
+    )
+
+
+# --- the exact part -----------------------------------------------------------------------------------------------
+
+
+class _Structure:
+    """What stands in each line of the architecture file."""
+
+    def __init__(self, lines: Sequence[Line], header: Mapping[str, Any], usual: Usual) -> None:
+        self.usual = usual
+        self.header = header
+        self.parents = {name[:i] for name, _, _ in lines for i, sign in enumerate(name) if sign == "."}
+        self.only_root = len(lines) == 1
+
+    def layer(self, name: str, layer: Layer, calls: Sequence[Call]) -> dict[str, Any]:
+        inner = not self.only_root if name == ROOT else name in self.parents
+        line: dict[str, Any] = {
+            "type": layer.type_name,
+            "functional": layer.functional or None,
+            "leaf": layer.leaf if layer.leaf == inner else None,
+            "training": layer.training if layer.training != (self.header["mode"] == "train") else None,
+            "aliases": layer.aliases or None,
+            "attributes": self._attributes(layer) or None,
+            "parameters": self._own(layer.parameters, trainable=True) or None,
+            "buffers": self._own(layer.buffers, trainable=False) or None,
+            "calls": self._calls(name, layer, calls) or None,
+        }
+        return {k: v for k, v in line.items() if v is not None}
+
+    def _attributes(self, layer: Layer) -> dict[str, Any]:
+        found = {k: _plain(v) for k, v in layer.attributes.items()}
+        if layer.functional:
+            return found
+        usual: Mapping[str, Any] = self.header.get("attributes", {})
+        own = {k: v for k, v in found.items() if k not in usual or not same(usual[k], v)}
+        return own | {k: ABSENT for k in usual if k not in found}
+
+    def _own(self, own: Sequence[Parameter], *, trainable: bool) -> dict[str, str]:
+        texts = (parameter_text(p, self.usual, trainable=trainable) for p in own)
+        return dict(zip(keys(p.name for p in own), texts, strict=True))
+
+    def _calls(self, name: str, layer: Layer, calls: Sequence[Call]) -> list[dict[str, Any] | str]:
+        header = self.header
+        found: list[dict[str, Any] | str] = []
+        index: dict[tuple[str, bool], int] = {}
+        for call in calls:
+            kind = call.root, call.root_training
+            next_index = index.get(kind, 0)
+            index[kind] = call.index + 1
+            line: dict[str, Any] = {}
+            if call.root != header.get("root", ROOT):
+                line["root"] = call.root
+            if call.root_training != (header["mode"] == "train"):
+                line["mode"] = "train" if call.root_training else "eval"
+            if call.index != next_index:
+                line["index"] = call.index
+            if call.forwards != header.get("forwards", 1):
+                line["forwards"] = call.forwards
+            if call.training != layer.training:
+                line["training"] = call.training
+            if call.grad_enabled != header.get("grad_enabled", True):
+                line["grad_enabled"] = call.grad_enabled
+            if call.autocast != header.get("autocast"):
+                line["autocast"] = call.autocast
+            if call.recomputed:
+                line["recomputed"] = call.recomputed
+            if call.inputs:
+                line["inputs"] = self._values(call.inputs, name)
+            if not call.inputs_known:
+                line["inputs_known"] = False
+            if call.arguments:
+                line["arguments"] = {k: _plain(v) for k, v in call.arguments.items()}
+            if call.outputs:
+                line["outputs"] = self._values(call.outputs, name)
+            found.append(_signature(line) or line)
+        return found
+
+    def _values(self, values: Sequence[Value], layer: str) -> dict[str, str]:
+        texts = (value_text(v, layer, self.usual) for v in values)
+        return dict(zip(keys(v.path for v in values), texts, strict=True))
+
+
+def _signature(line: Mapping[str, Any]) -> str | None:
+    """Return the text of a call of which there is no more to say than its one input and its one output."""
+    if line.keys() == {"inputs", "outputs"} and [*line["inputs"], *line["outputs"]] == ["input", "output"]:
+        source, made = line["inputs"]["input"], line["outputs"]["output"]
+        return f"{source}{ARROW}{made}" if " from " not in made else None
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two attributes are the same; True is not 1."""
+    return type(a) is type(b) and bool(a == b)
+
+
+def _plain(value: Plain) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):  # strict JSON has no NaN and no infinity
+        return {"float": str(value)}
+    return value
+
+
+# --- the numbers --------------------------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """What stands in each line of the numbers file; what is the same tensor is written where it was first seen."""
+
+    def __init__(self, lines: Sequence[Line], usual: Usual) -> None:
+        self.usual = usual
+        self.lines_of = lines
+        self.known: dict[tuple[Any, ...], str] = {}
+        self.entries = dict(self._values())
+        self.own = {
+            qualified(name, p.name): self._own_entry(p)
+            for name, layer, _ in lines
+            for p in (*layer.parameters, *layer.buffers)
+        }
+        self.responses: dict[str, str] = {}
+        self.recipes = Recipes([_outline(name, layer, calls) for name, layer, calls in lines])
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield name and text of each line that holds anything."""
+        for i, (name, layer, calls) in enumerate(self.lines_of):
+            found = self._own(name, layer)
+            for j, call in enumerate(calls):
+                number = str(j + 1) if j else ""
+                found += [(number + key, text) for key, text in self._call(i, j, call)]
+            if found:
+                yield name, _object(found)
+
+    # --- parameters and buffers
+
+    def _own(self, layer_name: str, layer: Layer) -> list[tuple[str, str]]:
+        own = (*layer.parameters, *layer.buffers)
+        found = []
+        for key, parameter in zip(keys(p.name for p in own), own, strict=True):
+            entry = self.own[qualified(layer_name, parameter.name)]
+            if entry != self.own.get(parameter.tied_to or "", EMPTY):
+                found.append((OWN + key, entry))
+        return found
+
+    def _own_entry(self, parameter: Parameter) -> str:
+        shape, dtype = parameter.shape, parameter.dtype
+        return _list(
+            reading_text(parameter.reading, shape, dtype, "own"),
+            reading_text(parameter.gradient, shape, dtype, "own gradient"),
+            reading_text(parameter.after, shape, dtype, "own"),
+        )
+
+    # --- values
+
+    def _values(self) -> Iterator[tuple[tuple[int, int, bool, int], str]]:
+        """Yield the entries of all values, in the order in which they were seen; nothing for what goes without."""
+        calls = [calls for _, _, calls in self.lines_of]
+        owners: dict[tuple[Kind, int], tuple[str, str]] = {}
+        written: dict[tuple[Kind, str], tuple[int, str]] = {}
+        known: set[tuple[Kind, str]] = set()
+        for i, j, end in moments(timelines(calls), calls):
+            name, call = self.lines_of[i][0], calls[i][j]
+            kind = kind_of(call)
+            for k, value in enumerate(call.outputs if end else call.inputs):
+                entry = self._entry(value)
+                here = address(name, call, value.path)
+                owner = owners.get((kind, value.tensor))
+                if value.source is not None and written.get((kind, value.source)) == (value.tensor, entry):
+                    text = ""
+                elif owner is not None and owner[1] == entry:
+                    text = quoted(relative(owner[0], name))
+                else:
+                    text = "" if entry == EMPTY and value.source is None else entry
+                if value.tensor >= 0 and (kind, here) not in known:
+                    owners.setdefault((kind, value.tensor), (here, entry))
+                known.add((kind, here))
+                if end:
+                    written[kind, here] = value.tensor, entry
+                yield (i, j, end, k), text
+
+    def _entry(self, value: Value) -> str:
+        shape, dtype = value.shape, value.dtype
+        key = id(value.forward), id(value.backward), id(value.backward_inner), shape, dtype
+        if key not in self.known:  # most inputs share their readings with the output that they are
+            self.known[key] = _list(
+                reading_text(value.forward, shape, dtype, "value"),
+                reading_text(value.backward, shape, dtype, "gradient"),
+                reading_text(value.backward_inner, shape, dtype, "gradient"),
+            )
+        return self.known[key]
+
+    def _call(self, i: int, j: int, call: Call) -> Iterator[tuple[str, str]]:
+        for sign, end, values in ((INPUT, False, call.inputs), (OUTPUT, True, call.outputs)):
+            for k, key in enumerate(keys(v.path for v in values)):
+                if text := self.entries[i, j, end, k]:
+                    yield sign + key, text
+        if call.random is not None:
+            yield RANDOM, quoted(call.random)
+        if call.response is not None:
+            yield ALONE, quoted(self._response(i, j, call.response))
+
+    # --- responses
+
+    def _response(self, i: int, j: int, response: Response) -> str:
+        """Return the key under which a response stands; layers that are alike respond alike."""
+        dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
+        parts = [(RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
+        for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):
+            parts.append((HANDED + key, self._handed(handed, dtype)))
+        if response.gradient is not None:
+            parts.append((GRADIENT, reading_text(response.gradient, None, dtype, "response gradient")))
+        if response.without_gradient:
+            parts.append((UNREACHED, _COMPACT(response.without_gradient)))
+        if response.reason is not None:
+            parts.append((REASON, quoted(response.reason)))
+        text = _object(parts)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        length = next(n for n in range(8, len(digest)) if self.responses.get(digest[:n], text) == text)
+        self.responses[digest[:length]] = text
+        return digest[:length]
+
+    @staticmethod
+    def _handed(handed: Handed, dtype: str) -> str:
+        if handed.passed is not None:
+            return quoted(handed.passed)
+        return reading_text(handed.reading, None, dtype, "response")
+
+
+def _outline(name: str, layer: Layer, calls: Sequence[Call]) -> Outline:
+    pairs = [([(v.path, v) for v in call.inputs], [(v.path, v) for v in call.outputs]) for call in calls]
+    return Outline(name, [(p.name, p) for p in (*layer.parameters, *layer.buffers)], pairs)
+
+
+def _object(pairs: Iterable[tuple[str, str]]) -> str:
+    return f"{{{','.join([f'{quoted(key)}:{text}' for key, text in pairs])}}}"
+
+
+def _list(*texts: str) -> str:
+    given = [*texts]
+    while given[-1] == "null":
+        given.pop()
+    return f"[{','.join(given)}]"

@@ -1,0 +1,82 @@
+"""The layout of both files: strict JSON, one entry of the header a line, then one layer a line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, NamedTuple
+
+SCHEMA = 1
+LAYERS = "layers"
+RESPONSES = "responses"
+DECLARATION = ("reason", "supersedes")
+"""Why the architecture changed, and the digest of the one before."""
+
+
+COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
+GRADIENT_COLUMNS = ["rms", "fingerprint", "noise", "zeros"]
+
+OWN, INPUT, OUTPUT = ".", "<", ">"
+ALONE, RANDOM = "alone", "random"
+HANDED = "~"
+RECIPES, GRADIENT, UNREACHED, REASON = "given", "gradient", "unreached", "reason"
+KEYS = {
+    ".": "own parameter or buffer: numbers, gradient, what the run left",
+    "<": "input: numbers and gradient, or which value it is",
+    ">": "output; 2> of the second call",
+    "alone": "which response",
+    "~": "what the code alone handed on",
+}
+"""What the keys of a line mean, for who reads the file."""
+ARROW = " -> "
+ABSENT: dict[str, str] = {}
+"""In the place of an attribute that most layers have, of one that does not."""
+EMPTY = "[[]]"
+"""The entry of what has no numbers."""
+
+
+class Texts(NamedTuple):
+    """The contents of the two files."""
+
+    architecture: str
+    numbers: str | None
+    """None: a record of structure alone."""
+
+
+def laid_out(
+    header: Mapping[str, Any], layers: Iterable[tuple[str, str]], responses: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Return a file of a header, of responses and of layers; each entry has its line.
+
+    >>> print(laid_out({"modelprobe": 1}, [("fc1", '{"type": "Linear"}')]), end="")
+    {
+    "modelprobe": 1,
+    "layers": {
+    "fc1": {"type": "Linear"}
+    }
+    }
+    """
+    entries = [f"{quoted(key)}: {json.dumps(value, allow_nan=False)}" for key, value in header.items()]
+    return joined(entries, [f"{quoted(k)}: {v}" for k, v in responses], [f"{quoted(k)}: {v}" for k, v in layers])
+
+
+def joined(header: Sequence[str], responses: Sequence[str], layers: Sequence[str]) -> str:
+    """Return the file of these lines, none of which ends in a comma."""
+    sections = [*header]
+    for name, lines in ((RESPONSES, responses), (LAYERS, layers)):
+        if lines or name == LAYERS:
+            content = ",\n".join(lines)
+            sections.append(f'"{name}": {{\n{content}\n}}' if lines else f'"{name}": {{}}')
+    content = ",\n".join(sections)
+    return f"{{\n{content}\n}}\n"
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """Return the digest of a parsed architecture, whatever its white space and the order of attributes."""
+    header = {k: v for k, v in data.items() if k not in (*DECLARATION, LAYERS)}
+    layers = data.get(LAYERS)
+    lines = list(layers.items()) if isinstance(layers, dict) else layers  # their order tells the order of calls
+    text = json.dumps([header, lines], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,0 +1,133 @@
+"""The order of calls: what the order of lines tells of it, and what has to be written down besides.
+
+A timeline lists the starts and ends of the calls of one kind of forward: ``3`` is the start of the next call of the
+layer on the third line, ``-3`` the end of its newest. Where each layer is called once, inside the layers that its name
+lies in, the order of lines says all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from pytest_modelprobe.record import ROOT, Call, Layer, Record
+
+from .wording import Unreadable
+
+Kind = tuple[str, bool]
+"""The layer whose outermost call was the forward, and its mode."""
+Timeline = list[int]
+
+
+class Event(NamedTuple):
+    """The start or the end of a call."""
+
+    layer: int
+    """Index of the layer among the lines."""
+    call: int
+    """Index of the call among the layer's."""
+    end: bool
+
+
+class Called(Protocol):
+    """A call, whole or still without its values."""
+
+    @property
+    def root(self) -> str:
+        """See `Call`."""
+
+    @property
+    def root_training(self) -> bool:
+        """See `Call`."""
+
+
+def kind_of(call: Called) -> Kind:
+    """Return which kind of forward a call belongs to."""
+    return call.root, call.root_training
+
+
+def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
+    """Return names, layers and calls: layers by their first call, those without one last; calls by kind and index."""
+    kinds = {kind: i for i, kind in enumerate(sorted({kind_of(c) for la in record.layers.values() for c in la.calls}))}
+    known, unknown = [], []
+    for name, layer in record.layers.items():
+        calls = sorted(layer.calls, key=lambda c: (kinds[kind_of(c)], c.index))
+        first = min(((kinds[kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
+        if first is None:
+            unknown.append((name, layer, calls))
+        else:
+            known.append((first, (name, layer, calls)))
+    known.sort(key=lambda pair: pair[0])
+    return [line for _, line in known] + unknown
+
+
+def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
+    """Return the timeline of each kind of forward, kinds in their order, from the calls of each line's layer."""
+    events: dict[Kind, list[tuple[int, bool, int]]] = {}
+    for line, of_layer in enumerate(calls, start=1):
+        for call in of_layer:
+            found = events.setdefault(kind_of(call), [])
+            if call.started >= 0:
+                found.append((call.started, False, line))
+                if call.finished >= 0:
+                    found.append((max(call.finished, call.started), True, line))
+    return [[-line if end else line for _, end, line in sorted(events[kind])] for kind in sorted(events)]
+
+
+def implied(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
+    """Return the timelines that the order of lines tells, if each call is the only one and lies in those above it."""
+    kinds: dict[Kind, tuple[Timeline, list[int]]] = {}
+    for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
+        for kind in dict.fromkeys(map(kind_of, of_layer)):
+            timeline, running = kinds.setdefault(kind, ([], []))
+            while running and not _inside(name, names[running[-1] - 1]):
+                timeline.append(-running.pop())
+            timeline.append(line)
+            running.append(line)
+    for timeline, running in kinds.values():
+        timeline += [-line for line in reversed(running)]
+    return [kinds[kind][0] for kind in sorted(kinds)]
+
+
+def _inside(name: str, layer: str) -> bool:
+    return layer == ROOT or name.startswith(f"{layer}.")
+
+
+def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list[list[Event]]:
+    """Return which calls the timelines speak of: starts go to a layer's calls in turn.
+
+    Raises:
+        Unreadable: The timelines do not fit the calls.
+    """
+    by_kind: dict[Kind, dict[int, list[int]]] = {}
+    for line, of_layer in enumerate(calls, start=1):
+        for i, call in enumerate(of_layer):
+            by_kind.setdefault(kind_of(call), {}).setdefault(line, []).append(i)
+    if len(given) != len(by_kind):
+        raise Unreadable(f"the order is of {len(given)} kinds of forwards, the calls are of {len(by_kind)}")
+    found = []
+    for timeline, kind in zip(given, sorted(by_kind), strict=True):
+        waiting = {line: iter(of_layer) for line, of_layer in by_kind[kind].items()}
+        running: dict[int, list[int]] = {}
+        here: list[Event] = []
+        for token in timeline:
+            line = abs(token)
+            if token > 0:
+                index = next(waiting.get(line, iter(())), None)
+                if index is not None:
+                    running.setdefault(line, []).append(index)
+            else:
+                index = running[line].pop() if running.get(line) else None
+            if index is None:
+                raise Unreadable(f"the order speaks of a call of layer {line} that is not there")
+            here.append(Event(line - 1, index, token < 0))
+        found.append(here)
+    return found
+
+
+def moments(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
+    """Return all starts and ends of calls in their order, those that the timelines do not tell of last."""
+    seen = {event: None for timeline in events(given, calls) for event in timeline}
+    for i, of_layer in enumerate(calls):
+        seen |= {Event(i, j, end): None for j in range(len(of_layer)) for end in (False, True)}
+    return seen

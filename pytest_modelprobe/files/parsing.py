@@ -1,0 +1,129 @@
+"""Text → strict JSON of a file of ours, or one sentence that says what is wrong with it and the way out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, NoReturn
+
+from pytest_modelprobe.exceptions import SnapshotError
+
+from .layout import LAYERS, SCHEMA
+from .wording import Unreadable
+
+MOST_BYTES = 64 << 20
+"""Larger files are no snapshots."""
+
+RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
+
+_CONFLICT = re.compile(r"^<<<<<<< ?([^\n]*)\n.*?^>>>>>>> ?([^\n]*)$", re.MULTILINE | re.DOTALL)
+_MARKER = re.compile(r"^(<<<<<<<|=======|>>>>>>>|\|\|\|\|\|\|\|)( |$)", re.MULTILINE)
+
+
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """Return what a file holds, of our schema.
+
+    Raises:
+        SnapshotError: It is none of ours, damaged, or of a newer version.
+    """
+    if len(text) > MOST_BYTES:
+        too_large(where, len(text))
+    if not text.strip():
+        raise SnapshotError(f"{where} is empty: {RESTORE}")
+    if text.startswith("\ufeff"):
+        raise SnapshotError(
+            f"{where} starts with a byte order mark, which strict JSON has not: save it as UTF-8 without one"
+        )
+    if "\n<<<<<<<" in f"\n{text}" or "\n>>>>>>>" in f"\n{text}":
+        _conflict(text, where)
+    try:
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()):
+            raise SnapshotError(f"{where} is cut off in line {error.lineno}: {RESTORE}") from None
+        raise SnapshotError(
+            f"{where} is no JSON in line {error.lineno}, column {error.colno} ({error.msg}): {RESTORE}"
+        ) from None
+    except RecursionError:
+        raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
+    except ValueError as error:  # ours, and that of an integer with thousands of digits
+        raise SnapshotError(f"{where} is no strict JSON, {_line(error)}: {RESTORE}") from None
+    if type(data) is not dict or type(data.get(LAYERS)) is not dict:
+        raise SnapshotError(f"{where} is no file of pytest-modelprobe: {RESTORE}")
+    schema = data.get("modelprobe")
+    if type(schema) is not int or schema < 1:
+        raise SnapshotError(f"{where} is no file of pytest-modelprobe, for its schema is {shown(schema)}: {RESTORE}")
+    if schema > SCHEMA:
+        raise SnapshotError(
+            f"{where} was written by a newer pytest-modelprobe (schema {shown(schema)}; this one reads {SCHEMA}): "
+            "upgrade pytest-modelprobe"
+        )
+    return data
+
+
+def too_large(where: str, size: int) -> NoReturn:
+    """Raise the error of a file that is too large to be read at all."""
+    raise SnapshotError(
+        f"{where} has {size >> 20:,} MB, more than a snapshot ever has ({MOST_BYTES >> 20} MB): {RESTORE}"
+    )
+
+
+def _conflict(text: str, where: str) -> NoReturn:
+    found = _CONFLICT.search(text)
+    sides = f" of {shown(found[1] or 'ours')} and {shown(found[2] or 'theirs')}" if found else ""
+    raise SnapshotError(
+        f"{where} holds the conflict markers of a merge{sides}: check out one side "
+        "(`git checkout --ours` or `--theirs`) of both its files and run `pytest --snapshot-update`"
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Unreadable(f"{shown(twice)} stands twice in one object")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise Unreadable(f"{name} is no number there")
+
+
+def shown(value: object) -> str:
+    """Return untrusted text for a message: short, on one line, without control characters."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# --- types --------------------------------------------------------------------------------------------------------
+
+
+def known(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]) -> None:
+    """Raise `Unreadable` unless each entry has a name and a type of ``fields``."""
+    for name, value in data.items():
+        wanted = fields.get(name)
+        if wanted is None:
+            raise Unreadable(f"it has an unknown field {shown(name)}")
+        if type(value) is not wanted and not (isinstance(wanted, UnionType) and type(value) in wanted.__args__):
+            raise Unreadable(f"{shown(name)} is {shown(value)}, which is of the wrong type")
+
+
+def texts(data: Any, what: str) -> dict[str, str]:
+    """Return an object whose values are all texts; `Unreadable` if they are not."""
+    if type(data) is not dict or not all(type(value) is str for value in data.values()):
+        raise Unreadable(f"{what} is {shown(data)}, no object of texts")
+    return data
+
+
+def listed(data: Any, what: str) -> tuple[str, ...]:
+    """Return a list of texts as a tuple; `Unreadable` if it is none."""
+    if type(data) is not list or not all(type(value) is str for value in data):
+        raise Unreadable(f"{what} is {shown(data)}, no list of texts")
+    return tuple(data)

@@ -1,0 +1,268 @@
+"""Readings as lists of numbers, and back, as briefly as they can be printed.
+
+- Values, parameters, buffers: ``[mean, std, min, max, fingerprint, noise, zeros, {more}]``.
+- Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and their fingerprint are ever judged.
+- Where there are no statistics: ``[fingerprint, noise, {more}]``.
+
+What is missing at the end, and no zeros, is left out. How many elements there are follows from the shape.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pytest_modelprobe.record import Dimension, Reading, Statistics, Units
+
+from . import fixed_point
+from .wording import Unreadable, floating
+
+Role = Literal["value", "gradient", "own", "own gradient", "response", "response gradient"]
+
+_COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+FULL: tuple[Role, ...] = ("value", "own", "response")
+"""Roles that have all columns."""
+
+_MOST_UNITS = 1 << 20  # more is no layer: units come back as tuples, which a short text must not make long
+
+
+def number(value: float | None, digits: int = 6) -> str:
+    """Return a number as short text that JSON reads; integers are exact, what is not finite is quoted.
+
+    >>> number(0.00012345678), number(-0.0), number(1234567), number(-math.inf), number(2.34e-7, 2)
+    ('0.000123457', '0', '1234567', '"-inf"', '2.3e-7')
+    """
+    if value is None:
+        return "null"
+    if type(value) is int:
+        return str(value)
+    text = f"{value:.{digits}g}"
+    if "e" in text:
+        mantissa, _, exponent = text.partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f'"{text}"' if text[-1] in "fn" else "0" if text == "-0" else text
+
+
+def precision(role: Role, dtype: str, noise: float | None) -> float:
+    """Return how precisely a fingerprint is kept, relative to the norm: a quarter of what a comparison lets pass.
+
+    >>> precision("value", "float32", None), precision("gradient", "float32", 1e-4), precision("own", "bfloat16", None)
+    (2.5e-07, 0.0001, 0.00048)
+    """
+    if not floating(dtype) and role not in _RESPONSE:  # the digest is exact; the fingerprint tells how many changed
+        return 1e-4
+    return max(_PRECISION[role], _NARROW.get(dtype, 0.0), noise or 0.0)
+
+
+_RESPONSE: tuple[Role, ...] = ("response", "response gradient")
+_PRECISION: dict[Role, float] = {
+    "value": 2.5e-7, "response": 2.5e-7, "own": 7.5e-7,
+    "gradient": 5e-7, "own gradient": 5e-7, "response gradient": 5e-7,
+}  # fmt: skip
+_NARROW = {"float16": 6e-5, "bfloat16": 4.8e-4}
+
+
+def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dtype: str, role: Role) -> str:
+    """Return the list of a reading of values of this shape; None: the shape is not known."""
+    if reading is None:
+        return "null"
+    numbers = reading.statistics
+    columns = []
+    if numbers is not None and role in FULL:
+        std = numbers.std
+        columns = [number(_mean(numbers.mean, std)), number(std), number(numbers.min), number(numbers.max)]
+    elif numbers is not None:
+        columns = [number(numbers.rms)]
+    least = len(columns)
+    noise = None if reading.noise is None else float(f"{reading.noise:.2g}")
+    if reading.fingerprint is not None:
+        columns.append(_fingerprint_text(reading.fingerprint, precision(role, dtype, noise)))
+        columns.append(number(noise, 2))
+    elif least:
+        columns += ["null", number(noise, 2)]
+    if numbers is not None and numbers.zeros:
+        columns.append(str(numbers.zeros))
+    while len(columns) > least and columns[-1] == "null":
+        columns.pop()
+    more = _more(reading, shape)
+    if noise is not None and not columns:
+        more["noise"] = noise if math.isfinite(noise) else str(noise)
+    if more:
+        columns.append(_COMPACT(more))
+    return f"[{','.join(columns)}]"
+
+
+def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Reading:
+    """Return the reading that `reading_text` wrote.
+
+    Raises:
+        Unreadable: It is none.
+    """
+    if type(data) is not list:
+        raise Unreadable(f"{str(data)[:80]!r} is no list of numbers")
+    if not data:
+        return Reading()
+    more: dict[str, Any] = {}
+    if type(data[-1]) is dict:
+        data, more = data[:-1], data[-1]
+    first = data[0] if data else ""
+    counted = type(first) is not list and (type(first) is not str or first in _NONFINITE)
+    mean: Any = 0
+    low = high = std = None
+    least = 0
+    if counted and role in FULL:
+        least = 4
+        mean, std, low, high = (*data, None, None, None)[:4]
+    elif counted:
+        least = 1
+        std = data[0]
+        mean = None if std is None else 0
+    if not least <= len(data) <= least + 2 + counted:
+        raise Unreadable(f"{len(data)} numbers are not as many as columns")
+    fingerprint, noise, zeros = (*data[least:], None, None, None)[:3]
+    statistics = _statistics(mean, std, low, high, zeros or 0, shape, more) if counted else None
+    rest = _rest(more, statistics) if more else {}
+    if noise is not None:
+        rest["noise"] = _float(noise)
+    return Reading(
+        statistics=statistics, fingerprint=None if fingerprint is None else _fingerprint_from(fingerprint), **rest
+    )
+
+
+# --- what a reading has besides its columns -----------------------------------------------------------------------
+
+_COUNTS = ("nan", "posinf", "neginf")
+_FIRST = ("first_nan", "first_posinf", "first_neginf")
+
+
+def _more(reading: Reading, shape: Sequence[Dimension] | None) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    numbers = reading.statistics
+    if reading.tensors != 1:
+        more["tensors"] = reading.tensors
+    if numbers is not None:
+        if numbers.count != _count(shape, reading.tensors):
+            more["count"] = numbers.count
+        if numbers.nonfinite:
+            more |= {name: n for name in _COUNTS if (n := getattr(numbers, name))}
+            more |= {name: n for name in _FIRST if (n := getattr(numbers, name)) is not None}
+        if numbers.zeros and reading.units is not None and len(reading.units) <= _MOST_UNITS:
+            dead = reading.units.dead
+            if dead:
+                more["dead"] = [dead, len(reading.units), reading.units.axis]
+    if reading.digest is not None:
+        more["digest"] = reading.digest
+    if reading.reason is not None:
+        more["reason"] = reading.reason
+    return more
+
+
+def _count(shape: Sequence[Dimension] | None, tensors: int) -> int | None:
+    """Return how many elements so many tensors of a shape have; None where it varies."""
+    count = tensors
+    for size in (None,) if shape is None else shape:
+        if type(size) is not int:
+            return None
+        count *= size
+    return count
+
+
+def _statistics(
+    mean: Any, std: Any, low: Any, high: Any, zeros: Any, shape: Sequence[Dimension] | None, more: Mapping[str, Any]
+) -> Statistics:
+    count = more["count"] if "count" in more else _count(shape, _whole(more.get("tensors", 1)))
+    if type(count) is not int or type(zeros) is not int:
+        raise Unreadable("the number of elements is missing")
+    odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
+    finite = count - sum(odd.get(name, 0) for name in _COUNTS)
+    deviation = 0.0 if std is None else _float(std)
+    return Statistics(
+        count=count,
+        zeros=zeros,
+        min=_exact(low),
+        max=_exact(high),
+        mean=None if mean is None or finite <= 0 else _float(mean),
+        deviations=deviation * deviation * max(finite, 0),
+        **odd,
+    )
+
+
+def _rest(more: Mapping[str, Any], statistics: Statistics | None) -> dict[str, Any]:
+    rest: dict[str, Any] = {}
+    for name, value in more.items():
+        if name == "tensors":
+            rest[name] = _whole(value)
+        elif name in ("digest", "reason"):
+            if type(value) is not str:
+                raise Unreadable(f"{name!r} is no text")
+            rest[name] = value
+        elif name == "noise":
+            rest[name] = _float(value)
+        elif name == "dead" and type(value) is list and len(value) == 3:
+            rest["units"] = _units(*map(_whole, value))
+        elif name not in ("count", *_COUNTS, *_FIRST) or statistics is None:
+            raise Unreadable(f"it has an unknown field {name[:80]!r}")
+    return rest
+
+
+def _units(dead: int, units: int, axis: int) -> Units:
+    """Return as many units, of which all that is known is how many were zero: those come first, the others are NaN."""
+    if not 0 < dead <= units <= _MOST_UNITS:
+        raise Unreadable(f"{dead} of {units} units are dead")
+    numbers = (0.0,) * dead + (math.nan,) * (units - dead)
+    return Units(axis=axis, low=numbers, high=numbers)
+
+
+# --- single numbers -----------------------------------------------------------------------------------------------
+
+
+def _mean(mean: float | None, std: float | None) -> float | None:
+    """Round a mean that is small beside the deviation: what lies below that one's digits is chance."""
+    if not mean or not std or not math.isfinite(std) or not math.isfinite(mean):
+        return mean
+    return round(mean, 6 - math.floor(math.log10(float(f"{std:.6g}") or 1.0)))
+
+
+def _fingerprint_text(fingerprint: Sequence[float], precision: float) -> str:
+    if len(fingerprint) == fixed_point.K and all(map(math.isfinite, fingerprint)):
+        return f'"{fixed_point.packed(tuple(fingerprint), fixed_point.bits_for(precision))}"'
+    return f"[{','.join(number(x, 9) for x in fingerprint)}]"
+
+
+def _fingerprint_from(data: Any) -> tuple[float, ...]:
+    if type(data) is str:
+        return fixed_point.unpacked(data)
+    if type(data) is list:
+        return tuple(map(_float, data))
+    raise Unreadable(f"{str(data)[:80]!r} is no fingerprint")
+
+
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def _float(data: Any) -> float:
+    kind = type(data)
+    if kind is float:
+        return data  # type: ignore[no-any-return]
+    if kind is int:
+        try:
+            return float(data)
+        except OverflowError:
+            raise Unreadable("a number is too large") from None
+    if kind is str and data in _NONFINITE:
+        return _NONFINITE[data]
+    raise Unreadable(f"{str(data)[:80]!r} is no number")
+
+
+def _exact(data: Any) -> float | None:
+    """Return a float, or an integer as it is: the smallest or largest of integers."""
+    return data if data is None or (type(data) is int and abs(data) < 1 << 64) else _float(data)
+
+
+def _whole(data: Any) -> int:
+    if type(data) is not int or abs(data) >= 1 << 63:
+        raise Unreadable(f"{str(data)[:80]!r} is no whole number")
+    return data

@@ -1,0 +1,208 @@
+"""The two files on disk: read within bounds, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_modelprobe.exceptions import SnapshotError
+
+from .decoding import Snapshot, decode
+from .layout import Texts
+from .parsing import MOST_BYTES, RESTORE, too_large
+
+ARCH, PROBE = ".arch.json", ".probe.json"
+DIRECTORY = "__modelprobe__"
+
+_TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
+_OLD = 3600.0  # seconds after which a temporary file is no one's any more, wherever its process runs
+
+
+def read(path: Path, numbers: Path | None = None) -> Snapshot:
+    """Return the snapshot in the two files.
+
+    Args:
+        path: The architecture file, ``….arch.json``.
+        numbers: The numbers file; None: that of the same name.
+
+    Raises:
+        SnapshotError: There is none, or it cannot be read; the message is one sentence with the file and the way out.
+    """
+    texts = read_texts(path, numbers)
+    if texts is None:
+        raise SnapshotError(f"there is no snapshot {path}: record it with `pytest --snapshot-update`")
+    return decode(*texts, where=str(path), numbers_at=str(_numbers_path(path, numbers)))
+
+
+def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
+    """Return the contents of the two files; None where there is no architecture file.
+
+    Raises:
+        SnapshotError: One of them cannot be read.
+    """
+    architecture = _read(path)
+    return None if architecture is None else Texts(architecture, _read(_numbers_path(path, numbers)))
+
+
+def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
+    """Write both files, each whole or not at all, and make their directory if need be.
+
+    A process that is killed in between leaves the old files, or numbers that are known not to belong to the
+    architecture. What such a process left behind is removed by the next that writes there.
+
+    Args:
+        path: The architecture file.
+        texts: What `encode` or `rewritten` returned. Without numbers, an old numbers file is removed.
+        numbers: The numbers file; None: that of the same name.
+
+    Raises:
+        SnapshotError: The files cannot be written.
+    """
+    probe = _numbers_path(path, numbers)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"{path.parent} cannot be made ({error.strerror}): {_writable(path.parent)}") from None
+    _remove_left_over(path.parent)
+    # Numbers first: cut short, a first update leaves no snapshot, and a later one an architecture that was reviewed.
+    if texts.numbers is not None:
+        _write(probe, texts.numbers)
+    _write(path, texts.architecture)
+    if texts.numbers is None:
+        _inside(probe)
+        with contextlib.suppress(FileNotFoundError):
+            probe.unlink()
+
+
+def _numbers_path(path: Path, numbers: Path | None) -> Path:
+    return path.with_name(path.name.removesuffix(ARCH) + PROBE) if numbers is None else numbers
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str | None:
+    target = _inside(path)
+    try:
+        status = target.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            raise SnapshotError(f"{path} is {kind}: move it out of the way, it stands where a snapshot belongs")
+        if status.st_size > MOST_BYTES:
+            too_large(str(path), status.st_size)
+        with target.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read ({error.strerror}): give yourself the right to read it") from None
+    if len(data) > MOST_BYTES:
+        too_large(str(path), len(data))
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
+    except UnicodeDecodeError as error:
+        raise SnapshotError(f"{path} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+
+
+def _inside(path: Path) -> Path:
+    """Return where a path leads; it must not leave the directory of the tests."""
+    parts = path.absolute().parts
+    at = parts.index(DIRECTORY) if DIRECTORY in parts else len(parts) - 1
+    root = Path(*parts[:at])
+    try:
+        target, tests = path.resolve(), root.resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        raise SnapshotError(f"{path} is a symbolic link in a circle: remove it") from None
+    if not target.is_relative_to(tests):
+        raise SnapshotError(
+            f"{path} leads out of {root} by a symbolic link, to {target}: replace the link by the files"
+        )
+    return target
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, text: str) -> None:
+    target = _inside(path)
+    data = text.encode("utf-8")
+    try:
+        if target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data:
+            return
+        for _ in range(3):
+            temporary = _written(target, data)
+            try:
+                temporary.replace(target)
+                break
+            except FileNotFoundError:  # another machine took it for left over
+                continue
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        else:
+            raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
+        _keep(target.parent)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_writable(path)}") from None
+
+
+def _written(target: Path, data: bytes) -> Path:
+    """Return a new hidden file with the data, beside the target, on disk."""
+    temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def _keep(directory: Path) -> None:
+    """Have the new names of a directory on disk too, where the system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _writable(path: Path) -> str:
+    return f"make {path} writable, or leave out `--snapshot-update`"
+
+
+def _remove_left_over(directory: Path) -> None:
+    """Remove temporary files of processes that were killed: ours by name, and old or of no process that runs."""
+    for temporary, pid in _temporary(directory):
+        with contextlib.suppress(OSError):
+            if time.time() - temporary.stat().st_mtime > _OLD or not _runs(pid):
+                temporary.unlink()
+
+
+def _temporary(directory: Path) -> Iterator[tuple[Path, int]]:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):  # noqa: PTH208 - names are enough, and there may be many
+            if found := _TEMPORARY.fullmatch(name):
+                yield directory / name, int(found[1])
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; where that cannot be asked, it may."""
+    if os.name != "posix":
+        return True  # there, os.kill ends what it is asked about
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,196 @@
+"""The text of an architecture file → its layers and calls, checked, without numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import UnionType
+from typing import Any, NamedTuple
+
+from pytest_modelprobe.record import ROOT, Plain
+
+from .layout import ABSENT, ARROW, LAYERS
+from .order import Kind, Timeline, events, implied
+from .parsing import known, listed, shown, texts
+from .wording import DTYPE, Unreadable, Usual, Worded, name_of, worded_parameter, worded_value
+
+_HEADER = {
+    "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
+    "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
+    "numbers": bool, "notes": list, "order": list, "reason": str, "supersedes": str, LAYERS: dict,
+}  # fmt: skip
+_LAYER = {
+    "type": str, "functional": bool, "leaf": bool, "training": bool, "aliases": list, "attributes": dict,
+    "parameters": dict, "buffers": dict, "calls": list,
+}  # fmt: skip
+_CALL: dict[str, type | UnionType] = {
+    "root": str, "mode": str, "index": int, "forwards": int, "training": bool, "grad_enabled": bool,
+    "autocast": str | None, "recomputed": int, "inputs": dict, "inputs_known": bool, "arguments": dict,
+    "outputs": dict,
+}  # fmt: skip
+_MODES = {"train": True, "eval": False}
+
+Named = list[tuple[str, Worded]]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class CallLine:
+    """A call without values."""
+
+    root: str
+    root_training: bool
+    index: int
+    forwards: int
+    training: bool
+    inputs_known: bool
+    arguments: dict[str, Plain]
+    grad_enabled: bool
+    autocast: str | None
+    recomputed: int
+
+
+class Line(NamedTuple):
+    """A layer without numbers."""
+
+    name: str
+    type: str
+    leaf: bool
+    functional: bool
+    training: bool
+    aliases: tuple[str, ...]
+    attributes: dict[str, Plain]
+    parameters: Named
+    buffers: Named
+    calls: list[CallLine]
+    values: list[tuple[Named, Named]]
+    """Inputs and outputs of each call."""
+
+
+class Structure:
+    """A parsed and checked architecture file."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        known(data, _HEADER)
+        if "model" not in data or data.get("mode") not in _MODES:
+            raise Unreadable("the model or its mode is missing")
+        self.data = data
+        self.has_numbers: bool = data.get("numbers", True)
+        self.training = _MODES[data["mode"]]
+        self.usual = Usual(data.get("dtype", DTYPE), data.get("requires_grad", False))
+        self.attributes = _attributes(data.get("attributes", {}))
+        self.parents = {name[:i] for name in data[LAYERS] for i, sign in enumerate(name) if sign == "."}
+        self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
+        self._place()
+
+    def _line(self, name: str, line: Any) -> Line:
+        with line_of(name):
+            if type(line) is not dict or "type" not in line:
+                raise Unreadable("it describes no layer")
+            known(line, _LAYER)
+            training = line.get("training", self.training)
+            inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
+            functional = line.get("functional", False)
+            own = _attributes(line.get("attributes", {}))
+            calls, values = self._calls(line.get("calls", ()), training)
+            return Line(
+                name,
+                line["type"],
+                line.get("leaf", not inner),
+                functional,
+                training,
+                listed(line["aliases"], "aliases") if "aliases" in line else (),
+                own if functional else self._with_usual(own, line.get("attributes", {})),
+                self._own(line.get("parameters", {}), trainable=True),
+                self._own(line.get("buffers", {}), trainable=False),
+                calls,
+                values,
+            )
+
+    def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
+        if not self.attributes:
+            return own
+        usual = {k: v for k, v in self.attributes.items() if k not in given}
+        return own | usual
+
+    def _own(self, data: Any, *, trainable: bool) -> Named:
+        return [
+            (name_of(key), worded_parameter(text, self.usual, trainable))
+            for key, text in texts(data, "parameters").items()
+        ]
+
+    def _values(self, data: Any) -> Named:
+        return [(name_of(key), worded_value(text, self.usual)) for key, text in texts(data, "values").items()]
+
+    def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[CallLine], list[tuple[Named, Named]]]:
+        calls, values = [], []
+        index: dict[Kind, int] = {}
+        header = self.data
+        for line in data:
+            if type(line) is str:
+                source, arrow, made = line.rpartition(ARROW)
+                if not arrow:
+                    raise Unreadable(f"{shown(line)} is no call")
+                line = {"inputs": {"input": source}, "outputs": {"output": made}}
+            elif type(line) is not dict:
+                raise Unreadable(f"{shown(line)} is no call")
+            known(line, _CALL)
+            if line.get("mode", "eval") not in _MODES:
+                raise Unreadable(f"{shown(line['mode'])} is no mode")
+            kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
+            position = line.get("index", index.get(kind, 0))
+            index[kind] = position + 1
+            calls.append(
+                CallLine(
+                    root=kind[0],
+                    root_training=kind[1],
+                    index=position,
+                    forwards=line.get("forwards", header.get("forwards", 1)),
+                    training=line.get("training", training),
+                    inputs_known=line.get("inputs_known", True),
+                    arguments=_attributes(line.get("arguments", {})),
+                    grad_enabled=line.get("grad_enabled", header.get("grad_enabled", True)),
+                    autocast=line["autocast"] if "autocast" in line else header.get("autocast"),
+                    recomputed=line.get("recomputed", 0),
+                )
+            )
+            values.append((self._values(line.get("inputs", {})), self._values(line.get("outputs", {}))))
+        return calls, values
+
+    def _place(self) -> None:
+        """Give each call its place among the starts and ends of its forward."""
+        self.calls = [line.calls for line in self.lines]
+        order = self.data.get("order")
+        if order is None:
+            order = implied([line.name for line in self.lines], self.calls)
+        elif not all(type(line) is list and all(type(token) is int and token for token in line) for line in order):
+            raise Unreadable("the order is no list of lists of whole numbers")
+        self.order: list[Timeline] = order
+        self.places: dict[tuple[int, int], tuple[int, int]] = {}
+        for timeline in events(order, self.calls):
+            for position, (i, j, end) in enumerate(timeline):
+                self.places[i, j] = (self.places[i, j][0], position) if end else (position, -1)
+
+
+def _attributes(data: Any) -> dict[str, Plain]:
+    return {k: _plain(v) for k, v in data.items() if v != ABSENT}
+
+
+def _plain(value: Any) -> Plain:
+    if type(value) is dict:
+        text = value.get("float")
+        if len(value) != 1 or text not in ("nan", "inf", "-inf"):
+            raise Unreadable(f"{shown(value)} is no plain value")
+        return float(text)
+    if type(value) is list:
+        raise Unreadable(f"{shown(value)} is no plain value")
+    return value  # type: ignore[no-any-return]
+
+
+@contextmanager
+def line_of(name: str) -> Iterator[None]:
+    """Name the line in what is wrong with it."""
+    try:
+        yield
+    except Unreadable as error:
+        raise Unreadable(f"in the line of {shown(name)}: {error}") from None
