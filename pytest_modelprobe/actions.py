@@ -1,0 +1,68 @@
+"""What a run of GitHub Actions is to be compared with: read from its event, without the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .git import GitError, Repository
+
+_NAME_IT = "name what to compare with: --base origin/main"
+
+
+def base(repository: Repository, environment: Mapping[str, str]) -> str:
+    """Return the revision that the change under test started from.
+
+    Of a pull request that is the first parent of the merge commit that Actions checks out; of a merge queue, what the
+    queue builds on; of a push, what the branch was before it.
+
+    Raises:
+        GitError: the event does not say, or what is checked out is not what the event is about.
+    """
+    name = environment.get("GITHUB_EVENT_NAME", "")
+    event = _event(environment)
+    if name in ("pull_request", "pull_request_target"):
+        return _of_pull_request(
+            repository, _at(event, "pull_request", "base", "sha"), _at(event, "pull_request", "head", "sha")
+        )
+    if name == "merge_group":
+        return _at(event, "merge_group", "base_sha")
+    if name == "push":
+        before = _at(event, "before")
+        # A new branch was nothing before.
+        return before if before.strip("0") else f"origin/{_at(event, 'repository', 'default_branch')}"
+    raise GitError(f"the event {name or '(none)'!r} does not say what changed: {_NAME_IT}")
+
+
+def _of_pull_request(repository: Repository, base: str, head: str) -> str:
+    commit = repository.commit("HEAD")
+    parents = repository.parents(commit)
+    if len(parents) == 2 and parents[1] == head:
+        # Not the event's base: the merge commit may be newer than the event.
+        try:
+            return repository.commit(parents[0])
+        except GitError as error:
+            step = "fetch-depth: 2 in the workflow's checkout"
+            raise GitError(f"what the pull request is merged into is not in this clone: {step}") from error
+    if commit == head:
+        return base
+    # As in pull_request_target, which checks out the base: nothing would differ, and everything would pass.
+    raise GitError(f"what is checked out is neither the pull request's merge commit nor its head: {_NAME_IT}")
+
+
+def _event(environment: Mapping[str, str]) -> Any:
+    path = environment.get("GITHUB_EVENT_PATH", "")
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
+
+
+def _at(event: Any, *keys: str) -> str:
+    for key in keys:
+        event = event.get(key) if isinstance(event, dict) else None
+    if not isinstance(event, str) or not event:
+        raise GitError(f"the event has no {'.'.join(keys)}: {_NAME_IT}")
+    return event

@@ -1,0 +1,419 @@
+"""The command `modelprobe`: shows snapshots, compares them, and tells whether a change was declared.
+
+It reads files and asks git; it runs no model, and needs neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import actions, gate
+from .compare import Difference, compare
+from .exceptions import ModelProbeError, UsageError
+from .files.storage import ARCH, DIRECTORY
+from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict
+from .git import Commit, Repository
+from .record import Record
+from .report import changes, github, markdown
+from .report.text import count, layer_rows, layer_table, listed, printable, table
+from .selection import Glob, select
+from .sources import (
+    ENDINGS,
+    Source,
+    SourceError,
+    in_revision,
+    in_working_tree,
+    on_disk,
+    scope_in,
+    without_ending,
+)
+
+SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
+"""Exit codes: nothing to object; differences, or denied changes; could not complete."""
+
+_TOLD: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
+"""What `diff` makes of each class: it denies nothing, and leaves out what says the same."""
+
+GIT_ATTRIBUTES = (
+    f"**/{DIRECTORY}/**/*.arch.json text eol=lf",
+    f"**/{DIRECTORY}/**/*.probe.json text eol=lf -merge linguist-generated",
+)
+"""What git has to know: two branches' numbers never mix into a model that nobody ran."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names may hold what a console cannot show
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `modelprobe show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INCOMPLETE
+    except (ModelProbeError, OSError) as error:
+        said = printable(str(error), longest=400)
+        print(f"modelprobe: {said}", file=sys.stderr)
+        if getattr(options, "format", "") == "github":
+            print(github.command("error", said, title="modelprobe could not complete"))
+        return INCOMPLETE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="modelprobe",
+        description="Show and compare snapshots of models, and gate changes of them.",
+        epilog="Exit code: 0 nothing to object, 1 differences or denied changes, 2 could not complete.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    path = f"an .arch.json, a .probe.json, either without its ending, or a folder with {DIRECTORY} below it"
+    snapshot = f"{path}, as it is or, as REF:PATH, as it was"
+
+    show = commands.add_parser("show", help="print a snapshot as a table")
+    show.add_argument("snapshot", metavar="SNAPSHOT", help=snapshot)
+    show.add_argument("--layers", action="append", metavar="GLOB", help="only these layers, such as 'blocks.*.attn'")
+    _add_format(show, "text", "markdown", "json")
+    show.set_defaults(run=_show)
+
+    diff = commands.add_parser("diff", help="say what changed between two snapshots, and why")
+    diff.add_argument("paths", nargs="*", metavar="PATH", help=f"OLD and NEW: {snapshot}; with --base what to look at")
+    _add_base(diff)
+    _add_format(diff, "text", "markdown", "json", "github")
+    diff.set_defaults(run=_diff)
+
+    check = commands.add_parser(
+        "check",
+        help="tell whether what changed was declared",
+        description="Tell whether what changed since REF was declared.",
+        epilog="Classes: " + "; ".join(f"{kind} ({DEFAULTS[kind]}): {MEANING[kind]}" for kind in CLASSES) + ".",
+    )
+    check.add_argument("paths", nargs="*", metavar="PATH", help=f"what to look at; all by default: {path}")
+    _add_base(check)
+    for level in LEVELS:
+        told = f"{level} changes of this class; may be repeated"
+        check.add_argument(f"--{level}", action="append", choices=CLASSES, default=[], metavar="CLASS", help=told)
+    _add_format(check, "text", "markdown", "json", "github")
+    check.set_defaults(run=_check)
+
+    log = commands.add_parser("log", help="print what became of a snapshot, or of one of its layers, in git")
+    log.add_argument("snapshot", metavar="SNAPSHOT", help=path)
+    log.add_argument("layer", nargs="?", metavar="LAYER", help="a name or a glob")
+    _add_format(log, "text", "markdown", "json")
+    log.set_defaults(run=_log)
+
+    init = commands.add_parser("init", help="tell git how to treat snapshots (.gitattributes)")
+    init.set_defaults(run=_init)
+    return parser
+
+
+def _add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
+    parser.add_argument("--format", choices=formats, default="text")
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    told = "compare with where HEAD left this revision; in GitHub Actions the event tells it"
+    parser.add_argument("--base", metavar="REF", help=told)
+
+
+# --- show ---------------------------------------------------------------------------------------------------------
+
+
+def _show(options: argparse.Namespace) -> int:
+    shown = []
+    for snapshot in _source(options.snapshot)[0].read().values():
+        record = snapshot.record
+        if options.layers:
+            chosen = select(record.layers, options.layers)
+            record = dataclasses.replace(record, layers={name: record.layers[name] for name in chosen})
+        shown.append((snapshot, record))
+    if options.format == "json":
+        data = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
+        print(_json(data if len(data) > 1 else data[0]))
+    elif options.format == "markdown":
+        print("\n".join(line for pair in shown for line in _shown_as_markdown(*pair)))
+    else:
+        print("\n\n".join(_shown_as_text(*pair) for pair in shown))
+    return SAME
+
+
+def _shown_as_text(snapshot: Snapshot, record: Record) -> str:
+    lines = [printable(_headline(snapshot))]
+    lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
+    called = layer_rows(record)[1]
+    columns, rows = _uncalled(record)
+    return "\n".join([*lines, "", *(layer_table(record, len(called)) if called else table(columns, rows, len(rows)))])
+
+
+def _shown_as_markdown(snapshot: Snapshot, record: Record) -> list[str]:
+    columns, rows = layer_rows(record)
+    if not rows:
+        columns, rows = _uncalled(record)
+    return [f"### {markdown.escaped(_headline(snapshot))}", "", *markdown.table(columns, rows), ""]
+
+
+def _headline(snapshot: Snapshot) -> str:
+    record = snapshot.record
+    parameters = gate.parameters(record)
+    how = f"loss {record.loss}" if record.loss else "no backward"
+    run = f"; {count(record.forwards, 'forward')} on {record.device}, {how}" if record.forwards else ""
+    return f"{record.model}: {count(len(record.layers), 'layer')}, {count(parameters, 'parameter')}{run}"
+
+
+def _uncalled(record: Record) -> tuple[list[str], list[list[str | int | float | None]]]:
+    """Return columns and rows of a record without a forward."""
+    rows: list[list[str | int | float | None]] = [
+        [layer.name, layer.type_name, ", ".join(f"{p.name} {tuple(p.shape)}" for p in layer.parameters) or "-"]
+        for layer in record.layers.values()
+    ]
+    return ["layer", "type", "parameters"], rows
+
+
+def _source(argument: str) -> tuple[Source, str]:
+    """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
+    ref, colon, path = argument.partition(":")
+    if colon and len(ref) > 1 and not Path(argument).exists():  # not a drive of Windows
+        repository = Repository(Path.cwd())
+        # As for git: from the root, but ./ from here.
+        scope = scope_in(repository, path) if path.startswith("./") else path.strip("/")
+        return in_revision(repository, ref).only(scope), without_ending(scope)
+    start = without_ending(Path(argument).as_posix())
+    return on_disk(argument), "" if start == "." else start
+
+
+# --- diff and check -----------------------------------------------------------------------------------------------
+
+
+def _diff(options: argparse.Namespace) -> int:
+    if options.base is None and options.paths:
+        if len(options.paths) != 2:
+            raise UsageError("diff compares two: give OLD and NEW, or --base REF")
+        verdict = _between(*options.paths)
+    else:
+        verdict = _since_base(options, _TOLD)
+    differing = Verdict(
+        changes=tuple(change for change in verdict.changes if change.level != "allow"), unchanged=verdict.unchanged
+    )
+    _print(options.format, differing, changes.diff_text, markdown.diff)
+    return DIFFERENT if differing.changes else SAME
+
+
+def _check(options: argparse.Namespace) -> int:
+    levels: dict[Class, Level] = dict(DEFAULTS)
+    for level in LEVELS:
+        for kind in getattr(options, level):
+            if levels[kind] != level and any(kind in getattr(options, other) for other in LEVELS if other != level):
+                raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
+            levels[kind] = level
+    verdict = _since_base(options, levels)
+    _print(options.format, verdict, changes.text, markdown.verdict)
+    return DIFFERENT if verdict.denied else SAME
+
+
+def _between(old: str, new: str) -> Verdict:
+    """Return what changed between what two arguments mean: two snapshots, or all of two folders by their names."""
+    return gate.judge(_relative(old), _relative(new), levels=_TOLD)
+
+
+def _relative(argument: str) -> dict[str, Snapshot]:
+    """Return what an argument means, by names that begin where the argument ends."""
+    source, start = _source(argument)
+    return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
+
+
+def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> Verdict:
+    """Return what changed in the working tree since the base; only what has another content is read."""
+    repository = Repository(Path.cwd())
+    base = options.base
+    if base is None:
+        if os.environ.get("GITHUB_ACTIONS") != "true":
+            raise UsageError("name what to compare with: --base origin/main")
+        base = actions.base(repository, os.environ)
+    commit = repository.merge_base(base)
+    before, now = in_revision(repository, base, commit), in_working_tree(repository)
+    if options.paths:
+        scopes = [scope_in(repository, path) for path in options.paths]
+        for scope in scopes:
+            if not before.within([scope]).pairs:  # else it may be one that was deleted
+                now.only(scope)
+        before, now = before.within(scopes), now.within(scopes)
+    same = {name for name, state in now.states.items() if before.states.get(name) == state}
+    verdict = gate.judge(
+        before.read(before.states.keys() - same),
+        now.read(now.states.keys() - same),
+        levels=levels,
+        unchanged=len(same),
+        approvals=repository.trailers(changes.TRAILER, commit),
+    )
+    return dataclasses.replace(verdict, shallow=repository.shallow) if verdict.denied else verdict
+
+
+def _print(
+    form: str, verdict: Verdict, as_text: Callable[[Verdict], str], as_markdown: Callable[[Verdict], str]
+) -> None:
+    if form == "json":
+        print(_json(changes.plain(verdict)))
+    elif form == "markdown":
+        print(as_markdown(verdict), end="")
+    else:
+        said = as_text(verdict)
+        print(github.unheard(said) if form == "github" else said)
+    if form == "github":
+        print(*github.shown(verdict), sep="\n")
+        summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        if summary:
+            github.write_summary(Path(summary), as_markdown(verdict))
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False)
+
+
+# --- log ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """What one commit did to a snapshot."""
+
+    commit: Commit
+    rows: list[changes.Row]
+    said: str
+    """Where there are no rows: that it was recorded, or cannot be read."""
+
+
+def _log(options: argparse.Namespace) -> int:
+    repository = Repository(Path.cwd())
+    entries = list(_entries(repository, _name(repository, options.snapshot), options.layer))
+    if options.layer and not any(entry.rows or entry.said for entry in entries):
+        raise SourceError(f"no version of {options.snapshot} has a layer {options.layer}")
+    entries = [entry for entry in entries if entry.rows or entry.said]
+    if options.format == "json":
+        print(_json([_plain_entry(entry) for entry in entries]))
+    elif options.format == "markdown":
+        print("\n".join(line for entry in entries for line in _entry_as_markdown(entry)))
+    else:
+        print("\n\n".join(_entry_as_text(entry) for entry in entries))
+    return SAME
+
+
+def _name(repository: Repository, argument: str) -> str:
+    """Return the name of the one snapshot that an argument means."""
+    name = without_ending(scope_in(repository, argument))
+    try:
+        names = list(in_working_tree(repository).only(name).pairs)
+    except SourceError:
+        if not repository.history([name + ARCH]):  # else it was deleted
+            raise
+        return name
+    if len(names) > 1:
+        exact = [found for found in names if found == name]
+        if not exact:
+            raise UsageError(f"log follows one snapshot; {argument} has {len(names)}: {listed(names)}")
+        names = exact
+    return names[0]
+
+
+def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_Entry]:
+    """Yield what each commit did, the newest first; a renamed snapshot is followed, and so is a renamed layer."""
+    versions = list(_versions(repository, name))
+    wanted: set[str] | None = None
+    for (commit, snapshot), older in zip(versions, [*versions[1:], (None, None)], strict=True):
+        before = older[1]
+        if isinstance(snapshot, str):
+            yield _Entry(commit, [], snapshot)
+            continue
+        if glob is not None and not wanted:
+            wanted = {layer for layer in snapshot.record.layers if Glob(glob).matches(layer)}
+        if before is None or isinstance(before, str):
+            layers = [layer for layer in snapshot.record.layers if wanted is None or layer in wanted]
+            first = "recorded" if before is None else "recorded anew"
+            yield _Entry(commit, [], f"{first}: {count(len(layers), 'layer')}" if layers else "")
+            continue
+        comparison = compare(snapshot.record, before.record)
+        found = [d for d in comparison.differences if wanted is None or d.layer in wanted or _gone(d, glob)]
+        yield _Entry(commit, changes.rows(found, comparison.actual, comparison.expected), "")
+        if wanted is not None:
+            was = {new: old for old, new in comparison.renamed.items()}
+            wanted = {was.get(layer, layer) for layer in wanted}
+
+
+def _gone(difference: Difference, glob: str | None) -> bool:
+    return glob is not None and difference.kind == "layer removed" and Glob(glob).matches(difference.layer)
+
+
+def _versions(repository: Repository, name: str) -> Iterator[tuple[Commit, Snapshot | str]]:
+    """Yield the commits that changed a snapshot and what it was after each, or why it cannot be read."""
+    start, path = "HEAD", name
+    while True:
+        commits = repository.history([path + ending for ending in ENDINGS], start)
+        for commit in commits:
+            source = in_revision(repository, commit.short, commit.name).within([path])
+            if path not in source.pairs:
+                yield commit, "deleted"
+                continue
+            try:
+                yield commit, source.read([path])[path]
+            except ModelProbeError as error:
+                yield commit, str(error)
+        old = repository.renamed_from(commits[-1].name, path + ARCH) if commits else None
+        if old is None:
+            return
+        start, path = f"{commits[-1].name}^", without_ending(old)
+
+
+def _plain_entry(entry: _Entry) -> dict[str, Any]:
+    rows = [{"layers": row.layers, "what": row.what, "now": row.now, "was": row.was} for row in entry.rows]
+    commit = {"commit": entry.commit.name, "date": entry.commit.date, "subject": entry.commit.subject}
+    return commit | ({"said": entry.said} if entry.said else {"changes": rows})
+
+
+def _entry_as_text(entry: _Entry) -> str:
+    head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}", longest=200)
+    cells = [row.cells for row in entry.rows]
+    lines = table(changes.COLUMNS, cells) if cells else [printable(entry.said)]
+    return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def _entry_as_markdown(entry: _Entry) -> list[str]:
+    commit = entry.commit
+    said = f": {markdown.escaped(entry.said)}" if entry.said else ""
+    lines = [f"**{commit.date}** {commit.short} {markdown.escaped(commit.subject)}{said}", ""]
+    return [*lines, *markdown.table(changes.COLUMNS, [row.cells for row in entry.rows]), ""] if entry.rows else lines
+
+
+# --- init ---------------------------------------------------------------------------------------------------------
+
+
+def _init(options: argparse.Namespace) -> int:
+    root = Repository(Path.cwd()).root
+    path = root / ".gitattributes"
+    there = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
+    known = {" ".join(line.split()) for line in there.splitlines()}
+    missing = [line for line in GIT_ATTRIBUTES if line not in known]
+    if missing:
+        end = "\r\n" if "\r\n" in there else "\n"
+        gap = "" if not there or there.endswith("\n") else end
+        added = there + gap + "".join(line + end for line in missing)
+        path.write_bytes(added.encode("utf-8", "surrogateescape"))
+        print(f"Added to {path}:", *(f"  {line}" for line in missing), sep="\n")
+    else:
+        print(f"{path} has all that git needs to know.")
+    print(_AFTER_INIT)
+    return SAME
+
+
+_AFTER_INIT = f"""
+Next, to have every change of an architecture reviewed, a line in .github/CODEOWNERS:
+  **/{DIRECTORY}/**/*.arch.json @your-organisation/model-owners
+and in a workflow of pull requests, after a checkout with fetch-depth: 0:
+  modelprobe check --format github"""

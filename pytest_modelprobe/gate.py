@@ -1,0 +1,361 @@
+"""Snapshots of two revisions → what changed, of which class, and whether the change was declared. No text, no git."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from .compare import BEHAVIOUR, Comparison, Difference, compare
+from .record import Parameter, Record, qualified
+
+Class = Literal[
+    "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "renamed", "new", "format"
+]  # fmt: skip
+"""What kind of change it is, the gravest first."""
+
+Level = Literal["deny", "warn", "allow"]
+
+CLASSES: tuple[Class, ...] = get_args(Class)
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+DEFAULTS: Mapping[Class, Level] = {
+    "checkpoint": "deny",
+    "removed": "deny",
+    "structure": "deny",
+    "interface": "deny",
+    "trainable": "warn",
+    "behaviour": "warn",
+    "renamed": "warn",
+    "new": "warn",
+    "format": "allow",
+}
+
+MEANING: Mapping[Class, str] = {
+    "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
+    "removed": "a snapshot is gone: nothing watches this model any more",
+    "structure": "layers, types, attributes or dataflow changed",
+    "interface": "shapes or dtypes of what a layer takes or gives changed",
+    "trainable": "parameters were frozen or unfrozen",
+    "behaviour": "numbers moved beyond their tolerance",
+    "renamed": "a snapshot has another name",
+    "new": "a snapshot is new",
+    "format": "the text changed, not what it says",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One snapshot as it is in one revision."""
+
+    path: str
+    """Of its ``.arch.json``, as messages show it."""
+    record: Record
+    architecture: str
+    """Digest of the exact part, its declaration left out."""
+    content: str
+    """Digest of all that it says."""
+    reason: str | None = None
+    """Why the architecture is another than before, as its author declared."""
+    supersedes: tuple[str, ...] = ()
+    """Digests of the architectures that this one came after."""
+    text: str = field(default="", repr=False)
+    """The ``.arch.json``, for the lines of annotations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What a change does to checkpoints: keys of the state_dict, by what became of them."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    """Keys of another dtype: they load, and are converted."""
+    tied: tuple[str, ...] = ()
+    """Keys that share their storage with others than before."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Old key → new key, where a layer has another name."""
+    parameters: int = 0
+    """Elements of all parameters now, each counted once."""
+    parameters_before: int = 0
+
+    @property
+    def none(self) -> bool:
+        """Whether old checkpoints load as before."""
+        return not (self.added or self.removed or self.reshaped or self.cast or self.tied or self.renamed)
+
+    @property
+    def loads(self) -> bool:
+        """Whether an old checkpoint loads, if not with the same numbers."""
+        return not (self.added or self.removed or self.reshaped or self.renamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """All that is of one class in the change of one snapshot."""
+
+    kind: Class
+    level: Level
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What became of one snapshot."""
+
+    before: Snapshot | None
+    now: Snapshot | None
+    findings: tuple[Finding, ...]
+    """The gravest first."""
+    comparison: Comparison | None = None
+    """None where one of the two is missing."""
+    effect: Effect = field(default_factory=Effect)
+
+    @property
+    def path(self) -> str:
+        """The path now; of what is gone, the path that it had."""
+        return self.either.path
+
+    @property
+    def model(self) -> str:
+        """Class name of the model."""
+        return self.either.record.model
+
+    @property
+    def either(self) -> Snapshot:
+        """The snapshot now; of what is gone, as it was."""
+        snapshot = self.now or self.before
+        assert snapshot is not None
+        return snapshot
+
+    @property
+    def level(self) -> Level:
+        """The gravest level among the findings."""
+        return min((finding.level for finding in self.findings), key=LEVELS.index)
+
+    @property
+    def reason(self) -> str | None:
+        """The reason that was declared for this very change, in the snapshot itself."""
+        if self.now is None:
+            return None
+        if self.before is None:
+            return self.now.reason
+        # A reason that was there before was given for an earlier change.
+        given_before = (self.before.reason, self.before.supersedes) == (self.now.reason, self.now.supersedes)
+        follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
+        return self.now.reason if follows and not given_before else None
+
+    @property
+    def denied(self) -> tuple[Finding, ...]:
+        """Findings that need a declaration and have none in the snapshot."""
+        return () if self.reason else tuple(finding for finding in self.findings if finding.level == "deny")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is to be said of a change from one revision to another."""
+
+    changes: tuple[Change, ...] = ()
+    """The gravest first."""
+    unchanged: int = 0
+    """Snapshots that say what they said."""
+    approval: str | None = None
+    """The reason given in a commit for exactly what is denied here."""
+    shallow: bool = False
+    """Whether not all commits of the branch could be read for it."""
+
+    @property
+    def denied(self) -> tuple[Change, ...]:
+        """Changes that no reason was given for."""
+        return () if self.approval else tuple(change for change in self.changes if change.denied)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen digits that stand for all that needs an approval, and for nothing else.
+
+        Another change of the same snapshots gives others, so that no approval holds for what came later.
+        """
+        lines = sorted(line for change in self.changes for line in _denied_lines(change))
+        return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _denied_lines(change: Change) -> Iterator[str]:
+    for finding in change.denied:
+        numbers = finding.kind in ("behaviour", "format")
+        sides = (None if s is None else s.content if numbers else s.architecture for s in (change.before, change.now))
+        yield "\0".join([change.path, finding.kind, *(side or "-" for side in sides)])
+
+
+def judge(
+    before: Mapping[str, Snapshot],
+    now: Mapping[str, Snapshot],
+    *,
+    levels: Mapping[Class, Level] = DEFAULTS,
+    unchanged: int = 0,
+    approvals: Iterable[str] = (),
+) -> Verdict:
+    """Return what changed between the snapshots of two revisions, and what of it is denied.
+
+    Args:
+        before: name → snapshot, as it was.
+        now: name → snapshot, as it is.
+        levels: what is done about each class.
+        unchanged: snapshots known to be the same, which are not among the two.
+        approvals: digests of change sets, each followed by a reason, as the trailers of commits give them.
+
+    >>> net = Snapshot(path="net", record=Record(model="Net"), architecture="a", content="a")
+    >>> verdict = judge({"net": net}, {})
+    >>> [(change.path, change.level) for change in verdict.denied]
+    [('net', 'deny')]
+    >>> judge({"net": net}, {}, approvals=[f"{verdict.digest} the net is not used any more"]).denied
+    ()
+    """
+    changes, same = [], unchanged
+    told: set[str] = set()
+    for old, new, renamed in _pairs(before, now):
+        if old and new and not renamed and (old.content, old.text) == (new.content, new.text):
+            same += 1
+            continue
+        # Several devices have one architecture: what changed of it is said of the first.
+        architecture = new is None or new.path not in told
+        if old and new:
+            told.add(new.path)
+        changes.append(_change(old, new, levels, renamed=renamed, architecture=architecture))
+    changes.sort(key=_gravity)
+    verdict = Verdict(changes=tuple(changes), unchanged=same)
+    given = (approval.split(None, 1) for approval in approvals)
+    reason = next((parts[1] for parts in given if len(parts) == 2 and parts[0] == verdict.digest), None)
+    return dataclasses.replace(verdict, approval=reason if verdict.denied else None)
+
+
+def _gravity(change: Change) -> tuple[bool, int, int, str]:
+    first = change.findings[0]
+    return not change.denied, LEVELS.index(change.level), CLASSES.index(first.kind), change.path
+
+
+def _pairs(
+    before: Mapping[str, Snapshot], now: Mapping[str, Snapshot]
+) -> Iterator[tuple[Snapshot | None, Snapshot | None, bool]]:
+    """Yield what belongs together, and whether it has another name: by name, then, of what is left, by what it says."""
+    gone = {name: snapshot for name, snapshot in before.items() if name not in now}
+    for name, new in now.items():
+        old = before.get(name)
+        yield (old, new, False) if old else (found := _take(gone, new), new, found is not None)
+    for old in gone.values():
+        yield old, None, False
+
+
+def _take(gone: dict[str, Snapshot], new: Snapshot) -> Snapshot | None:
+    """Return, and take away, the snapshot that is gone under its old name."""
+    for agree in ("content", "architecture"):
+        for name, old in gone.items():
+            if getattr(old, agree) == getattr(new, agree) and old.record.device == new.record.device:
+                return gone.pop(name)
+    return None
+
+
+def _change(
+    old: Snapshot | None, new: Snapshot | None, levels: Mapping[Class, Level], *, renamed: bool, architecture: bool
+) -> Change:
+    if old is None or new is None:
+        kind: Class = "new" if old is None else "removed"
+        return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
+    comparison = compare(new.record, old.record, parts="all" if architecture else "behaviour")
+    effect = effect_on_checkpoints(comparison) if architecture else Effect()
+    by_class: dict[Class, list[Difference]] = {}
+    for difference in comparison.differences:
+        by_class.setdefault(_class(difference), []).append(difference)
+    if not effect.none:  # as of a layer added, whose parameters are not told one by one
+        by_class.setdefault("checkpoint", [])
+    if renamed:
+        by_class["renamed"] = []
+    if not by_class:
+        by_class["format"] = []
+    findings = [
+        Finding(kind=kind, level=levels[kind], differences=tuple(by_class[kind]))
+        for kind in CLASSES
+        if kind in by_class
+    ]
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    return Change(before=old, now=new, findings=tuple(findings), comparison=comparison, effect=effect)
+
+
+def _class(difference: Difference) -> Class:
+    if difference.kind in BEHAVIOUR:
+        return "behaviour"
+    if difference.kind == "interface":
+        return "interface"
+    if difference.kind == "parameter trainable":
+        return "trainable"
+    return "checkpoint" if difference.kind.startswith(("parameter", "buffer")) else "structure"
+
+
+def effect_on_checkpoints(comparison: Comparison) -> Effect:
+    """Return which keys of the state_dict became what."""
+    now, before = _keys(comparison.actual), _keys(comparison.expected)
+    original = {new: old for old, new in comparison.renamed.items()}
+    both = [key for key in now if key in before]
+
+    def as_it_was(key: str) -> str:
+        layer, own = before[key]
+        return qualified(original.get(layer, layer.removesuffix(" (removed)")), own.name)
+
+    def other(aspect: Callable[[Parameter], object]) -> tuple[str, ...]:
+        return tuple(key for key in both if aspect(now[key][1]) != aspect(before[key][1]))
+
+    return Effect(
+        added=tuple(key for key in now if key not in before),
+        removed=tuple(as_it_was(key) for key in before if key not in now),
+        reshaped=other(lambda own: own.shape),
+        cast=other(lambda own: own.dtype),
+        tied=other(lambda own: own.tied_to),
+        renamed={as_it_was(key): key for key in both if as_it_was(key) != key},
+        parameters=parameters(comparison.actual),
+        parameters_before=parameters(comparison.expected),
+    )
+
+
+def _keys(record: Record) -> dict[str, tuple[str, Parameter]]:
+    """Return key → layer and what it holds."""
+    return {
+        qualified(name, own.name): (name, own)
+        for layer in record.layers.values()
+        # A module that stands at two places is stored twice.
+        for name in (layer.name, *layer.aliases)
+        for own in (*layer.parameters, *layer.buffers)
+    }
+
+
+def parameters(record: Record) -> int:
+    """Return how many elements all parameters have, shared ones counted once."""
+    own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
+    return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)
+
+
+# --- what the writer of snapshots declares ------------------------------------------------------------------------
+
+
+def superseded(chain: str | None, before: str, now: str, most: int = 64) -> str | None:
+    """Return what an architecture supersedes: all that its snapshot has been since it was last the same, in order.
+
+    With all of them, a reason given at the end of a branch is for the whole way from its base, however many updates
+    lie between; and as they stand in the file, a squash or a rebase loses nothing.
+
+    Args:
+        chain: What the snapshot that is updated supersedes.
+        before: Digest of its architecture.
+        now: Digest of the architecture that takes its place.
+        most: How many are kept, the newest.
+
+    >>> superseded(None, "a", "b"), superseded("a", "b", "c"), superseded("a b", "c", "b"), superseded("a", "b", "b")
+    ('a', 'a b', 'a', 'a')
+    """
+    known = (chain or "").split()
+    steps = [*known, before] if before != now else known
+    if now in steps:  # back to what it was: the way there and back is none
+        steps = steps[: steps.index(now)]
+    return " ".join(steps[-most:]) or None

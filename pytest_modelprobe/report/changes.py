@@ -1,0 +1,370 @@
+"""What changed between two revisions as text: the same change in repeated layers is said once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_modelprobe.compare import Difference
+from pytest_modelprobe.diagnosis import diagnose
+from pytest_modelprobe.gate import Change, Effect, Finding, Verdict
+from pytest_modelprobe.record import Plain, Record
+
+from . import comparison
+from .comparison import percent
+from .text import Cell, collapsed, count, failure, listed, number, pattern, printable, table
+
+TRAILER = "Modelprobe-Approve"
+"""The trailer of a commit that approves what no file can declare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One change of one layer, or the same change of several."""
+
+    layer: str
+    what: str
+    now: str
+    was: str
+    layers: tuple[str, ...]
+    """The layers that it stands for."""
+
+    @property
+    def times(self) -> str:
+        """``x6`` where there are several, else nothing."""
+        return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of `COLUMNS`."""
+        return self.layer, self.times, self.what, self.now, self.was
+
+
+COLUMNS = ("layer", "layers", "change", "now", "was")
+
+
+def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
+    """Return differences as rows: those that are the same in repeated layers as one, numbers as one for each layer."""
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    moved: dict[str, list[Difference]] = {}
+    # Of layers that came or went with one that contains them, only that one is told.
+    outer = {(d.kind, d.layer) for d in differences if d.kind in ("layer added", "layer removed")}
+    for difference in differences:
+        shown = pattern(difference.layer)
+        if difference.change is not None:
+            moved.setdefault(shown, []).append(difference)
+        elif not any((difference.kind, container) in outer for container in _containers(difference.layer)):
+            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
+    return [
+        *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
+        *(_moved(shown, found) for shown, found in moved.items()),
+    ]
+
+
+def _row(shown: str, what: str, now: str, was: str, names: Iterable[str]) -> Row:
+    layers = tuple(dict.fromkeys(names))
+    return Row(layer=shown if len(layers) > 1 else layers[0], what=what, now=now, was=was, layers=layers)
+
+
+def _moved(shown: str, differences: Sequence[Difference]) -> Row:
+    changes = [d.change for d in differences if d.change is not None]
+    by = f"moved by {'up to ' if len(changes) > 1 else ''}{percent(max(changes))}"
+    what = listed(list(dict.fromkeys(_label(d) for d in differences)))
+    return _row(shown, what, by, "", (d.layer for d in differences))
+
+
+def _containers(layer: str) -> Iterator[str]:
+    while "." in layer:
+        layer = layer.rpartition(".")[0]
+        yield layer
+
+
+def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
+    """Return what changed, what it is now and what it was."""
+    kind = difference.kind
+    now, was = _plain(difference.actual), _plain(difference.expected)
+    if kind == "layer added" and difference.layer in actual.layers:
+        now = actual[difference.layer].type_name
+    elif kind == "layer removed" and difference.layer in expected.layers:
+        was = expected[difference.layer].type_name
+    return _label(difference), now, was
+
+
+def _label(difference: Difference) -> str:
+    kind, what = difference.kind, difference.what
+    own, _, how = kind.partition(" ")
+    if own in ("parameter", "buffer") and how:
+        label = f"{what} {how}"
+    elif kind == "attribute":
+        label = what
+    else:
+        label = what if what.startswith(kind) else f"{kind} {what}".strip()
+    return f"{label} (call {difference.call + 1})" if difference.call else label
+
+
+def _plain(value: Plain) -> str:
+    if value is None:
+        return "-"
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def effect_text(effect: Effect) -> str:
+    """Return what a change does to old checkpoints, and by how much the model grew.
+
+    >>> effect_text(Effect(reshaped=("fc.weight", "fc.bias"), parameters=150, parameters_before=100))
+    'old checkpoints will not load: 2 keys reshaped; +50 parameters (+50 %)'
+    >>> effect_text(Effect(renamed={"fc.weight": "head.weight"}, parameters=100, parameters_before=100))
+    'old checkpoints need a key mapping: 1 key renamed, fc.weight is head.weight now'
+    """
+    parts = []
+    counts = {"reshaped": effect.reshaped, "new": effect.added, "gone": effect.removed}
+    told = [f"{count(len(keys), 'key')} {how}" for how, keys in counts.items() if keys]
+    fatal = bool(told)
+    if effect.renamed:
+        old, new = next(iter(effect.renamed.items()))
+        told.append(f"{count(len(effect.renamed), 'key')} renamed, {old} is {new} now")
+    if told:
+        parts.append(f"old checkpoints {'will not load' if fatal else 'need a key mapping'}: {', '.join(told)}")
+    if effect.cast:
+        parts.append(f"{'' if told else 'old checkpoints load, '}{count(len(effect.cast), 'key')} cast")
+    if effect.tied:
+        parts.append(f"{count(len(effect.tied), 'key')} tied to others than before")
+    more = effect.parameters - effect.parameters_before
+    if more:
+        before = effect.parameters_before
+        parts.append(f"{more:+,} parameters" + (f" ({100 * more / before:+.3g} %)" if before else ""))
+    return "; ".join(parts)
+
+
+def finding_text(finding: Finding, change: Change) -> str:
+    """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
+    if finding.kind == "new":
+        return f"{count(len(change.either.record.layers), 'layer')} recorded"
+    if finding.kind == "removed":
+        return "the snapshot is deleted: nothing watches this model any more"
+    if finding.kind == "renamed" and change.before is not None:
+        return f"was {change.before.path}"
+    if finding.kind == "checkpoint":
+        return effect_text(change.effect)
+    if finding.kind == "format" or change.comparison is None:
+        return "the same architecture, and numbers within tolerance"
+    if finding.kind == "behaviour":
+        layers = list(dict.fromkeys(d.layer for d in finding.differences))
+        moved = max((d.change for d in finding.differences if d.change is not None), default=None)
+        by = "" if moved is None else f" by up to {percent(moved)}"
+        return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
+    found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
+    return listed([_row_text(row) for row in found], most=2)
+
+
+def _row_text(row: Row) -> str:
+    """Return a row as the report of causes says it."""
+    times = f" {row.times}" if row.times else ""
+    if row.what in ("layer added", "layer removed"):
+        return f"{row.layer} {row.what.removeprefix('layer ')}{times}"
+    return f"{row.layer} {row.what} {row.was} → {row.now}{times}"
+
+
+def status(finding: Finding, change: Change, verdict: Verdict) -> str:
+    """Return what the gate makes of a finding: ``denied``, ``declared``, ``approved``, ``warning`` or ``allowed``."""
+    if finding.level != "deny":
+        return {"warn": "warning", "allow": "allowed"}[finding.level]
+    return "declared" if change.reason else "approved" if verdict.approval else "denied"
+
+
+def first_line(verdict: Verdict) -> str:
+    """Return what the gate has to say in one line.
+
+    >>> first_line(Verdict(unchanged=12))
+    'no model changed; 12 unchanged'
+    """
+    changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
+    if verdict.denied:
+        worst = verdict.denied[0]
+        more = f" ({len(verdict.denied) - 1} more below)" if len(verdict.denied) > 1 else ""
+        return f"{worst.model}: {worst.denied[0].kind} change is not declared{more}; {changed}"
+    if not verdict.changes:
+        return f"no model changed; {verdict.unchanged:,} unchanged"
+    return f"nothing to object: {changed}"
+
+
+def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
+    """Return the cells of `VERDICT_COLUMNS`, one row for each class of change of each model, the gravest first."""
+    return [
+        [change.model, finding.kind, status(finding, change, verdict), change.path, finding_text(finding, change)]
+        for change in verdict.changes
+        for finding in change.findings
+    ]
+
+
+VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
+
+
+def next_steps(verdict: Verdict) -> list[str]:
+    """Return how what is denied is declared: the command, and the trailer for what no file can declare."""
+    if not verdict.denied:
+        return []
+    there = [change for change in verdict.denied if change.now is not None]
+    steps = []
+    if there:
+        tests = dict.fromkeys(test_file(change.path) for change in there)
+        command = shlex.join(["pytest", "--snapshot-update", *tests]) + ' --modelprobe-reason="..."'
+        steps.append(f"If it is meant, give the reason, and commit the .arch.json files that this writes:\n  {command}")
+        stale = [change for change in there if change.now is not None and change.now.reason]
+        if stale:
+            steps.append(
+                f"The reason in {listed([change.path for change in stale])} was given for another change than this one."
+            )
+    where = "What is deleted cannot declare it" if len(there) < len(verdict.denied) else "Where no test can be run"
+    steps.append(
+        f"{where}: end the message of a commit on this branch with the line below; "
+        "a squash merge loses it unless it is kept in the message of the squashed commit:\n"
+        f"  {TRAILER}: {verdict.digest} why this is meant"
+    )
+    if verdict.shallow:
+        steps.append("This clone is shallow, so not every commit was read: fetch-depth: 0 in the workflow's checkout.")
+    return steps
+
+
+def test_file(path: str) -> str:
+    """Return the test module that a snapshot belongs to.
+
+    >>> test_file("tests/__modelprobe__/test_gpt/test_tiny.arch.json")
+    'tests/test_gpt.py'
+    """
+    folder, _, rest = path.rpartition("__modelprobe__/")
+    return f"{folder}{rest.partition('/')[0]}.py"
+
+
+test_file.__test__ = False  # type: ignore[attr-defined]  # to pytest it is called like a test
+
+
+def reasons(verdict: Verdict) -> list[str]:
+    """Return the reasons that were given, each once, with what they are for."""
+    given: dict[str, list[str]] = {}
+    for change in verdict.changes:
+        if change.reason:
+            given.setdefault(change.reason, []).append(change.model)
+    lines = [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
+    return [*lines, f"Approved in a commit: {verdict.approval}"] if verdict.approval else lines
+
+
+def details(change: Change) -> list[Row]:
+    """Return everything that differs in one snapshot, the gravest class first."""
+    if change.comparison is None:
+        return []
+    actual, expected = change.comparison.actual, change.comparison.expected
+    return [row for finding in change.findings for row in rows(finding.differences, actual, expected)]
+
+
+def text(verdict: Verdict) -> str:
+    """Return the verdict of the gate as plain text."""
+    if not verdict.changes:
+        return first_line(verdict)
+    tables = (f"{heading}\n{_indented(table(COLUMNS, cells))}" for heading, cells in detail_tables(verdict))
+    return "\n\n".join(
+        [
+            failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict)),
+            *tables,
+            *map(printable, reasons(verdict)),
+            *("\n".join(map(printable, step.split("\n"))) for step in next_steps(verdict)),
+        ]
+    )
+
+
+def detail_tables(verdict: Verdict) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return headings and the cells of `COLUMNS`; what changed in the same way in several snapshots is one table."""
+    alike: dict[tuple[tuple[str, ...], ...], list[Change]] = {}
+    for change in verdict.changes:
+        cells = tuple(row.cells for row in details(change))
+        if cells:
+            alike.setdefault(cells, []).append(change)
+    return [(_heading(same), list(cells)) for cells, same in alike.items()]
+
+
+def _heading(same: Sequence[Change]) -> str:
+    models = listed(list(dict.fromkeys(change.model for change in same)))
+    return printable(f"{models} ({listed([change.path for change in same], most=2)})", longest=400)
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def diff_text(verdict: Verdict) -> str:
+    """Return what changed, and why, as plain text."""
+    if not verdict.changes:
+        return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
+    parts = []
+    for change in verdict.changes:
+        lines = [_heading([change])]
+        lines += [printable(f"{kind}: {said}", longest=400) for kind, said in _whole(change)]
+        if change.comparison is not None and change.comparison.differences:
+            lines.append(comparison.text(diagnose(change.comparison)))
+        parts.append("\n".join(lines))
+    if verdict.unchanged:
+        parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
+    return "\n\n".join(parts)
+
+
+def _whole(change: Change) -> Iterator[tuple[str, str]]:
+    """Yield what is to be said of a snapshot as a whole."""
+    for finding in change.findings:
+        if finding.kind in ("checkpoint", "new", "removed", "renamed"):
+            yield finding.kind, finding_text(finding, change)
+
+
+def plain(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
+    denied = verdict.denied
+    return {
+        "denied": [change.path for change in denied],
+        "digest": verdict.digest if denied else None,
+        "approval": verdict.approval,
+        "unchanged": verdict.unchanged,
+        "changes": [
+            {
+                "snapshot": change.path,
+                "before": None if change.before is None else change.before.path,
+                "model": change.model,
+                "device": change.either.record.device,
+                "reason": change.reason,
+                "findings": [_plain_finding(finding, change, verdict) for finding in change.findings],
+                "causes": _causes(change),
+            }
+            for change in verdict.changes
+        ],
+    }
+
+
+def _plain_finding(finding: Finding, change: Change, verdict: Verdict) -> dict[str, Any]:
+    differences = [
+        {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in dataclasses.asdict(difference).items()
+            if value is not None and value != ""
+        }
+        for difference in finding.differences
+    ]
+    return {
+        "class": finding.kind,
+        "verdict": status(finding, change, verdict),
+        "said": finding_text(finding, change),
+        "differences": differences,
+    }
+
+
+def _causes(change: Change) -> list[dict[str, str]]:
+    if change.comparison is None or not change.comparison.differences:
+        return []
+    diagnosis = diagnose(change.comparison)
+    sure = {True: diagnosis.causes, False: diagnosis.possible}
+    return [
+        {"kind": cause.kind, "layer": cause.layer, "said": comparison.said(cause), **({} if known else {"sure": "no"})}
+        for known, causes in sure.items()
+        for cause in causes
+    ]

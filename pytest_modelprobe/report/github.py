@@ -1,0 +1,92 @@
+"""What changed as GitHub Actions shows it: annotations at the lines of the snapshots, and the summary of the step.
+
+Names are written by whoever sent the change, and Actions reads commands from whatever is printed: every name is
+escaped, and while anything else is printed, commands are off.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+
+from pytest_modelprobe.gate import Change, Level, Verdict
+
+from .changes import details, finding_text
+from .text import printable
+
+MOST = 9
+"""Annotations of one level. GitHub drops all beyond ten of a step without a word; the tenth counts the rest."""
+
+_COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
+
+
+def command(name: str, message: str, **properties: str | int) -> str:
+    r"""Return a workflow command.
+
+    >>> command("error", "50 % moved\nsee below", file="a,b.json", line=3)
+    '::error file=a%2Cb.json,line=3::50 %25 moved%0Asee below'
+    """
+    given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items() if value)
+    return f"::{name}{' ' + given if given else ''}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def shown(verdict: Verdict) -> list[str]:
+    """Return the commands that show each change at its snapshot: denied ones as errors, the rest as warnings."""
+    lines = []
+    for level in ("deny", "warn"):
+        changes = [change for change in verdict.changes if _level(change, verdict) == level]
+        name = _COMMANDS[level]
+        lines += [_annotation(name, change) for change in changes[:MOST]]
+        if len(changes) > MOST:
+            lines.append(command(name, f"+{len(changes) - MOST} more: see the summary of this job", title="modelprobe"))
+    return lines
+
+
+def _level(change: Change, verdict: Verdict) -> Level:
+    """Return how a change is annotated: declared ones are only pointed at."""
+    return "warn" if change.level == "deny" and change not in verdict.denied else change.level
+
+
+def _annotation(name: str, change: Change) -> str:
+    first = change.findings[0]
+    said = "\n".join(printable(f"{finding.kind}: {finding_text(finding, change)}") for finding in change.findings)
+    reason = change.reason
+    where: dict[str, str | int] = {}
+    if change.now is not None:  # what is gone has no line to stand at
+        changed = details(change)
+        line = line_of(change.now.text, changed[0].layers[0]) if changed else 1
+        where = {"file": change.path, "line": line}
+    title = printable(f"{change.model}: {first.kind}")
+    return command(name, said + (f"\ndeclared: {printable(reason)}" if reason else ""), **where, title=title)
+
+
+def line_of(text: str, layer: str) -> int:
+    r"""Return the line, from 1, of a layer in an ``.arch.json``; 1 where it has none.
+
+    >>> line_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
+    3
+    """
+    keys = [f"{json.dumps(layer, ensure_ascii=ascii_only)}:" for ascii_only in (True, False)]
+    lines = enumerate(text.split("\n"), start=1)
+    return next((n for n, line in lines if any(line.lstrip().startswith(key) for key in keys)), 1)
+
+
+def unheard(text: str) -> str:
+    """Return text for the log of a job, in which nothing is taken for a command."""
+    token = secrets.token_hex(16)
+    return f"::stop-commands::{token}\n{text}\n::{token}::"
+
+
+def write_summary(path: Path, markdown: str) -> None:
+    """Add Markdown to the summary of the step that is running."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(markdown + "\n")

@@ -1,0 +1,131 @@
+"""What changed as GitHub-flavoured Markdown: for the summary of a job, or to paste into a pull request.
+
+Names are written by whoever sent the change: nothing in them may become a link, a tag or a row of a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pytest_modelprobe.diagnosis import diagnose
+from pytest_modelprobe.gate import Verdict
+
+from . import comparison
+from .changes import (
+    COLUMNS,
+    VERDICT_COLUMNS,
+    detail_tables,
+    details,
+    finding_text,
+    first_line,
+    next_steps,
+    reasons,
+    verdict_rows,
+)
+from .text import Cell, count, number, printable
+
+MOST_ROWS = 50
+"""Rows of a table that stand open; the rest is folded away."""
+
+MOST_BYTES = 900_000
+"""Of a summary. GitHub drops those of more than 1 MiB altogether."""
+
+_LONGEST = 500
+"""Signs of one text: a name in a row, a reason."""
+
+
+def escaped(text: str) -> str:
+    """Return text that Markdown shows as it is, also in a cell of a table.
+
+    >>> escaped("a|b <script> `c` @you")
+    'a&#124;b &lt;script&gt; &#96;c&#96; &#64;you'
+    """
+    shown = printable(text)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # Entities rather than backslashes: they hold inside and outside tables, and break the addresses of links.
+    return re.sub(r"[|`*_\[\]~\\@$]|#(?=\d)|(?<=[a-z]):(?=//)|(?<=www)\.", lambda sign: f"&#{ord(sign[0])};", shown)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
+    """Return the lines of a table; rows beyond ``most`` are folded away.
+
+    >>> table(["layer", "zeros"], [["fc|1", 3]])
+    ['| layer | zeros |', '|---|---|', '| fc&#124;1 | 3 |']
+    """
+    lines = [_line([escaped(_text(cell)) for cell in row]) for row in rows]
+    head = [_line(columns), "|" + "---|" * len(columns)]
+    if len(lines) <= most:
+        return [*head, *lines]
+    summary = f"<details><summary>{count(len(lines) - most, 'row')} more</summary>"
+    return [*head, *lines[:most], "", summary, "", *head, *lines[most:], "", "</details>"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else number(cell)
+
+
+def verdict(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
+    """Return what the gate has to say, the gravest first, and how to declare what is denied."""
+    head = [f"### modelprobe: {escaped(first_line(verdict))}", ""]
+    if verdict.changes:
+        head += [*table(VERDICT_COLUMNS, verdict_rows(verdict)), ""]
+    tail = [line for reason in reasons(verdict) for line in (escaped(reason), "")]
+    for step in next_steps(verdict):
+        said, *commands = step.split("\n")
+        tail += [escaped(said), ""] + (
+            ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
+        )
+    return bounded(head, [_folded(*pair) for pair in detail_tables(verdict)], tail, most_bytes)
+
+
+def _folded(heading: str, rows: Sequence[Sequence[Cell]]) -> list[str]:
+    title = f"<details><summary>{escaped(heading)}</summary>"
+    return [title, "", *table(COLUMNS, rows), "", "</details>", ""]
+
+
+def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int) -> str:
+    """Return as many blocks between head and tail as there is room for, and how many were left out."""
+    room = most_bytes - _size(head) - _size(tail) - 200
+    if room < 0:
+        return "\n".join([*head[:2], "This is too long to be shown here: run the same command locally.", ""])
+    kept: list[str] = []
+    left_out = 0
+    for block in blocks:
+        size = _size(block)
+        if size <= room and not left_out:
+            kept += block
+            room -= size
+        else:
+            left_out += 1
+    if left_out:
+        kept += [f"{count(left_out, 'table')} more have no room here: run the same command locally.", ""]
+    return "\n".join([*head, *kept, *tail]).rstrip() + "\n"
+
+
+def _size(lines: Iterable[str]) -> int:
+    return sum(len(line.encode("utf-8", "replace")) + 1 for line in lines)
+
+
+def diff(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
+    """Return what changed, and why."""
+    if not verdict.changes:
+        return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
+    blocks = []
+    for change in verdict.changes:
+        lines = [f"### {escaped(change.model)}: {escaped(change.path)}", ""]
+        lines += [f"- {finding.kind}: {escaped(finding_text(finding, change))}" for finding in change.findings]
+        if change.comparison is not None and change.comparison.differences:
+            diagnosis = diagnose(change.comparison)
+            lines += ["", *table(CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible)))]
+            lines += ["", *_folded("all that differs", [row.cells for row in details(change)])]
+        blocks.append([*lines, ""])
+    return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
+
+
+CAUSE_COLUMNS = ("cause", "class", "changed by", "x noise", "seen", "looks like")

@@ -1,0 +1,207 @@
+"""Which snapshots there are on disk or in a revision, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from .exceptions import ModelProbeError, SnapshotError
+from .files import architecture_digest, decode
+from .files.parsing import MOST_BYTES, RESTORE, too_large
+from .files.storage import ARCH, DIRECTORY, PROBE
+from .gate import Snapshot
+from .git import Repository
+from .selection import nearest
+
+ENDINGS = (ARCH, PROBE)
+
+
+class SourceError(ModelProbeError, LookupError):
+    """There is no such snapshot, or it cannot be read."""
+
+
+class Pair(NamedTuple):
+    """The paths of the two files of a snapshot."""
+
+    architecture: str
+    numbers: str | None
+    """None: a record of structure alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Snapshots in one place, not yet read."""
+
+    place: str
+    """For messages: empty on disk, else such as ``in main``."""
+    pairs: Mapping[str, Pair]
+    """Name → files. The name is the path of the numbers without their ending: one for each device."""
+    contents: Mapping[str, str]
+    """Path → a name that stands for its content: equal names, equal contents."""
+    load: Callable[[Sequence[str]], Mapping[str, bytes]]
+    """Paths → their contents."""
+
+    @property
+    def states(self) -> dict[str, tuple[str | None, ...]]:
+        """Name → what stands for its contents."""
+        return {name: tuple(path and self.contents.get(path) for path in pair) for name, pair in self.pairs.items()}
+
+    def within(self, scopes: Iterable[str]) -> Source:
+        """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""
+        chosen = {name: pair for name, pair in self.pairs.items() if any(_inside(name, pair, s) for s in scopes)}
+        return dataclasses.replace(self, pairs=chosen)
+
+    def only(self, scope: str) -> Source:
+        """Return what one scope means.
+
+        Raises:
+            SourceError: nothing.
+        """
+        chosen = self.within([scope])
+        if not chosen.pairs:
+            near = nearest(without_ending(scope), self.pairs)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise SourceError(f"there is no snapshot {scope or DIRECTORY}{self._at}{hint}")
+        return chosen
+
+    def read(self, names: Collection[str] | None = None) -> dict[str, Snapshot]:
+        """Return name → snapshot, for all or some.
+
+        Raises:
+            SourceError: one cannot be read; the message says which, and where.
+        """
+        pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
+        contents = self.load([path for path in self.contents if any(path in pair for pair in pairs.values())])
+        return {name: self._snapshot(pair, contents) for name, pair in pairs.items()}
+
+    @property
+    def _at(self) -> str:
+        return f" {self.place}" if self.place else ""
+
+    def _snapshot(self, pair: Pair, contents: Mapping[str, bytes]) -> Snapshot:
+        architecture = contents.get(pair.architecture)
+        if architecture is None:
+            raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
+        try:
+            numbers = None if pair.numbers is None else _text(contents[pair.numbers], pair.numbers)
+            return _decoded(pair, _text(architecture, pair.architecture), numbers)
+        except SnapshotError as error:
+            raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
+
+
+def on_disk(argument: str) -> Source:
+    """Return the snapshots that a path means: a file of one, one without its endings, or all below a folder.
+
+    Raises:
+        SourceError: there are none.
+    """
+    path = Path(argument)
+    folder = path if path.is_dir() else path.parent
+    found = sorted(p for p in folder.rglob("*.json") if p.is_file()) if path.is_dir() else sorted(folder.glob("*.json"))
+    files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
+    source = _of_files(files)
+    return source.only("" if path.is_dir() else path.as_posix())
+
+
+def in_working_tree(repository: Repository) -> Source:
+    """Return the snapshots in the working tree of a repository; paths are relative to its root."""
+    return _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+
+
+def in_revision(repository: Repository, ref: str, commit: str | None = None) -> Source:
+    """Return the snapshots in a revision; paths are relative to the root of the repository.
+
+    Args:
+        repository: where the revision is.
+        ref: how messages call it.
+        commit: its hash, where ``ref`` stands for another.
+    """
+    listing = repository.files(commit or repository.commit(ref))
+    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        contents = repository.read(names[path] for path in paths)
+        return {path: contents[names[path]] for path in paths}
+
+    return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, load=load)
+
+
+def scope_in(repository: Repository, argument: str) -> str:
+    """Return a path that a user gave as one from the root of the repository; empty: the root itself.
+
+    Raises:
+        SourceError: it is outside.
+    """
+    path = Path(argument).resolve()
+    if not path.is_relative_to(repository.root):
+        raise SourceError(f"{argument} is outside the repository {repository.root}")
+    relative = path.relative_to(repository.root).as_posix()
+    return "" if relative == "." else relative
+
+
+def _of_files(files: Mapping[str, Path]) -> Source:
+    for name, path in files.items():
+        if path.stat().st_size > MOST_BYTES:
+            too_large(name, path.stat().st_size)
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    # As git names contents, so that what did not change needs no reading in the other revision.
+    names = {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
+    return Source(
+        place="", pairs=_pairs(names), contents=names, load=lambda paths: {path: contents[path] for path in paths}
+    )
+
+
+def _pairs(paths: Collection[str]) -> dict[str, Pair]:
+    """Return name → files: the numbers of each device belong to the one architecture."""
+    stems = {path.removesuffix(ARCH) for path in paths if path.endswith(ARCH)}
+    found: dict[str, Pair] = {}
+    for path in paths:
+        if path.endswith(PROBE):
+            name = path.removesuffix(PROBE)
+            stem, _, device = name.rpartition(".")
+            own = name not in stems and device.isalpha() and stem in stems
+            found[name] = Pair((stem if own else name) + ARCH, path)
+    alone = stems - {without_ending(pair.architecture) for pair in found.values()}
+    return dict(sorted({**found, **{stem: Pair(stem + ARCH, None) for stem in alone}}.items()))
+
+
+def _is_snapshot(path: str) -> bool:
+    return path.endswith(ENDINGS) and DIRECTORY in PurePosixPath(path).parts
+
+
+def without_ending(path: str) -> str:
+    """Return a path without the ending of either file of a snapshot."""
+    return next((path.removesuffix(ending) for ending in ENDINGS if path.endswith(ending)), path)
+
+
+def _inside(name: str, pair: Pair, scope: str) -> bool:
+    """Whether a snapshot is meant: by a folder, by either of its files, or by its name."""
+    return (
+        not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
+    )
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        # Checked out on Windows without our .gitattributes, lines end otherwise; that changes nothing.
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+
+
+def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
+    found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
+    digest = architecture_digest(architecture)
+    return Snapshot(
+        path=pair.architecture,
+        record=found.record,
+        architecture=digest,
+        content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
+        reason=found.reason,
+        supersedes=tuple((found.supersedes or "").split()),
+        text=architecture,
+    )

@@ -1,0 +1,672 @@
+"""The command `modelprobe`, on scratch repositories with branches, merges and clones as they are in CI."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
+from pytest_modelprobe.files import architecture_digest, encode
+from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+
+PATH = "tests/__modelprobe__/test_net/test_a"
+
+Git = Callable[..., str]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
+    """Runs git in `tmp_path/here`, an empty repository on main, which is also the current folder."""
+    for name in [name for name in os.environ if name.startswith(("GIT", "CI"))]:
+        monkeypatch.delenv(name)
+    who = {"GIT_AUTHOR_NAME": "A", "GIT_AUTHOR_EMAIL": "a@example.org"}
+    who |= {"GIT_COMMITTER_NAME": "A", "GIT_COMMITTER_EMAIL": "a@example.org"}
+    for name, to in {**who, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}.items():
+        monkeypatch.setenv(name, to)
+    monkeypatch.setenv("GIT_AUTHOR_DATE", "2026-01-31T12:00:00")
+
+    def run(*arguments: str, at: str = "here") -> str:
+        done = subprocess.run(["git", *arguments], cwd=tmp_path / at, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run("init", "-q", "-b", "main")
+    return run
+
+
+@pytest.fixture
+def modelprobe(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command; returns its exit code, what it printed, and what it said of errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def net(width: int = 2, act: str = "ReLU", mean: float = 1.0) -> Record:
+    weight = Parameter(name="weight", shape=(width, 4), dtype="float32", device="cpu", requires_grad=True)
+    statistics = Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0)
+    reading = Reading(statistics=statistics, fingerprint=(mean, *[0.0] * 15))
+    output = Value(path="output", shape=(2, 4), dtype="float32", device="cpu", tensor=0, forward=reading)
+    call = Call(root="(root)", root_training=False, index=0, started=0, finished=1, outputs=(output,))
+    layers = [
+        Layer(name="(root)", type="Net", leaf=False, calls=(call,)),
+        Layer(name="fc", type="torch.nn.modules.linear.Linear", parameters=(weight,)),
+        Layer(name="act", type=f"torch.nn.modules.activation.{act}"),
+    ]
+    return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, seed=0)
+
+
+def write(record: Record, path: str = PATH, **declaration: str) -> str:
+    """Write a snapshot as the fixture does; returns the digest of its architecture."""
+    texts = encode(record, **declaration)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.arch.json").write_text(texts.architecture, "utf-8", newline="")
+    Path(f"{path}.probe.json").write_text(texts.numbers, "utf-8", newline="")
+    return architecture_digest(texts.architecture)
+
+
+def commit(git: Git, message: str = "a change") -> str:
+    git("add", "-A")
+    git("commit", "-q", "--allow-empty", "-m", message)
+    return git("rev-parse", "HEAD")
+
+
+@pytest.fixture
+def branch(git: Git) -> str:
+    """A branch from main, which has one snapshot; gives the digest of its architecture."""
+    digest = write(net())
+    commit(git, "Record the net")
+    git("switch", "-q", "-c", "branch")
+    return digest
+
+
+# --- check --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_changed_is_nothing_to_object(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("check", "--base", "main") == (0, "no model changed; 1 unchanged\n", "")
+
+
+def test_a_change_without_a_declaration_is_denied(branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 1
+    assert out.startswith("Net: checkpoint change is not declared; 1 model changed, 0 unchanged\n")
+    assert "old checkpoints will not load: 1 key reshaped; +4 parameters (+50 %)" in out
+
+
+def test_a_declared_change_passes(branch: str, modelprobe: Run) -> None:
+    write(net(3), reason="wider", supersedes=branch)
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[-1]) == (0, "Declared for Net: wider")
+
+
+def test_the_next_change_needs_a_reason_of_its_own(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3), reason="wider", supersedes=branch)
+    commit(git)
+    git("switch", "-q", "-c", "next")
+    write(net(5), reason="wider", supersedes=branch)
+    code, out, _ = modelprobe("check", "--base", "branch")
+    assert code == 1
+    assert "was given for another change than this one" in out
+
+
+def test_a_branch_of_several_updates_is_declared_by_its_last(git: Git, branch: str, modelprobe: Run) -> None:
+    between = write(net(3), supersedes=superseded(None, branch, "between"))
+    commit(git)
+    write(net(5), reason="wider still", supersedes=superseded(branch, between, "now"))
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+def test_a_declaration_survives_a_squash(git: Git, branch: str, modelprobe: Run) -> None:
+    between = write(net(3), supersedes=branch)
+    commit(git)
+    write(net(5), reason="wider still", supersedes=f"{branch} {between}")
+    commit(git)
+    git("switch", "-q", "main")
+    git("merge", "-q", "--squash", "branch")
+    commit(git, "squashed")
+    assert modelprobe("check", "--base", "HEAD^1")[0] == 0
+
+
+def test_a_declaration_survives_a_rebase(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3), reason="wider", supersedes=branch)
+    commit(git)
+    git("switch", "-q", "main")
+    write(net(), "tests/__modelprobe__/test_other/test_b")
+    commit(git)
+    git("rebase", "-q", "main", "branch")
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+def test_numbers_that_moved_are_a_warning(branch: str, modelprobe: Run) -> None:
+    write(net(mean=3.0))
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 0
+    assert re.search(r"behaviour +warning .* 1 layer moved", out)
+
+
+def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
+    write(net(mean=3.0))
+    assert modelprobe("check", "--base", "main", "--deny", "behaviour")[0] == 1
+
+
+def test_a_class_has_one_level(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("check", "--base", "main", "--deny", "new", "--warn", "new") == (
+        2, "", "modelprobe: new is given two levels: choose one of deny, warn, allow\n",
+    )  # fmt: skip
+
+
+def test_what_is_deleted_is_approved_by_the_line_that_the_check_prints(git: Git, branch: str, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 1
+    (line,) = re.findall("Modelprobe-Approve: .*", out)
+    commit(git, f"Remove the net\n\n{line}")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[-1]) == (0, "Approved in a commit: why this is meant")
+
+
+def test_the_approval_does_not_hold_for_what_is_deleted_later(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    write(net(), "tests/__modelprobe__/test_other/test_b")
+    commit(git)
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", "-r", "tests/__modelprobe__/test_net")
+    (line,) = re.findall("Modelprobe-Approve: .*", modelprobe("check", "--base", "main")[1])
+    commit(git, f"Remove the net\n\n{line}")
+    git("rm", "-q", "-r", "tests")
+    assert modelprobe("check", "--base", "main")[0] == 1
+
+
+def test_a_snapshot_that_moved_is_one_that_was_renamed(git: Git, branch: str, modelprobe: Run) -> None:
+    Path("tests/__modelprobe__/test_new").mkdir()
+    for ending in (".arch.json", ".probe.json"):
+        git("mv", f"{PATH}{ending}", f"tests/__modelprobe__/test_new/test_a{ending}")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 0
+    assert re.search(rf"renamed +warning .* was {PATH}.arch.json", out)
+
+
+def test_only_what_is_asked_for_is_checked(branch: str, modelprobe: Run) -> None:
+    write(net(), "other/__modelprobe__/test_other/test_b")
+    write(net(3))
+    code, out, _ = modelprobe("check", "other", "--base", "main")
+    assert code == 0
+    assert "1 model changed, 0 unchanged" in out
+
+
+@pytest.mark.parametrize("path", [f"{PATH}.arch.json", f"{PATH}.probe.json", PATH, "tests", "."])
+def test_a_path_may_be_either_file_or_a_folder(branch: str, modelprobe: Run, path: str) -> None:
+    write(net(3))
+    assert modelprobe("check", path, "--base", "main")[0] == 1
+
+
+def test_paths_are_those_of_where_one_is(branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(net(3))
+    monkeypatch.chdir("tests")
+    assert modelprobe("check", "__modelprobe__", "--base", "main")[0] == 1
+
+
+def test_a_snapshot_of_another_device_belongs_to_the_same_architecture(branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 0
+    assert re.search(r"new +warning .* 3 layers recorded", out)
+
+
+# --- check in GitHub Actions --------------------------------------------------------------------------------------
+
+
+def in_actions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, event: object) -> None:
+    path = tmp_path / "event.json"
+    path.write_text(json.dumps(event), "utf-8")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_EVENT_NAME", name)
+    monkeypatch.setenv("GITHUB_EVENT_PATH", str(path))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+
+
+def steps_of(workflow: Path, job: str) -> list[str]:
+    """Return the commands of one job of a workflow."""
+    jobs = re.split(r"^  (?=[a-z-]+:$)", workflow.read_text("utf-8").partition("\njobs:\n")[2], flags=re.MULTILINE)
+    (text,) = [text for text in jobs if text.startswith(f"{job}:")]
+    return re.findall(r"^ +- run: (.*)$", text, re.MULTILINE)
+
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = [
+    (ROOT / "examples/github/modelprobe.yml", "changes-are-declared"),
+    (ROOT / ".github/workflows/models.yml", "declared"),
+]
+
+
+@pytest.mark.parametrize(("workflow", "job"), WORKFLOWS, ids=["example", "ours"])
+@pytest.mark.parametrize(("declared", "code"), [(True, 0), (False, 1)], ids=["declared", "not"])
+def test_the_workflows_check_a_pull_request(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    workflow: Path, job: str, declared: bool, code: int,
+) -> None:  # fmt: skip
+    write(net(3), **({"reason": "wider", "supersedes": branch} if declared else {}))
+    head = commit(git)
+    git("switch", "-q", "--detach", "main")
+    git("merge", "-q", "--no-ff", "-m", "merge", "branch")
+    base = git("rev-parse", "main")
+    in_actions(monkeypatch, tmp_path, "pull_request", {"pull_request": {"base": {"sha": base}, "head": {"sha": head}}})
+    install, *steps = steps_of(workflow, job)
+    assert install.startswith("pip install --no-deps ")
+    codes = []
+    for step in steps:
+        command, *arguments = shlex.split(step)
+        assert command == "modelprobe"
+        codes.append(modelprobe(*arguments)[0])
+    assert codes == [code]
+
+
+@pytest.mark.parametrize("workflow", [workflow for workflow, _ in WORKFLOWS], ids=["example", "ours"])
+def test_the_workflows_are_short_and_have_no_rights(workflow: Path) -> None:
+    text = workflow.read_text("utf-8")
+    jobs = re.split(r"^  (?=[a-z-]+:$)", text.partition("\njobs:\n")[2], flags=re.MULTILINE)[1:]
+    assert all(len(job.rstrip().splitlines()) <= 25 for job in jobs)
+    assert "permissions:\n  contents: read\n" in text
+    assert "pull_request_target" not in text
+    assert "secrets" not in text
+
+
+def test_a_merge_queue_is_checked_against_what_it_builds_on(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(net(3))
+    commit(git)
+    base = git("rev-parse", "main")
+    in_actions(monkeypatch, tmp_path, "merge_group", {"merge_group": {"base_sha": base}})
+    assert modelprobe("check")[0] == 1
+
+
+def clone(git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Clone the merge of a pull request as `actions/checkout` does, and go there."""
+    head = git("rev-parse", "branch")
+    base = git("rev-parse", "main")
+    git("switch", "-q", "-c", "merge", "main")
+    git("merge", "-q", "--no-ff", "-m", "merge", "branch")
+    source = (tmp_path / "here").as_uri()
+    git("clone", "-q", "--depth", str(depth), "--branch", "merge", source, str(tmp_path / "clone"))
+    monkeypatch.chdir(tmp_path / "clone")
+    in_actions(monkeypatch, tmp_path, "pull_request", {"pull_request": {"base": {"sha": base}, "head": {"sha": head}}})
+
+
+def test_a_clone_of_depth_2_is_enough(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(net(3), reason="wider", supersedes=branch)
+    commit(git)
+    clone(git, tmp_path, monkeypatch, depth=2)
+    assert modelprobe("check")[0] == 0
+
+
+def test_a_clone_of_depth_1_cannot_be_checked(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(net(3))
+    commit(git)
+    clone(git, tmp_path, monkeypatch, depth=1)
+    code, out, err = modelprobe("check", "--format", "github")
+    said = "what the pull request is merged into is not in this clone: fetch-depth: 2 in the workflow's checkout"
+    assert (code, err) == (2, f"modelprobe: {said}\n")
+    assert out.startswith("::error title=modelprobe could not complete::what the pull request")
+
+
+def test_in_a_shallow_clone_it_is_said_that_trailers_may_be_missing(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(net(3))
+    commit(git)
+    clone(git, tmp_path, monkeypatch, depth=2)
+    assert "fetch-depth: 0" in modelprobe("check")[1]
+
+
+def test_outside_of_actions_the_base_has_to_be_named(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("check") == (2, "", "modelprobe: name what to compare with: --base origin/main\n")
+
+
+def test_the_summary_of_the_step_is_written(
+    branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(net(3))
+    in_actions(monkeypatch, tmp_path, "push", {})
+    code, out, _ = modelprobe("check", "--base", "main", "--format", "github")
+    assert code == 1
+    assert (tmp_path / "summary.md").read_text("utf-8").startswith("### modelprobe: Net: checkpoint change")
+    assert out.startswith("::stop-commands::")
+    assert out.splitlines()[-1].startswith(f"::error file={PATH}.arch.json,line=")
+
+
+# --- diff ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_diff_names_the_cause(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(net(), "old/__modelprobe__/m/t")
+    write(net(act="GELU"), "new/__modelprobe__/m/t")
+    code, out, _ = modelprobe("diff", "old/__modelprobe__/m/t.arch.json", "new/__modelprobe__/m/t.probe.json")
+    assert code == 1
+    assert "act: ReLU → GELU; 1 cause" in out
+
+
+def test_a_diff_of_the_same_is_0(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(net(), "old/__modelprobe__/m/t")
+    write(net(), "new/__modelprobe__/m/t")
+    assert modelprobe("diff", "old", "new") == (0, "nothing changed in 1 snapshot\n", "")
+
+
+def test_folders_are_compared_by_the_names_in_them(
+    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, record in {"old": net(), "new": net(3)}.items():
+        write(record, f"{folder}/__modelprobe__/m/t")
+        write(net(), f"{folder}/__modelprobe__/m/same")
+    code, out, _ = modelprobe("diff", "old", "new", "--format", "json")
+    data = json.loads(out)
+    assert (code, data["unchanged"], [c["snapshot"] for c in data["changes"]]) == (
+        1, 1, ["new/__modelprobe__/m/t.arch.json"],
+    )  # fmt: skip
+
+
+def test_a_diff_with_a_base_is_of_the_working_tree(branch: str, modelprobe: Run) -> None:
+    write(net(act="GELU"))
+    code, out, _ = modelprobe("diff", "--base", "main")
+    assert code == 1
+    assert "act: ReLU → GELU; 1 cause" in out
+
+
+def test_a_diff_may_be_of_two_revisions(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(act="GELU"))
+    commit(git)
+    assert modelprobe("diff", f"main:{PATH}.arch.json", "branch:tests")[0] == 1
+    assert modelprobe("diff", f"branch:{PATH}", PATH)[0] == 0
+
+
+def test_a_diff_needs_two(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("diff", PATH) == (2, "", "modelprobe: diff compares two: give OLD and NEW, or --base REF\n")
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "json", "github"])
+def test_a_diff_has_all_formats(branch: str, modelprobe: Run, form: str) -> None:
+    write(net(3, mean=5.0))
+    code, out, _ = modelprobe("diff", "--base", "main", "--format", form)
+    assert code == 1
+    assert "fc" in out
+
+
+# --- show ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_shown_as_a_table(branch: str, modelprobe: Run) -> None:
+    code, out, _ = modelprobe("show", PATH)
+    assert code == 0
+    assert out == (
+        "Net: 3 layers, 8 parameters; 1 forward on cpu, no backward\n"
+        "\n"
+        "layer    type   calls   output   mean   std   min   max   zeros   dead units\n"
+        "(root)   Net        1   (2, 4)      1     1     0     2      0%            -\n"
+    )
+
+
+def test_a_snapshot_is_shown_as_it_was(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    assert "12 parameters" in modelprobe("show", PATH)[1]
+    assert "8 parameters" in modelprobe("show", f"main:{PATH}.arch.json")[1]
+
+
+def test_layers_are_chosen_by_globs(branch: str, modelprobe: Run) -> None:
+    data = json.loads(modelprobe("show", PATH, "--layers", "f*", "--format", "json")[1])
+    assert list(data["layers"]) == ["fc"]
+
+
+def test_a_glob_that_matches_nothing_is_an_error(branch: str, modelprobe: Run) -> None:
+    code, _, err = modelprobe("show", PATH, "--layers", "fd")
+    assert (code, err) == (2, "modelprobe: 'fd' matches none of 3 layers; nearest: 'fc'.\n")
+
+
+def test_a_snapshot_is_shown_as_markdown(branch: str, modelprobe: Run) -> None:
+    out = modelprobe("show", "tests", "--format", "markdown")[1]
+    assert out.startswith("### Net: 3 layers, 8 parameters")
+    assert "| (root) | Net | 1 | (2, 4) |" in out
+
+
+# --- log ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(git: Git, branch: str) -> None:
+    write(net(3))
+    commit(git, "Widen the net")
+    write(net(3, mean=5.0))
+    commit(git, "Train longer")
+    write(net(3, act="GELU", mean=5.0))
+    commit(git, "Smooth the net")
+
+
+def test_a_log_tells_what_each_commit_changed(history: None, modelprobe: Run) -> None:
+    code, out, _ = modelprobe("log", PATH)
+    entries = [entry.splitlines() for entry in out.strip().split("\n\n")]
+    assert code == 0
+    assert [line[0].split("  ", 2)[2] for line in entries] == [
+        "Smooth the net", "Train longer", "Widen the net", "Record the net",
+    ]  # fmt: skip
+    assert entries[0][2].split() == ["act", "type", "GELU", "ReLU"]
+    assert entries[-1][1:] == ["  recorded: 3 layers"]
+
+
+def test_a_log_of_a_layer_has_only_what_changed_of_it(history: None, modelprobe: Run) -> None:
+    data = json.loads(modelprobe("log", PATH, "fc", "--format", "json")[1])
+    assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
+
+
+def test_a_log_follows_a_snapshot_that_moved(git: Git, history: None, modelprobe: Run) -> None:
+    Path("tests/__modelprobe__/test_new").mkdir()
+    for ending in (".arch.json", ".probe.json"):
+        git("mv", f"{PATH}{ending}", f"tests/__modelprobe__/test_new/test_a{ending}")
+    commit(git, "Move the test")
+    data = json.loads(modelprobe("log", "tests/__modelprobe__/test_new", "fc", "--format", "json")[1])
+    assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
+
+
+def test_a_log_tells_which_version_cannot_be_read(git: Git, branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.arch.json").write_text("{", "utf-8")
+    commit(git, "Break it")
+    write(net(3))
+    commit(git, "Mend it")
+    code, out, _ = modelprobe("log", PATH)
+    assert code == 0
+    assert "recorded anew: 3 layers" in out
+    assert f"{PATH}.arch.json" in out
+
+
+def test_a_log_of_another_device_has_the_architecture_that_it_shares(git: Git, branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
+    commit(git, "On a GPU")
+    write(net(act="GELU"))
+    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
+    commit(git, "Smooth the net")
+    data = json.loads(modelprobe("log", f"{PATH}.cuda.probe.json", "--format", "json")[1])
+    assert [entry["subject"] for entry in data][:2] == ["Smooth the net", "On a GPU"]
+
+
+def test_a_log_of_what_was_deleted_is_still_there(git: Git, history: None, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    commit(git, "Remove the net")
+    out = modelprobe("log", PATH)[1]
+    assert out.splitlines()[1] == "  deleted"
+    assert "Widen the net" in out
+
+
+def test_a_log_is_of_one_snapshot(history: None, modelprobe: Run) -> None:
+    write(net(), "tests/__modelprobe__/test_net/test_b")
+    assert modelprobe("log", "tests") == (
+        2, "", f"modelprobe: log follows one snapshot; tests has 2: {PATH} and tests/__modelprobe__/test_net/test_b\n",
+    )  # fmt: skip
+
+
+def test_a_log_of_no_layer_is_an_error(history: None, modelprobe: Run) -> None:
+    code, _, err = modelprobe("log", PATH, "nothing")
+    assert (code, err) == (2, f"modelprobe: no version of {PATH} has a layer nothing\n")
+
+
+def test_a_log_in_markdown_has_its_tables(history: None, modelprobe: Run) -> None:
+    assert "| act |  | type | GELU | ReLU |" in modelprobe("log", PATH, "--format", "markdown")[1]
+
+
+# --- init ---------------------------------------------------------------------------------------------------------
+
+
+def test_init_tells_git_how_to_treat_snapshots(git: Git, modelprobe: Run) -> None:
+    code, out, _ = modelprobe("init")
+    assert code == 0
+    assert Path(".gitattributes").read_text("utf-8").splitlines() == list(GIT_ATTRIBUTES)
+    assert "CODEOWNERS" in out
+    told = git("check-attr", "merge", "eol", "linguist-generated", "--", f"{PATH}.probe.json")
+    assert re.findall(r": (\S+)$", told, re.MULTILINE) == ["unset", "lf", "set"]
+
+
+def test_init_keeps_what_is_there_and_adds_it_once(git: Git, modelprobe: Run) -> None:
+    Path(".gitattributes").write_bytes(b"*.bin binary\r\n*.txt text")
+    modelprobe("init")
+    first = Path(".gitattributes").read_bytes()
+    assert first == b"*.bin binary\r\n*.txt text\r\n" + b"".join(f"{a}\r\n".encode() for a in GIT_ATTRIBUTES)
+    assert "has all that git needs to know" in modelprobe("init")[1]
+    assert Path(".gitattributes").read_bytes() == first
+
+
+def test_numbers_of_two_branches_never_mix(git: Git, modelprobe: Run) -> None:
+    modelprobe("init")
+    write(net())
+    commit(git)
+    git("switch", "-q", "-c", "branch")
+    write(net(mean=5.0))
+    commit(git)
+    git("switch", "-q", "main")
+    write(net(mean=9.0))
+    commit(git)
+    with pytest.raises(subprocess.CalledProcessError):
+        git("merge", "-q", "branch")
+    assert "<<<<" not in Path(f"{PATH}.probe.json").read_text("utf-8")
+
+
+# --- what cannot be completed -------------------------------------------------------------------------------------
+
+
+def test_outside_of_git_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modelprobe: Run) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert modelprobe("check", "--base", "main") == (
+        2, "", f"modelprobe: {tmp_path.resolve()} is not in a git working tree\n",
+    )  # fmt: skip
+
+
+def test_a_base_that_is_not_here_names_the_fetch(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("check", "--base", "origin/main") == (
+        2, "", "modelprobe: there is no revision 'origin/main' here: git fetch origin main\n",
+    )  # fmt: skip
+
+
+def test_a_path_outside_is_refused(branch: str, modelprobe: Run, tmp_path: Path) -> None:
+    code, _, err = modelprobe("check", "..", "--base", "main")
+    assert (code, err) == (2, f"modelprobe: .. is outside the repository {(tmp_path / 'here').resolve()}\n")
+
+
+def test_a_path_without_snapshots_names_the_nearest(branch: str, modelprobe: Run) -> None:
+    code, _, err = modelprobe("check", "tests/__modelprobe__/test_net/test_b", "--base", "main")
+    assert (code, err) == (
+        2, f"modelprobe: there is no snapshot tests/__modelprobe__/test_net/test_b; nearest: {PATH}\n",
+    )  # fmt: skip
+
+
+def test_a_snapshot_that_cannot_be_read_is_named(branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.arch.json").write_text("{", "utf-8")
+    code, _, err = modelprobe("check", "--base", "main")
+    assert code == 2
+    assert err.startswith(f"modelprobe: {PATH}.arch.json")
+    assert "main" not in err
+
+
+def test_of_one_that_cannot_be_read_in_the_base_that_is_said(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    Path(f"{PATH}.arch.json").write_text("{", "utf-8")
+    commit(git)
+    git("switch", "-q", "-c", "next")
+    write(net(3))
+    code, _, err = modelprobe("check", "--base", "main")
+    assert code == 2
+    assert err.startswith(f"modelprobe: in main: {PATH}.arch.json")
+
+
+def test_a_snapshot_of_a_newer_version_is_said_to_be_that(branch: str, modelprobe: Run) -> None:
+    path = Path(f"{PATH}.arch.json")
+    path.write_text(path.read_text("utf-8").replace('"modelprobe": 1', '"modelprobe": 99'), "utf-8")
+    code, _, err = modelprobe("show", PATH)
+    assert code == 2
+    assert "99" in err
+
+
+def test_numbers_without_an_architecture_are_said_to_be_that(branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.arch.json").unlink()
+    code, _, err = modelprobe("show", PATH)
+    assert (code, err) == (2, f"modelprobe: {PATH}.probe.json has no test_a.arch.json beside it\n")
+
+
+def test_names_move_no_cursor(branch: str, modelprobe: Run) -> None:
+    write(Record(model="\x1b[31mNet", layers=net().layers, forwards=1))
+    assert "\x1b" not in modelprobe("show", PATH)[1]
+
+
+def test_a_file_checked_out_with_other_line_ends_says_the_same(git: Git, branch: str, modelprobe: Run) -> None:
+    for ending in (".arch.json", ".probe.json"):
+        path = Path(f"{PATH}{ending}")
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert modelprobe("check", "--base", "main")[:2] == (0, "no model changed; 1 unchanged\n")
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_imports_neither_torch_nor_numpy_nor_pytest(branch: str) -> None:
+    write(net(act="GELU"))
+    code = (
+        "import sys; from pytest_modelprobe.cli import main; code = main(['diff', '--base', 'main']);"
+        "print(code, sorted({'torch', 'numpy', 'pytest', 'syrupy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, encoding="utf-8")
+    assert done.stdout.splitlines()[-1] == "1 []"
+
+
+def test_it_runs_as_a_module(branch: str) -> None:
+    write(net(3))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_modelprobe", "check", "--base", "main"], capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith(b"Net: checkpoint change is not declared")
+
+
+def test_its_exit_code_for_a_wrong_call_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["check", "--deny", "nothing"])
+    assert error.value.code == 2

@@ -1,0 +1,286 @@
+"""Of which class a change is, what it does to checkpoints, and whether it was declared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pytest_modelprobe.compare import compare
+from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+
+
+def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
+    usual = {"dtype": "float32", "requires_grad": True}
+    return Parameter(name=name, shape=shape, device="cpu", **{**usual, **other})
+
+
+def linear(name: str, *shape: int, **other: object) -> Layer:
+    return Layer(name=name, type="torch.nn.modules.linear.Linear", parameters=(weight(*shape),), **other)
+
+
+def record(*layers: Layer, **other: object) -> Record:
+    root = Layer(name="(root)", type="Net", leaf=False)
+    return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, **other)
+
+
+def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+    text = repr(record)
+    exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
+    return Snapshot(path=path, record=record, architecture=exact, content=repr(record.layers), text=text, **other)
+
+
+def change(before: Record, now: Record, **levels: str) -> Change:
+    verdict = judge({"a": snapshot(before)}, {"a": snapshot(now)}, levels={**DEFAULTS, **levels})
+    assert len(verdict.changes) == 1
+    return verdict.changes[0]
+
+
+def classes(before: Record, now: Record) -> list[str]:
+    return [finding.kind for finding in change(before, now).findings]
+
+
+# --- classes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_another_shape_breaks_checkpoints() -> None:
+    assert classes(record(linear("fc", 2, 4)), record(linear("fc", 3, 4))) == ["checkpoint"]
+
+
+def test_an_attribute_is_structure() -> None:
+    before, now = (record(Layer(name="norm", type="Norm", attributes={"eps": eps})) for eps in (1e-5, 1e-6))
+    assert classes(before, now) == ["structure"]
+
+
+def test_another_type_is_structure() -> None:
+    assert classes(record(Layer(name="act", type="ReLU")), record(Layer(name="act", type="GELU"))) == ["structure"]
+
+
+def test_a_layer_with_parameters_that_is_added_breaks_checkpoints_too() -> None:
+    assert classes(record(), record(linear("fc", 2, 4))) == ["checkpoint", "structure"]
+
+
+def test_a_layer_without_parameters_that_is_added_does_not() -> None:
+    assert classes(record(), record(Layer(name="act", type="ReLU"))) == ["structure"]
+
+
+def test_a_frozen_parameter_is_trainable() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    assert classes(record(linear("fc", 2, 4)), record(frozen)) == ["trainable"]
+
+
+def test_another_output_shape_is_interface() -> None:
+    before, now = (
+        record(
+            Layer(
+                name="act",
+                type="ReLU",
+                calls=(Call(root="act", root_training=False, index=0, outputs=(value(width),)),),
+            ),
+            forwards=1,
+        )
+        for width in (4, 8)
+    )
+    assert classes(before, now) == ["interface"]
+
+
+def value(width: int, **other: object) -> Value:
+    return Value(path="output", shape=(2, width), dtype="float32", device="cpu", **other)
+
+
+def numbers(mean: float) -> Record:
+    reading = Reading(
+        statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
+        fingerprint=(mean, *[0.0] * 15),
+    )
+    call = Call(root="act", root_training=False, index=0, started=0, finished=1, outputs=(value(4, forward=reading),))
+    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1)
+
+
+def test_numbers_that_moved_are_behaviour() -> None:
+    assert classes(numbers(1.0), numbers(3.0)) == ["behaviour"]
+
+
+def test_numbers_within_tolerance_are_format() -> None:
+    assert classes(numbers(1.0), numbers(1.0 + 1e-7)) == ["format"]
+
+
+def test_what_came_and_what_went_have_classes_of_their_own() -> None:
+    a, b = record(Layer(name="a", type="A")), record(Layer(name="b", type="B"))
+    verdict = judge({"a": snapshot(a)}, {"b": snapshot(b)})
+    assert [finding.kind for c in verdict.changes for finding in c.findings] == ["removed", "new"]
+
+
+def test_a_snapshot_that_moved_is_renamed() -> None:
+    verdict = judge({"a": snapshot(record(linear("fc", 2, 4)), "a")}, {"b": snapshot(record(linear("fc", 2, 4)), "b")})
+    assert [[f.kind for f in c.findings] for c in verdict.changes] == [["renamed"]]
+
+
+def test_of_several_that_moved_each_is_found_by_what_it_says() -> None:
+    one, two = record(linear("one", 2, 4)), record(linear("two", 2, 4))
+    verdict = judge(
+        {"a": snapshot(one, "a"), "b": snapshot(two, "b")}, {"c": snapshot(two, "c"), "d": snapshot(one, "d")}
+    )
+    assert {(c.before.path, c.now.path) for c in verdict.changes} == {("a", "d"), ("b", "c")}
+
+
+def test_a_snapshot_that_moved_and_changed_is_one_removed_and_one_new() -> None:
+    verdict = judge({"a": snapshot(record(linear("fc", 2, 4)), "a")}, {"b": snapshot(record(linear("fc", 3, 4)), "b")})
+    assert [f.kind for c in verdict.changes for f in c.findings] == ["removed", "new"]
+
+
+def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
+    before, now = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    verdict = judge({"a": snapshot(before), "a.cuda": snapshot(before)}, {"a": snapshot(now), "a.cuda": snapshot(now)})
+    assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
+
+
+def test_the_gravest_change_comes_first() -> None:
+    small, grave = record(Layer(name="act", type="ReLU")), record(linear("fc", 2, 4))
+    before = {"a": snapshot(small, "a"), "b": snapshot(grave, "b")}
+    now = {"a": snapshot(record(Layer(name="act", type="GELU")), "a"), "b": snapshot(record(linear("fc", 3, 4)), "b")}
+    assert [c.path for c in judge(before, now).changes] == ["b", "a"]
+
+
+def test_what_is_the_same_is_counted() -> None:
+    same = {"a": snapshot(record(linear("fc", 2, 4)))}
+    assert judge(same, same, unchanged=3) == Verdict(unchanged=4)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def effect(before: Record, now: Record):
+    return effect_on_checkpoints(compare(now, before))
+
+
+def test_keys_are_named_by_what_became_of_them() -> None:
+    found = effect(
+        record(linear("fc", 2, 4), linear("old", 2, 2)),
+        record(linear("fc", 3, 4), linear("new", 5, 5), linear("x", 1, 9)),
+    )
+    assert (found.reshaped, found.removed, found.added) == (
+        ("fc.weight",), ("old.weight",), ("new.weight", "x.weight"),
+    )  # fmt: skip
+
+
+def test_a_renamed_layer_gives_a_mapping_of_keys() -> None:
+    found = effect(record(linear("fc", 2, 4)), record(linear("head", 2, 4)))
+    assert (dict(found.renamed), found.added, found.removed) == ({"fc.weight": "head.weight"}, (), ())
+    assert not found.loads
+
+
+def test_another_dtype_loads() -> None:
+    half = Layer(name="fc", type="Linear", parameters=(weight(2, 4, dtype="float16"),))
+    found = effect(record(linear("fc", 2, 4)), record(half))
+    assert (found.cast, found.loads) == (("fc.weight",), True)
+
+
+def test_parameters_that_are_shared_are_counted_once() -> None:
+    tied = Layer(name="head", type="Linear", parameters=(weight(2, 4, tied_to="emb.weight"),))
+    found = effect(record(linear("emb", 2, 4), linear("head", 2, 4)), record(linear("emb", 2, 4), tied))
+    assert (found.tied, found.parameters_before, found.parameters) == (("head.weight",), 16, 8)
+
+
+def test_a_module_at_two_places_has_two_keys() -> None:
+    found = effect(record(), record(linear("a", 2, 4, aliases=("b",))))
+    assert found.added == ("a.weight", "b.weight")
+
+
+def test_frozen_parameters_do_not_concern_checkpoints() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    assert effect(record(linear("fc", 2, 4)), record(frozen)).none
+
+
+# --- levels and declarations --------------------------------------------------------------------------------------
+
+
+BEFORE, NOW, LATER = (record(linear("fc", width, 4)) for width in (2, 3, 5))
+
+
+def denied(before: Snapshot, now: Snapshot, **levels: str) -> bool:
+    return bool(judge({"a": before}, {"a": now}, levels={**DEFAULTS, **levels}).denied)
+
+
+def test_what_breaks_checkpoints_is_denied() -> None:
+    assert denied(snapshot(BEFORE), snapshot(NOW))
+
+
+def test_a_level_can_be_lowered() -> None:
+    assert not denied(snapshot(BEFORE), snapshot(NOW), checkpoint="warn")
+
+
+def test_a_level_can_be_raised() -> None:
+    assert denied(snapshot(numbers(1.0)), snapshot(numbers(3.0)), behaviour="deny")
+
+
+def test_a_reason_given_for_the_change_declares_it() -> None:
+    before = snapshot(BEFORE)
+    now = snapshot(NOW, reason="wider", supersedes=(before.architecture,))
+    assert not denied(before, now)
+    assert judge({"a": before}, {"a": now}).changes[0].reason == "wider"
+
+
+def test_a_reason_for_another_change_does_not() -> None:
+    assert denied(snapshot(BEFORE), snapshot(NOW, reason="wider", supersedes=("another",)))
+
+
+def test_a_digest_without_a_reason_does_not() -> None:
+    before = snapshot(BEFORE)
+    assert denied(before, snapshot(NOW, supersedes=(before.architecture,)))
+
+
+def test_a_reason_follows_several_updates_of_one_branch() -> None:
+    before, between = snapshot(BEFORE), snapshot(NOW)
+    now = snapshot(LATER, reason="wider still", supersedes=(before.architecture, between.architecture))
+    assert not denied(before, now)
+
+
+def test_going_back_to_an_old_snapshot_is_not_declared_by_its_old_reason() -> None:
+    first = snapshot(BEFORE, reason="the beginning", supersedes=("nothing",))
+    second = snapshot(NOW, reason="wider", supersedes=("nothing", first.architecture))
+    assert denied(second, first)
+
+
+def test_the_reason_of_an_earlier_change_does_not_declare_other_numbers() -> None:
+    before, now = (snapshot(numbers(mean), reason="wider", supersedes=("x",)) for mean in (1.0, 3.0))
+    assert denied(before, dataclasses.replace(now, architecture=before.architecture), behaviour="deny")
+
+
+def test_a_new_reason_declares_other_numbers() -> None:
+    before, now = snapshot(numbers(1.0), reason="wider"), snapshot(numbers(3.0), reason="trained longer")
+    assert not denied(before, dataclasses.replace(now, architecture=before.architecture), behaviour="deny")
+
+
+def test_what_is_deleted_is_denied() -> None:
+    assert judge({"a": snapshot(BEFORE)}, {}).denied
+
+
+def test_a_trailer_with_the_digest_and_a_reason_approves() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    approved = judge({"a": snapshot(BEFORE)}, {}, approvals=["0" * 16 + " no", f"{verdict.digest} not used any more"])
+    assert (approved.denied, approved.approval) == ((), "not used any more")
+
+
+def test_a_trailer_without_a_reason_does_not() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[verdict.digest]).denied
+
+
+@pytest.mark.parametrize("now", [{}, {"a": snapshot(LATER)}])
+def test_an_approval_does_not_hold_for_another_change(now: dict[str, Snapshot]) -> None:
+    digest = judge({"a": snapshot(BEFORE)}, {"a": snapshot(NOW)}).digest
+    assert judge({"a": snapshot(BEFORE)}, now, approvals=[f"{digest} yes"]).denied
+
+
+def test_an_approval_holds_where_other_models_changed_too() -> None:
+    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
+    digest = judge({"a": before}, {}).digest
+    assert not judge({"a": before}, {"b": snapshot(other, "b")}, approvals=[f"{digest} yes"]).denied
+
+
+def test_a_declared_change_needs_no_approval() -> None:
+    before = snapshot(BEFORE)
+    verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
+    assert verdict.digest == judge({}, {}).digest

@@ -1,0 +1,125 @@
+"""Changes as GitHub Actions shows them: annotations and the summary of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_modelprobe.files import encode
+from pytest_modelprobe.gate import Snapshot, Verdict, judge
+from pytest_modelprobe.record import Layer, Record
+from pytest_modelprobe.report import github
+
+PATH = "tests/__modelprobe__/test_net/test_a.arch.json"
+
+
+def net(act: str, model: str = "Net") -> Record:
+    layers = [
+        Layer(name="(root)", type=model, leaf=False),
+        Layer(name="fc", type="Linear"),
+        Layer(name="act", type=act),
+    ]
+    return Record(model=model, layers={layer.name: layer for layer in layers})
+
+
+def snapshot(record: Record, path: str = PATH, **other: object) -> Snapshot:
+    text = encode(record).architecture
+    return Snapshot(path=path, record=record, architecture=text, content=text, text=text, **other)
+
+
+def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
+    now = snapshot(net("GELU"))
+    line = now.text.split("\n").index('"act": {"type": "GELU"}') + 1
+    assert github.shown(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
+        f"::error file={PATH},line={line},title=Net%3A structure::structure: act type ReLU → GELU"
+    ]
+
+
+def test_a_declared_change_is_a_warning_with_its_reason() -> None:
+    before = snapshot(net("ReLU"))
+    now = snapshot(net("GELU"), reason="smoother", supersedes=(before.architecture,))
+    (line,) = github.shown(judge({"a": before}, {"a": now}))
+    assert line.startswith("::warning file=")
+    assert line.endswith("%0Adeclared: smoother")
+
+
+def test_what_is_deleted_stands_at_no_file() -> None:
+    (line,) = github.shown(judge({"a": snapshot(net("ReLU"))}, {}))
+    assert line.startswith("::error title=Net%3A removed::removed: the snapshot is deleted")
+
+
+def test_what_says_the_same_is_not_annotated() -> None:
+    before = snapshot(net("ReLU"))
+    verdict = judge({"a": before}, {"a": snapshot(net("ReLU"), reason="no change", supersedes=("x",))})
+    assert github.shown(verdict) == []
+
+
+def many(n: int) -> Verdict:
+    before, now = ({str(i): snapshot(net(act), f"{i:03}") for i in range(n)} for act in ("ReLU", "GELU"))
+    return judge(before, now)
+
+
+def test_up_to_nine_are_shown() -> None:
+    assert len(github.shown(many(9))) == 9
+
+
+def test_of_more_than_nine_the_rest_is_counted() -> None:
+    lines = github.shown(many(12))
+    assert len(lines) == 10
+    assert lines[-1] == "::error title=modelprobe::+3 more: see the summary of this job"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "title"),
+    [
+        ("50 %", "50 %25", "50 %25"),
+        ("a\r\nb", "a%0D%0Ab", "a%0D%0Ab"),
+        ("a:b,c", "a:b,c", "a%3Ab%2Cc"),
+    ],
+)
+def test_signs_of_commands_are_escaped(text: str, message: str, title: str) -> None:
+    assert github.command("error", text, title=text) == f"::error title={title}::{message}"
+
+
+def test_a_command_is_one_line_whatever_names_are_in_it() -> None:
+    evil = "Net\n::set-output name=x::y\r,file=/etc/passwd\x1b[31m"
+    (line,) = github.shown(judge({"a": snapshot(net("ReLU", evil))}, {}))
+    assert "\n" not in line
+    assert "\r" not in line
+    assert ",file=" not in line
+    assert "\x1b" not in line
+
+
+def test_a_layer_whose_name_is_a_word_of_the_file_has_its_own_line() -> None:
+    text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("type", "layers")})).architecture
+    assert text.split("\n")[github.line_of(text, "type") - 1].startswith('"type": {"type": "A"}')
+
+
+def test_a_layer_with_signs_of_json_in_its_name_has_its_line() -> None:
+    name = 'größe"\\'
+    text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("x", name)})).architecture
+    assert github.line_of(text, name) == github.line_of(text, "x") + 1
+
+
+def test_a_layer_that_is_not_there_stands_at_the_first_line() -> None:
+    assert github.line_of("{}\n", "fc") == 1
+
+
+def test_what_is_printed_besides_is_taken_for_no_command() -> None:
+    first, *said, last = github.unheard("::error::from a name\nmore").split("\n")
+    token = first.removeprefix("::stop-commands::")
+    assert len(token) == 32
+    assert said == ["::error::from a name", "more"]
+    assert last == f"::{token}::"
+
+
+def test_each_time_with_another_word() -> None:
+    assert github.unheard("") != github.unheard("")
+
+
+def test_the_summary_is_added_to_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("before\n", "utf-8")
+    github.write_summary(path, "### größer")
+    assert path.read_text("utf-8") == "before\n### größer\n"

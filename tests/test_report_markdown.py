@@ -1,0 +1,223 @@
+"""Changes as text and as Markdown: what a reviewer reads, and what names cannot do to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_modelprobe.gate import Snapshot, Verdict, judge
+from pytest_modelprobe.record import Layer, Parameter, Record
+from pytest_modelprobe.report import changes, markdown
+
+
+def net(width: int, act: str = "ReLU", blocks: int = 2, model: str = "Net") -> Record:
+    layers = [Layer(name="(root)", type=model, leaf=False)]
+    for i in range(blocks):
+        weight = Parameter(name="weight", shape=(width, 4), dtype="float32", device="cpu", requires_grad=True)
+        layers += [
+            Layer(name=f"blocks.{i}.fc", type="Linear", parameters=(weight,)),
+            Layer(name=f"blocks.{i}.act", type=act),
+        ]
+    return Record(model=model, layers={layer.name: layer for layer in layers})
+
+
+def snapshot(record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+    text = repr(record.layers)
+    return Snapshot(path=path, record=record, architecture=text, content=text, text="", **other)
+
+
+def changed() -> Verdict:
+    return judge({"a": snapshot(net(2))}, {"a": snapshot(net(3, "GELU"))}, unchanged=12)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
+    verdict = changed()
+    assert changes.text(verdict) == (
+        "Net: checkpoint change is not declared; 1 model changed, 12 unchanged\n"
+        "\n"
+        f"model   class        verdict   snapshot{' ' * 41}what changed\n"
+        "Net     checkpoint   denied    tests/__modelprobe__/test_net/test_a.arch.json   "
+        "old checkpoints will not load: 2 keys reshaped; +8 parameters (+50 %)\n"
+        "Net     structure    denied    tests/__modelprobe__/test_net/test_a.arch.json   "
+        "blocks.*.act type ReLU → GELU x2\n"
+        "\n"
+        "Net (tests/__modelprobe__/test_net/test_a.arch.json)\n"
+        "  layer          layers   change         now      was\n"
+        "  blocks.*.fc    x2       weight shape   (3, 4)   (2, 4)\n"
+        "  blocks.*.act   x2       type           GELU     ReLU\n"
+        "\n"
+        "If it is meant, give the reason, and commit the .arch.json files that this writes:\n"
+        '  pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
+        "\n"
+        "Where no test can be run: end the message of a commit on this branch with the line below; a squash merge"
+        " loses it unless it is kept in the message of the squashed commit:\n"
+        f"  Modelprobe-Approve: {verdict.digest} why this is meant"
+    )
+
+
+def test_where_nothing_changed_that_is_one_line() -> None:
+    assert changes.text(Verdict(unchanged=12)) == "no model changed; 12 unchanged"
+
+
+def test_a_declared_change_is_told_with_its_reason_and_asks_for_nothing() -> None:
+    before = snapshot(net(2))
+    now = snapshot(net(3), reason="wider", supersedes=(before.architecture,))
+    said = changes.text(judge({"a": before}, {"a": now}))
+    assert said.startswith("nothing to object: 1 model changed, 0 unchanged\n")
+    assert said.endswith("\n\nDeclared for Net: wider")
+
+
+def test_a_reason_that_was_given_for_another_change_is_named() -> None:
+    said = changes.text(judge({"a": snapshot(net(2))}, {"a": snapshot(net(3), reason="old", supersedes=("x",))}))
+    assert "The reason in tests/__modelprobe__/test_net/test_a.arch.json was given for another change" in said
+
+
+def test_what_is_deleted_is_approved_by_a_trailer_alone() -> None:
+    said = changes.text(judge({"a": snapshot(net(2))}, {}))
+    assert "pytest" not in said.replace("pytest_", "")
+    assert "What is deleted cannot declare it: end the message of a commit on this branch with the line below" in said
+
+
+def test_a_block_that_came_with_its_layers_is_one_row() -> None:
+    verdict = judge({"a": snapshot(net(2))}, {"a": snapshot(with_block("extra"))})
+    assert [(row.layer, row.what, row.now) for row in changes.details(verdict.changes[0])] == [
+        ("extra", "layer added", "Block")
+    ]
+
+
+def with_block(name: str) -> Record:
+    layers = [Layer(name=name, type="Block", leaf=False), Layer(name=f"{name}.act", type="ReLU")]
+    return Record(model="Net", layers={**net(2).layers, **{layer.name: layer for layer in layers}})
+
+
+@pytest.mark.parametrize(
+    ("path", "test"),
+    [
+        ("tests/__modelprobe__/test_gpt/test_a.arch.json", "tests/test_gpt.py"),
+        ("__modelprobe__/test_gpt/test_a[x].arch.json", "test_gpt.py"),
+    ],
+)
+def test_a_snapshot_lies_beside_its_tests(path: str, test: str) -> None:
+    assert changes.test_file(path) == test
+
+
+def test_the_command_can_be_pasted_whatever_the_path_is() -> None:
+    path = "a b/__modelprobe__/$(touch x)/test.arch.json"
+    steps = changes.next_steps(judge({"a": snapshot(net(2), path)}, {"a": snapshot(net(3), path)}))
+    assert "pytest --snapshot-update 'a b/$(touch x).py' --modelprobe-reason" in steps[0]
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
+    verdict = changed()
+    path = "tests/&#95;&#95;modelprobe&#95;&#95;/test&#95;net/test&#95;a.arch.json"
+    assert markdown.verdict(verdict) == (
+        "### modelprobe: Net: checkpoint change is not declared; 1 model changed, 12 unchanged\n"
+        "\n"
+        "| model | class | verdict | snapshot | what changed |\n"
+        "|---|---|---|---|---|\n"
+        f"| Net | checkpoint | denied | {path}"
+        " | old checkpoints will not load: 2 keys reshaped; +8 parameters (+50 %) |\n"
+        f"| Net | structure | denied | {path} | blocks.&#42;.act type ReLU → GELU x2 |\n"
+        "\n"
+        f"<details><summary>Net ({path})</summary>\n"
+        "\n"
+        "| layer | layers | change | now | was |\n"
+        "|---|---|---|---|---|\n"
+        "| blocks.&#42;.fc | x2 | weight shape | (3, 4) | (2, 4) |\n"
+        "| blocks.&#42;.act | x2 | type | GELU | ReLU |\n"
+        "\n"
+        "</details>\n"
+        "\n"
+        "If it is meant, give the reason, and commit the .arch.json files that this writes:\n"
+        "\n"
+        "```\n"
+        'pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
+        "```\n"
+        "\n"
+        "Where no test can be run: end the message of a commit on this branch with the line below; a squash merge"
+        " loses it unless it is kept in the message of the squashed commit:\n"
+        "\n"
+        "```\n"
+        f"Modelprobe-Approve: {verdict.digest} why this is meant\n"
+        "```\n"
+    )
+
+
+def test_a_summary_of_nothing_is_one_line() -> None:
+    assert markdown.verdict(Verdict(unchanged=12)) == "### modelprobe: no model changed; 12 unchanged\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a|b", "a&#124;b"),
+        ("`code`", "&#96;code&#96;"),
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("two\nlines", "two&#92;nlines"),
+        ("[x](https://example.org)", "&#91;x&#93;(https&#58;//example.org)"),
+        ("@someone", "&#64;someone"),
+        ("__init__", "&#95;&#95;init&#95;&#95;"),
+        ("$x$ ~y~ *z*", "&#36;x&#36; &#126;y&#126; &#42;z&#42;"),
+        ("#12", "&#35;12"),
+        ("\x1b[31m", "&#92;x1b&#91;31m"),
+    ],
+)
+def test_no_name_is_anything_but_text(name: str, shown: str) -> None:
+    assert markdown.escaped(name) == shown
+
+
+def test_names_break_no_row_of_the_summary() -> None:
+    evil = "Net|x\n</summary><script>`"
+    before = {"a": snapshot(net(2, model=evil), "t/__modelprobe__/a|b/`\n`.arch.json")}
+    text = markdown.verdict(judge(before, {}))
+    rows = [line for line in text.split("\n") if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {6}
+    assert "<script>" not in text
+    assert text.count("`") == 6  # the one fence around the trailer
+
+
+def test_what_changed_alike_in_several_snapshots_is_said_once() -> None:
+    before, now = ({str(i): snapshot(net(width), f"{i:03}") for i in range(5)} for width in (2, 3))
+    text = markdown.verdict(judge(before, now))
+    assert text.count("| blocks.&#42;.fc | x2 | weight shape | (3, 4) | (2, 4) |") == 1
+    assert "<summary>Net (000, 001 and 3 more)</summary>" in text
+
+
+def test_rows_beyond_the_most_are_folded_away() -> None:
+    lines = markdown.table(["n"], [[str(i)] for i in range(5)], most=3)
+    assert lines[4:] == [
+        "| 2 |", "", "<details><summary>2 rows more</summary>", "",
+        "| n |", "|---|", "| 3 |", "| 4 |", "", "</details>",
+    ]  # fmt: skip
+
+
+def test_a_summary_keeps_below_the_limit_of_github() -> None:
+    before = {str(i): snapshot(net(2, blocks=1, model=f"Net{i}" * 20), f"{i:03}") for i in range(40)}
+    now = {str(i): snapshot(net(3 + i, blocks=1, model=f"Net{i}" * 20), f"{i:03}") for i in range(40)}
+    text = markdown.verdict(judge(before, now), most_bytes=14_000)
+    assert len(text.encode()) <= 14_000
+    assert text.count("<details>") == text.count("</details>")
+    assert "tables more have no room here" in text
+    assert "Modelprobe-Approve: " in text
+
+
+def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:
+    before = {str(i): snapshot(net(2, model="Net " * 100), f"{i:03}") for i in range(40)}
+    text = markdown.verdict(judge(before, {}), most_bytes=5_000)
+    assert len(text.encode()) <= 5_000
+    assert text.endswith("\nThis is too long to be shown here: run the same command locally.\n")
+
+
+def test_of_a_long_text_the_end_is_left_out() -> None:
+    assert markdown.escaped("a b " * 1000) == "a b " * 125 + "…"
+
+
+def test_a_diff_has_a_table_of_causes() -> None:
+    text = markdown.diff(changed())
+    assert "| blocks.&#42;.act: ReLU → GELU x2 | architecture |" in text
+    assert text.endswith("\n12 snapshots unchanged.\n")
