@@ -11,7 +11,7 @@ from typing import Literal
 from . import tolerance as _tolerance
 from .exceptions import SelectionError, UsageError
 from .matching import declared, match, renamed
-from .record import ROOT, Call, Dimension, Layer, Parameter, Plain, Reading, Record, Response, Value, address
+from .record import ROOT, Call, Dimension, Handed, Layer, Parameter, Plain, Reading, Record, Response, Value, address
 from .selection import Glob
 from .tolerance import UNKNOWN, Change, Direction
 
@@ -341,9 +341,11 @@ class _Comparer:
         assert e is not None
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
         dtype = next((value.dtype for value in pair.expected.outputs), "float32")
-        theirs = {handed.where: handed for handed in e.handed}
+        theirs: dict[str, list[Handed]] = {}
+        for handed in e.handed:
+            theirs.setdefault(handed.where, []).append(handed)
         for handed in a.handed:
-            other = theirs.pop(handed.where, None)
+            other = theirs[handed.where].pop(0) if theirs.get(handed.where) else None
             if other is None:
                 yield at(what=handed.where, actual=handed.passed or "computed")
             elif handed.passed != other.passed:
@@ -352,8 +354,8 @@ class _Comparer:
             elif handed.reading is not None and other.reading is not None:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
-        for where, other in theirs.items():
-            yield at(what=where, expected=other.passed or "computed")
+        for other in (handed for left in theirs.values() for handed in left):
+            yield at(what=other.where, expected=other.passed or "computed")
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)

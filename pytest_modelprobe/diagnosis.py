@@ -24,6 +24,8 @@ Witness = Literal["recorded", "isolated", "propagation", "both"]
 _AMPLIFICATION = 10.0
 """A module that makes this much more of what came in, in units of what is allowed, is more than sensitive."""
 
+_DRIFT = "drift first visible here"
+
 _FORWARD: frozenset[Kind] = frozenset({"input", "output", "state"})
 
 _STRUCTURE: frozenset[Kind] = frozenset({
@@ -114,7 +116,7 @@ class _Diagnoser:
         return Diagnosis(
             comparison=self.comparison,
             causes=tuple(causes),
-            possible=tuple(cause for cause in possible if cause.layer not in to_blame),
+            possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and _DRIFT in c.hints)),
             moved=moved,
             not_judged=tuple(name for name in moved if not self._judged(name)),
             unknown=None if causes or possible else self._why_unknown(),
@@ -164,11 +166,12 @@ class _Diagnoser:
             if retyped:
                 yield dataclasses.replace(_cause("architecture", retyped), what="type")
                 continue
-            for difference in found_here:
-                if difference.kind in _STRUCTURE:
-                    cause = _cause("architecture", [difference])
-                    aspect = difference.kind.partition(" ")[2]
-                    yield dataclasses.replace(cause, what=f"{difference.what} {_SAID.get(aspect, aspect)}".strip())
+            kinds = dict.fromkeys(d.kind for d in found_here if d.kind in _STRUCTURE)
+            for same in ([d for d in found_here if d.kind == one] for one in kinds):
+                aspect = same[0].kind.partition(" ")[2]
+                also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
+                what = f"{same[0].what} {_SAID.get(aspect, aspect)}".strip()
+                yield dataclasses.replace(_cause("architecture", same), what=what, hints=also)
 
     def _attributes(self) -> Iterator[Cause]:
         for name, found in self.of.items():
@@ -188,7 +191,8 @@ class _Diagnoser:
         for difference_kind, kind in (("weights", "weights"), ("buffer", "buffers")):
             for found in self.of.values():
                 here = [d for d in found if d.kind == difference_kind]
-                if here:
+                # A bias is drawn for the size of its weight: another size, other numbers.
+                if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape"}):
                     worst = max(here, key=lambda d: d.change or 0.0)
                     names = ", ".join(d.what for d in here)
                     yield dataclasses.replace(_cause(kind, [worst, *here]), what=names)  # type: ignore[arg-type]
@@ -346,8 +350,7 @@ class _Diagnoser:
             change=moved.change,
             noise=moved.noise,
             witness="propagation",
-            hints=(() if amplified else ("drift first visible here",))
-            + (self._hints(pair, []) if after is None else ()),
+            hints=(() if amplified else (_DRIFT,)) + (self._hints(pair, []) if after is None else ()),
         )
         return cause, sure and amplified
 
