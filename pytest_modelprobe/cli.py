@@ -254,7 +254,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
         unchanged=len(same),
         approvals=repository.trailers(changes.TRAILER, commit),
     )
-    return dataclasses.replace(verdict, shallow=repository.shallow) if verdict.denied else verdict
+    return dataclasses.replace(verdict, base=commit, shallow=repository.shallow) if verdict.denied else verdict
 
 
 def _print(

@@ -165,6 +165,8 @@ class Verdict:
     """Snapshots that say what they said."""
     approval: str | None = None
     """The reason given in a commit for exactly what is denied here."""
+    base: str = ""
+    """The commit that it changed from, where it is one."""
     shallow: bool = False
     """Whether not all commits of the branch could be read for it."""
 

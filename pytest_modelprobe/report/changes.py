@@ -213,7 +213,12 @@ def next_steps(verdict: Verdict) -> list[str]:
     if there:
         tests = dict.fromkeys(test_file(change.path) for change in there)
         command = shlex.join(["pytest", "--snapshot-update", *tests]) + ' --modelprobe-reason="..."'
-        steps.append(f"If it is meant, give the reason, and commit the .arch.json files that this writes:\n  {command}")
+        # From the base's files on, so that one reason is for the whole way, however many updates there were.
+        kept = [change.path for change in there if change.before is not None and change.before.path == change.path]
+        back = shlex.join(["git", "checkout", verdict.base[:12], "--", *map(_both_files, kept)])
+        commands = [back, command] if verdict.base and kept else [command]
+        said = "If it is meant, give the reason, and commit the .arch.json files that this writes:"
+        steps.append("\n  ".join([said, *commands]))
         stale = [change for change in there if change.now is not None and change.now.reason]
         if stale:
             steps.append(
@@ -228,6 +233,11 @@ def next_steps(verdict: Verdict) -> list[str]:
     if verdict.shallow:
         steps.append("This clone is shallow, so not every commit was read: fetch-depth: 0 in the workflow's checkout.")
     return steps
+
+
+def _both_files(path: str) -> str:
+    """Return what git takes for the two files of a snapshot."""
+    return f"{path.removesuffix('arch.json')}*"
 
 
 def test_file(path: str) -> str:
