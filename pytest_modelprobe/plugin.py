@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ import pytest
 
 if TYPE_CHECKING:
     from .probe import ModelProbe
+    from .snapshot.snapshot import ModelProbeSnapshot
+
+# Loaded with this plugin where pytest loads none by itself.
+pytest_plugins = ("syrupy",)
 
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 _FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
@@ -39,6 +44,8 @@ class Settings:
 SETTINGS = pytest.StashKey[Settings]()
 _SAID = pytest.StashKey[list[dict[str, Any]]]()
 _FAILED = pytest.StashKey[bool]()
+_SNAPSHOTS = pytest.StashKey[Any]()
+_COMPARER = pytest.StashKey[Any]()
 
 # --- options ------------------------------------------------------------------------------------------------------
 
@@ -57,6 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test's probe saw"
     )
+    from .snapshot.options import add_options
+
+    add_options(parser, group)
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "base of all random numbers", default="0")
     parser.addini("modelprobe_verbose", "show the layers that each test's probe saw", type="bool", default=False)
@@ -65,7 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options; nothing is looked up on the machine before a test needs it."""
     config.addinivalue_line(
-        "markers", "modelprobe(devices=..., seed=...): devices and seed of the probe for one test, class or module"
+        "markers",
+        "modelprobe(devices=..., seed=..., tolerance=..., compare=...): devices and seed of the probe, tolerance and "
+        "parts of the snapshot, for one test, class or module",
     )
     asked = config.getoption("--modelprobe-device")
     devices = asked or config.getini("modelprobe_devices")
@@ -82,6 +94,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if asked:
         config.stash[SETTINGS].devices = _available(asked)
+    from .snapshot.options import policy_of
+    from .snapshot.session import SnapshotSession
+
+    snapshots = SnapshotSession(config, policy_of(config), lambda: _resolve(config.stash[SETTINGS].devices[0])[0])
+    config.stash[_SNAPSHOTS] = snapshots
+    config.pluginmanager.register(snapshots, "modelprobe-snapshots")
 
 
 def _seed(config: pytest.Config) -> int:
@@ -178,10 +196,12 @@ def _seed_of(item: pytest.Item) -> int:
 
 
 def _marked(marker: pytest.Mark) -> dict[str, Any]:
-    unknown = marker.kwargs.keys() - {"devices", "seed"}
+    unknown = marker.kwargs.keys() - {"devices", "seed", "tolerance", "compare"}
     if marker.args or unknown:
         wrong = f"got {min(unknown)!r}" if unknown else "it takes keywords only"
-        raise pytest.Collector.CollectError(f"@pytest.mark.modelprobe takes devices= and seed=; {wrong}")
+        raise pytest.Collector.CollectError(
+            f"@pytest.mark.modelprobe takes devices=, seed=, tolerance= and compare=; {wrong}"
+        )
     return dict(marker.kwargs)
 
 
@@ -237,6 +257,20 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
         yield make
     settings.shared_probes.clear()
+
+
+@pytest.fixture
+def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
+    """What a record is compared with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
+    __tracebackhide__ = True
+    from .snapshot.snapshot import Comparer, ModelProbeSnapshot, Options
+
+    comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
+    request.node.stash[_COMPARER] = comparer
+    marker = request.node.get_closest_marker("modelprobe")
+    marked = _marked(marker) if marker else {}
+    snapshot = ModelProbeSnapshot(comparer, Options())
+    return snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------
@@ -313,6 +347,9 @@ def _told(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Put what the probe saw on the report of the teardown: it reaches the controller of xdist by itself."""
+    comparer = item.stash.get(_COMPARER, None)
+    if comparer is not None:
+        comparer.explain(call)
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
@@ -324,7 +361,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             said = [{**one, "findings": []} for one in said]  # the failure has said it
         if said:
             report.modelprobe = said
+        if comparer is not None:
+            report.modelprobe_snapshots = comparer.results()
+            del item.stash[_COMPARER]  # a test that is run again has another
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_assertrepr_compare(left: object, right: object) -> list[str] | None:
+    """Explain a comparison with a snapshot where pytest wants to; `Comparer.explain` does so everywhere else."""
+    room = sys.modules.get("pytest_modelprobe.snapshot.snapshot")
+    if room is None:
+        return None
+    snapshot = next((side for side in (left, right) if isinstance(side, room.ModelProbeSnapshot)), None)
+    text = snapshot.failure if snapshot is not None else None
+    return text.splitlines() if text else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -351,15 +402,20 @@ class _Terminal:
         shown = self._said if verbose else [pair for pair in self._said if pair[1]["findings"]]
         if first is not None and not verbose:
             shown = [first, *(pair for pair in shown if pair is not first)]
-        if not shown or (self._config.getoption("verbose") < 0 and not verbose):
+        if self._config.getoption("verbose") < 0 and not verbose:
+            shown = []
+        of_snapshots = list(self._config.stash[_SNAPSHOTS].lines())
+        if not shown and not of_snapshots:
             return
         terminalreporter.section("modelprobe")
         for nodeid, said in shown:
             with_table = verbose or (first is not None and said is first[1])
             for line in _lines(nodeid, said, with_table=with_table):
                 terminalreporter.write_line(line)
-        if first is not None and not verbose:
+        if first in shown and not verbose:
             terminalreporter.write_line("This table is shown once; --modelprobe-verbose shows it for every test.")
+        for line in of_snapshots:
+            terminalreporter.write_line(line)
 
     def _first_use(self) -> tuple[str, dict[str, Any]] | None:
         """Return what to show a person on the first use in a project: value before any assertion."""

@@ -12,12 +12,14 @@ PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
 # What each room may import besides the standard library: other rooms, and these packages.
 MAY_IMPORT = {
-    "__init__": {"assertions", "exceptions", "probe", "record"},
+    "__init__": {"assertions", "exceptions", "probe", "record", "snapshot"},
+    "__main__": {"cli"},
     "exceptions": set(),
     "record": set(),
     "selection": {"exceptions"},
     "shapes": {"exceptions"},
-    "statistics": {"torch", "numpy", "record"},
+    "fingerprint": {"torch", "numpy", "record"},
+    "statistics": {"torch", "numpy", "fingerprint", "record"},
     "units": {"torch"},
     "flatten": {"torch", "record"},
     "memory": {"torch"},
@@ -33,14 +35,33 @@ MAY_IMPORT = {
     "assembly": {"torch", "numpy", "capture", "layers", "observation", "record", "statistics"},
     "origin": {"torch", "flatten", "record"},
     "architecture": {"torch", "assembly", "capture", "flatten", "layers", "record", "restoring", "seeding"},
-    "probe": {
-        "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "layers", "origin",
-        "record", "restoring", "seeding", "selection",
+    "noise": {"torch", "numpy", "memory", "record", "seeding"},
+    "isolation": {
+        "torch", "numpy", "flatten", "layers", "memory", "noise", "record", "restoring", "seeding", "statistics",
     },
-    "report": {"record"},
-    "assertions": {"exceptions", "record", "report", "selection", "shapes"},
+    "probe": {
+        "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation", "layers",
+        "noise", "observation", "origin", "record", "restoring", "seeding", "selection",
+    },
+    "files": {"exceptions", "record"},
+    "course": {"record"},
+    "matching": {"exceptions", "record"},
+    "tolerance": {"record"},
+    "compare": {"exceptions", "matching", "record", "selection", "tolerance"},
+    "diagnosis": {"compare", "course", "record", "tolerance"},
+    "gate": {"compare", "record"},
+    "report": {"compare", "diagnosis", "gate", "record"},
+    "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "summary": {"assertions", "record", "report"},
-    "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "summary", "torch"},
+    "git": {"exceptions"},
+    "actions": {"git"},
+    "sources": {"exceptions", "files", "gate", "git", "selection"},
+    "cli": {"actions", "compare", "exceptions", "files", "gate", "git", "record", "report", "selection", "sources"},
+    "snapshot": {
+        "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "record", "report",
+        "summary",
+    },
+    "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
 }  # fmt: skip
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.

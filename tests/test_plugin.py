@@ -113,8 +113,9 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
         import sys
 
         def pytest_unconfigure(config):
-            heavy = [name for name in ("torch", "numpy", "pytest_modelprobe.probe") if name in sys.modules]
-            print("heavy:", heavy)
+            rooms = ("probe", "record", "files", "compare", "snapshot.snapshot")
+            names = ("torch", "numpy", *(f"pytest_modelprobe.{room}" for room in rooms))
+            print("heavy:", [name for name in names if name in sys.modules])
         """
     )
     pytester.makepyfile("def test_nothing(): pass")
@@ -137,6 +138,33 @@ def test_the_plugin_loads_alone_without_autoload(pytester: pytest.Pytester, monk
 def test_strict_markers_and_warnings_as_errors_are_no_obstacle(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n" + PASSING.replace("def test", "@pytest.mark.modelprobe(seed=3)\ndef test"))
     pytester.runpytest(*QUIET, "--strict-markers", "-W", "error").assert_outcomes(passed=1)
+
+
+def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        """
+        from models import TinyNet
+
+        def test_it(modelprobe, modelprobe_snapshot):
+            assert modelprobe.run(TinyNet(), modelprobe.randn(4, 8)) == modelprobe_snapshot
+        """
+    )
+    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
+
+
+def test_options_of_snapshots_need_no_syrupy(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PASSING)
+    pytester.runpytest(*QUIET, "-p", "no:syrupy").assert_outcomes(passed=1)
+
+
+def test_a_comparison_that_is_none_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmodelprobe_compare = shapes")
+    result = pytester.runpytest(*QUIET)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: modelprobe_compare is all, architecture or behaviour; the ini file has 'shapes'"]
+    )
 
 
 # --- devices ------------------------------------------------------------------------------------------------------
@@ -242,7 +270,7 @@ def test_a_marker_with_other_arguments_is_an_error(pytester: pytest.Pytester, ar
         """
     )
     result = pytester.runpytest(*QUIET)
-    result.stdout.fnmatch_lines(["*pytest.mark.modelprobe takes devices= and seed=;*"])
+    result.stdout.fnmatch_lines(["*pytest.mark.modelprobe takes devices=, seed=, tolerance= and compare=;*"])
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import nn
 
 from pytest_modelprobe import (
     ModelProbe,
+    ModelProbeSnapshot,
     Record,
     Watch,
     assert_all_params_have_grad,
@@ -53,3 +54,12 @@ def test_watch(modelprobe: ModelProbe) -> None:
     assert_grad_flow(watch)
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)
     assert_type(Record.from_dict(watch.record.to_dict()), Record)
+
+
+def test_snapshot(modelprobe: ModelProbe, modelprobe_snapshot: ModelProbeSnapshot) -> None:
+    record = modelprobe.run(Net(), modelprobe.randn(4, 8), loss="random")
+    assert_type(record == modelprobe_snapshot, bool)
+    assert_type(modelprobe_snapshot == record, bool)
+    named = modelprobe_snapshot(name="wide", tolerance={"blocks.*.attn": 10}, compare="architecture", allow=["dropout"])
+    assert_type(named, ModelProbeSnapshot)
+    assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite")

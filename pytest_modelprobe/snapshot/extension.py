@@ -1,0 +1,74 @@
+"""Where a snapshot lies, and syrupy's part in it: it writes two files as one, and counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from syrupy.data import SnapshotCollections
+from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+
+from pytest_modelprobe.files import Texts
+from pytest_modelprobe.files.storage import ARCH, DIRECTORY, PROBE, read_texts, write
+
+_BETWEEN = "\f"  # what no JSON has in it
+
+
+class Place(NamedTuple):
+    """Where a snapshot lies: two files."""
+
+    arch: Path
+    """What is exact, the same for all devices."""
+    probe: Path
+    """The numbers of one device."""
+
+    @property
+    def ending(self) -> str:
+        """What the numbers' name has after what both names begin with: ``.cuda.probe.json``."""
+        return self.probe.name.removeprefix(self.arch.name.removesuffix(ARCH))
+
+
+def joined(texts: Texts) -> str:
+    """Return both texts as the one that syrupy knows."""
+    return _BETWEEN.join((texts.architecture, texts.numbers or ""))
+
+
+class ModelProbeExtension(SingleFileSnapshotExtension):
+    """Keeps two files for syrupy, which knows of one: where they lie is its index, and its data both texts in a row.
+
+    What no test uses any more is found by `session`, which knows of devices and of failed runs; to syrupy nothing
+    here is ever unused.
+    """
+
+    _write_mode = WriteMode.TEXT
+    file_extension = ARCH.removeprefix(".")
+    snapshot_dirname = DIRECTORY
+
+    @classmethod
+    def get_location(cls, *, test_location: Any, index: Any) -> str:
+        """Return the path of the architecture."""
+        return str(index.arch)
+
+    @classmethod
+    def get_snapshot_name(cls, *, test_location: Any, index: Any = 0) -> str:
+        """Return the name of the numbers, which is each device's own."""
+        return str(index.probe.name.removesuffix(PROBE))
+
+    def discover_snapshots(self, **_: Any) -> SnapshotCollections:
+        """Return nothing: see the class."""
+        return SnapshotCollections()
+
+    def read_snapshot_data_from_location(
+        self, *, snapshot_location: str, snapshot_name: str, session_id: str
+    ) -> str | None:
+        """Return both texts, or None if there is no architecture."""
+        arch = Path(snapshot_location)
+        texts = read_texts(arch, arch.with_name(snapshot_name + PROBE))
+        return None if texts is None else joined(texts)
+
+    @classmethod
+    def write_snapshot(cls, *, snapshot_location: str, snapshots: Any, **_: Any) -> None:
+        """Write both files; syrupy's own would warn that it cannot relate our names to the test."""
+        for data, _location, place in snapshots:
+            architecture, _between, numbers = data.partition(_BETWEEN)
+            write(place.arch, Texts(architecture, numbers or None), place.probe)

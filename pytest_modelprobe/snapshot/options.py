@@ -1,0 +1,132 @@
+"""The options of `modelprobe_snapshot`, read once: what is compared, what an update may write, where results go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+import pytest
+
+DIRECTORY = "__modelprobe__"
+"""Where snapshots lie, beside the tests."""
+
+Parts = Literal["all", "architecture", "behaviour"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """A kind of cause that an update takes over, as long as it changed less than the limit."""
+
+    kind: str
+    """A kind of `diagnosis.Cause`, or ``any``."""
+    below: float = math.inf
+    """Relative change; infinite: any, also one that has no size."""
+
+    def covers(self, kind: str, change: float | None) -> bool:
+        """Whether a cause may be taken over.
+
+        >>> Accepted("computation", 1e-3).covers("computation", 2e-4), Accepted("any", 1e-3).covers("weights", 0.1)
+        (True, False)
+        >>> Accepted("attribute").covers("attribute", None), Accepted("any", 1e-3).covers("attribute", None)
+        (True, False)
+        """
+        small = self.below == math.inf or (change is not None and change < self.below)
+        return self.kind in ("any", kind) and small
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What holds for the snapshots of a whole run."""
+
+    compare: Parts = "all"
+    compare_from: str = ""
+    """How it was asked for, as a person wrote it."""
+    reason: str | None = None
+    accept: tuple[Accepted, ...] = ()
+    accept_from: str = ""
+    actual: Path | None = None
+    json: Path | None = None
+    writes: bool = True
+    """Whether an update may write: not while ``CI`` is set, unless it was allowed."""
+
+
+def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
+    """Add the options, and ini twins of those that are policies."""
+    group.addoption(
+        "--modelprobe-compare",
+        choices=get_args(Parts),
+        default=None,
+        help="what snapshots compare: all, the architecture alone, or the behaviour alone",
+    )
+    group.addoption(
+        "--modelprobe-reason", metavar="TEXT", default=None, help="written beside each architecture that is updated"
+    )
+    group.addoption(
+        "--modelprobe-accept",
+        action="append",
+        default=None,
+        metavar="KIND<LIMIT",
+        help="update only snapshots all of whose causes are of a KIND (such as computation, or any) and changed less "
+        "than LIMIT; KIND alone: whatever the size; may be repeated",
+    )
+    group.addoption(
+        "--modelprobe-actual",
+        metavar="DIR",
+        default=None,
+        help="write the snapshots that failed or are new there as they would be now: cp -r DIR/. . takes them over",
+    )
+    group.addoption("--modelprobe-json", metavar="PATH", default=None, help="write the results of all snapshots there")
+    group.addoption(
+        "--modelprobe-allow-update-in-ci",
+        action="store_true",
+        default=False,
+        help="let --snapshot-update write model snapshots although CI is set",
+    )
+    parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behaviour", default="all")
+
+
+def policy_of(config: pytest.Config) -> Policy:
+    """Return what the command line and the ini file say."""
+    option, ini = config.getoption("--modelprobe-compare"), config.getini("modelprobe_compare")
+    if ini not in get_args(Parts):
+        raise pytest.UsageError(f"modelprobe_compare is all, architecture or behaviour; the ini file has {ini!r}")
+    reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
+    updating = getattr(config.option, "update_snapshots", False)
+    for name, given in {"reason": reason, "accept": accept}.items():
+        if given and not updating:
+            raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
+    return Policy(
+        compare=option or ini,
+        compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
+        reason=reason,
+        accept=tuple(_accepted(text) for text in accept),
+        accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
+        actual=_path(config, "--modelprobe-actual"),
+        json=_path(config, "--modelprobe-json"),
+        writes=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
+    )
+
+
+def _path(config: pytest.Config, option: str) -> Path | None:
+    given = config.getoption(option)
+    return Path(config.invocation_params.dir, given) if given else None
+
+
+def _accepted(text: str) -> Accepted:
+    from pytest_modelprobe.diagnosis import CauseKind
+
+    kinds = [*get_args(CauseKind), "any"]
+    kind, less, limit = (part.strip() for part in text.partition("<"))
+    try:
+        below = float(limit) if less else math.inf
+    except ValueError:
+        below = math.nan
+    if kind not in kinds or not below > 0:
+        raise pytest.UsageError(
+            f"--modelprobe-accept={text}: give a kind of cause and a limit, as in 'computation<1e-3', or the kind "
+            f"alone; kinds are {', '.join(kinds)}"
+        )
+    return Accepted(kind, below)

@@ -1,0 +1,261 @@
+"""Snapshots over a whole run of pytest: which files no test uses any more, what to say at the end, the results.
+
+Nothing here compares. What a test compared travels on its reports, in plain types; under xdist the workers add at
+their end what they collected, and only the controller deletes, prints and writes. Loaded in every run of pytest, so
+what knows the files is imported where there are snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_modelprobe.exceptions import UsageError
+
+from .options import DIRECTORY, Policy
+from .summary import Leftovers, lines, shown_path
+
+if TYPE_CHECKING:
+    from .leftovers import Module, Test
+
+
+@dataclasses.dataclass
+class _Collected:
+    """What one process collected, as far as there are snapshots beside it."""
+
+    modules: dict[str, bool] = dataclasses.field(default_factory=dict)
+    """Path of each module → whether all of its tests were collected and selected."""
+    tests: dict[str, tuple[str, str, str | None]] = dataclasses.field(default_factory=dict)
+    """Node id → module, beginning of the names of the test's files, device."""
+
+
+class SnapshotSession:
+    """Knows at the end of a run which snapshots were compared, which are left over, and what to say of it.
+
+    Args:
+        config: The configuration of the run.
+        policy: What holds for the snapshots of the run.
+        device: Returns that of a test that names none; to know it can take a moment.
+    """
+
+    def __init__(self, config: pytest.Config, policy: Policy, device: Callable[[], str]) -> None:
+        self.policy = policy
+        self._device = device
+        self._config = config
+        self._collected = _Collected()
+        self._paths: dict[str, str] = {}
+        self._beside: dict[Path, bool] = {}
+        self._owners: dict[str, tuple[Path, str]] = {}
+        self._workers_started = self._workers_told = 0
+        self._phases: dict[str, dict[str, str]] = {}
+        self._results: dict[tuple[str, str], dict[str, Any]] = {}
+        self._leftovers = Leftovers()
+
+    # --- what was collected ---------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
+        """Note the modules whose tests are known; one that skips itself is not among them."""
+        report = yield
+        if isinstance(collector, pytest.Module) and self._is_beside_snapshots(collector.path):
+            self._collected.modules[str(collector.path)] = report.passed
+        return report
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note each test before any is deselected."""
+        if self._is_beside_snapshots(item.path):
+            self._paths[item.nodeid] = str(item.path)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Find the modules of which only a part is run."""
+        if not self._paths and not self._collected.modules:
+            return
+        from .names import device_of
+
+        tests = self._collected.tests
+        for item in session.items:
+            if item.nodeid in self._paths:
+                tests[item.nodeid] = str(item.path), self.stem_of(item), device_of(item)
+        partly = {path for nodeid, path in self._paths.items() if nodeid not in tests}
+        asked = [arg.partition("::")[0] for arg in self._config.args if "::" in arg.partition("[")[0]]
+        partly |= {str(Path(self._config.invocation_params.dir, path).resolve()) for path in asked}
+        option = self._config.option
+        if getattr(option, "lf", False) or (asked and option.pyargs):
+            partly |= self._collected.modules.keys()
+        for path, known in self._collected.modules.items():
+            self._collected.modules[path] = known and partly.isdisjoint({path, str(Path(path).resolve())})
+
+    def _is_beside_snapshots(self, module: Path) -> bool:
+        folder = module.parent
+        if folder not in self._beside:
+            self._beside[folder] = (folder / DIRECTORY).is_dir()
+        return self._beside[folder]
+
+    @staticmethod
+    def stem_of(item: pytest.Item) -> str:
+        """Return what the names of a test's files begin with; of one that has no names of its own, a beginning."""
+        from .names import function_of, stem_of
+
+        try:
+            return stem_of(item)
+        except UsageError:
+            return function_of(item)
+
+    def owner(self, arch: Path, item: pytest.Item) -> str | None:
+        """Return the other test whose file some file systems would take for this one, if there is one."""
+        from pytest_modelprobe.files import folded
+        from pytest_modelprobe.files.storage import ARCH
+
+        from .names import folder_of
+
+        if not self._owners:  # all at once: under xdist the other test may run elsewhere
+            for other in item.session.items:
+                if "modelprobe_snapshot" in getattr(other, "fixturenames", ()):
+                    first = folder_of(other.path) / (self.stem_of(other) + ARCH)
+                    self._owners.setdefault(folded(str(first)), (first, other.nodeid))
+        path, test = self._owners.setdefault(folded(str(arch)), (arch, item.nodeid))
+        return None if path == arch else test
+
+    def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
+        """Whether a snapshot may be that of a test, seen from ``item``, a test beside it."""
+        from .names import folder_of, function_of
+
+        if arch.parent != folder_of(item.path):
+            return any(arch.parent == folder_of(path) for path in item.path.parent.glob("*.py"))
+        stem = arch.name
+        tests = [other for other in item.session.items if other.path == item.path]
+        if any(stem.startswith((f"{self.stem_of(other)}.", f"{function_of(other)}[")) for other in tests):
+            return True
+        whole = self._collected.modules.get(str(item.path), False)
+        return not whole and hasattr(getattr(item, "module", None), stem.partition("[")[0].partition(".")[0])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self) -> None:
+        """Count the workers of xdist that started."""
+        self._workers_started += 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker of xdist collected: each collects all and runs a part."""
+        told = getattr(node, "workeroutput", {}).get("modelprobe")
+        if told is not None:
+            self._workers_told += 1
+            self._collected = _Collected(told["modules"], {k: tuple(v) for k, v in told["tests"].items()})
+
+    # --- what ran -------------------------------------------------------------------------------------------------
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how each test ended and what it compared; of a test that is run again, the last time counts."""
+        self._phases.setdefault(report.nodeid, {})[str(report.when)] = report.outcome
+        for result in getattr(report, "modelprobe_snapshots", ()):
+            self._results[report.nodeid, result["key"]] = result
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Every comparison, in order."""
+        return list(self._results.values())
+
+    def _tests_of(self, module: Path) -> list[Test]:
+        from .leftovers import Test
+
+        return [
+            Test(stem, device or self._device(), passed=self._passed(nodeid))
+            for nodeid, (path, stem, device) in self._collected.tests.items()
+            if path == str(module)
+        ]
+
+    def _passed(self, nodeid: str) -> bool:
+        return self._phases.get(nodeid) == dict.fromkeys(("setup", "call", "teardown"), "passed")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, Any]:
+        """Look for files that nothing uses; before the terminal's summary, which tells of them."""
+        config, option = self._config, self._config.option
+        if hasattr(config, "workerinput"):
+            config.workeroutput["modelprobe"] = dataclasses.asdict(self._collected)  # type: ignore[attr-defined]
+            return (yield)
+        only_looks = any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
+        if not only_looks and not getattr(option, "disable_unused_snapshots", False):
+            self._sort_out(self._why_kept(session, exitstatus))
+            fails = self._leftovers.unused and not getattr(option, "warn_unused_snapshots", False)
+            if fails and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.policy.json and not only_looks:
+            self._write_results(self.policy.json)
+        return (yield)
+
+    def _why_kept(self, session: pytest.Session, exitstatus: int) -> str | None:
+        """Return why no file may be taken for unused in this run, if so."""
+        if session.testsfailed:
+            return "tests failed"
+        ended = all("teardown" in self._phases.get(nodeid, ()) for nodeid in self._collected.tests)
+        if not ended or session.shouldstop or exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return "the run was stopped"
+        if self._workers_started != self._workers_told:
+            return "a worker of xdist did not report"
+        return None
+
+    def _sort_out(self, why: str | None) -> None:
+        """Report, delete or keep each file that no test uses."""
+        if not self._collected.modules:
+            return
+        from .leftovers import left_over
+
+        updating = getattr(self._config.option, "update_snapshots", False)
+        if updating and getattr(self._config.option, "no_cleanup", False):
+            why = why or "--snapshot-no-cleanup was given"
+        if updating and not self.policy.writes:
+            why = why or "CI is set"
+        used = {Path(result[file]) for result in self.results for file in ("arch", "probe")}
+        ran = {result["device"] for result in self.results} or {self._device()}
+        for module in self._modules():
+            for path, reason in left_over(module, used, ran):
+                self._leftovers.add(shown_path(path, self._config), reason or why, delete=updating)
+                if updating and not (reason or why):
+                    path.unlink(missing_ok=True)
+            for folder in (module.folder, module.folder.parent) if updating and not why else ():
+                with contextlib.suppress(OSError):  # it is not empty
+                    folder.rmdir()
+
+    def _modules(self) -> Iterator[Module]:
+        """Yield the modules with snapshots that were collected as a whole, or are gone from beside one collected."""
+        from .leftovers import Module
+        from .names import folder_of
+
+        for folder in sorted({Path(path).parent for path in self._collected.modules}):
+            there = {folder_of(path): path for path in folder.glob("*.py")}
+            there |= {folder_of(Path(path)): Path(path) for path in self._collected.modules}
+            for snapshots in sorted(path for path in (folder / DIRECTORY).iterdir() if path.is_dir()):
+                module = there.get(snapshots)
+                if module is None:
+                    yield Module(snapshots, gone=True)
+                elif self._collected.modules.get(str(module)):
+                    yield Module(snapshots, gone=False, tests=self._tests_of(module))
+
+    def lines(self) -> Iterator[str]:
+        """Yield what to say of the snapshots at the end of a run; nothing where each was as expected."""
+        details = getattr(self._config.option, "include_snapshot_details", False)
+        return lines(self.results, self._leftovers, self.policy, details=details)
+
+    def _write_results(self, path: Path) -> None:
+        """Write the results as strict JSON, at once or not at all."""
+        hidden = ("key", "text", "arch", "probe")
+        data = {
+            "schema": 1,
+            "results": [{k: v for k, v in result.items() if k not in hidden} for result in self.results],
+            **dataclasses.asdict(self._leftovers),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
+        part.replace(path)

@@ -1,0 +1,480 @@
+"""What the fixture gives: an object that a record is compared with, and the comparisons of one test."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal, cast, get_args
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from pytest_modelprobe.compare import Parts, Tolerance, compare
+from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.exceptions import SnapshotError, UsageError
+from pytest_modelprobe.files import (
+    Texts,
+    architecture_digest,
+    decode,
+    encode,
+    file_name,
+    read,
+    read_texts,
+    rewritten,
+    write,
+)
+from pytest_modelprobe.files.parsing import parsed
+from pytest_modelprobe.files.storage import ARCH, PROBE
+from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.record import Record
+from pytest_modelprobe.report import comparison as report
+from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.summary import findings
+
+from . import words
+from .extension import ModelProbeExtension, Place, joined
+from .lasting import active_dropout, is_training, nonfinite, structure_of
+from .names import DEVICES, folder_of, kind, stem_of
+from .session import SnapshotSession
+from .summary import shown_path
+
+Allowed = Literal["dropout", "nonfinite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What one comparison is asked for."""
+
+    name: str | None = None
+    tolerance: Tolerance = None
+    compare: Parts = "all"
+    allow: tuple[Allowed, ...] = ()
+
+
+class ModelProbeSnapshot:
+    """What a record is compared with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``.
+
+    The fixture ``modelprobe_snapshot`` is one. Its files lie beside the test, in ``__modelprobe__``;
+    ``pytest --snapshot-update`` writes them. Called, it returns one with other options.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, comparer: Comparer, options: Options) -> None:
+        self._comparer = comparer
+        self._options = options
+
+    def __call__(
+        self,
+        name: str | None = None,
+        tolerance: Tolerance = None,
+        compare: Parts | None = None,
+        allow: Allowed | Iterable[Allowed] = (),
+    ) -> ModelProbeSnapshot:
+        """Return a snapshot with other options.
+
+        Args:
+            name: What tells it from the other snapshots of the test, instead of its number.
+            tolerance: Multiplies the change that still counts as the same: a number, or glob of layers → number.
+            compare: ``architecture`` (what is exact), ``behaviour`` (the numbers), or ``all``.
+            allow: What may be recorded although it does not last: ``dropout`` that is active, ``nonfinite`` values.
+
+        Raises:
+            UsageError: An option is none of these.
+        """
+        __tracebackhide__ = True
+        allowed = (allow,) if isinstance(allow, str) else tuple(allow)
+        given = {"name": name, "tolerance": tolerance, "compare": compare, "allow": allowed or None}
+        options = {key: value for key, value in given.items() if value is not None}
+        _check(name, compare, allowed)
+        return ModelProbeSnapshot(self._comparer, dataclasses.replace(self._options, **cast(Any, options)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether a record is as the one on disk; an update makes it so."""
+        __tracebackhide__ = True
+        return self._comparer.compare(_record(other), self._options, asked_by=sys._getframe(1).f_code)
+
+    def __repr__(self) -> str:
+        return f"<modelprobe_snapshot of {self._comparer.name}>"
+
+    @property
+    def failure(self) -> str | None:
+        """The text of the newest comparison of the test, if it did not turn out equal."""
+        return self._comparer.failure()
+
+
+def _check(name: object, compare: object, allow: Iterable[object]) -> None:
+    __tracebackhide__ = True
+    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 60):
+        raise UsageError(f"name= is a text of 1 to 60 characters; got {name!r}")
+    if isinstance(name, str) and (name.isdigit() or name in ("cpu", *DEVICES)):
+        raise UsageError(f"name={name!r} is what the snapshots of {name} themselves end in: give another")
+    if compare is not None and compare not in get_args(Parts):
+        raise UsageError(f"compare= is 'all', 'architecture' or 'behaviour'; got {compare!r}")
+    unknown = [one for one in allow if one not in get_args(Allowed)]
+    if unknown:
+        raise UsageError(f"allow= takes 'dropout' and 'nonfinite'; got {unknown[0]!r}")
+
+
+def _record(other: object) -> Record:
+    """Return the record that is compared; TypeError where it is something else."""
+    __tracebackhide__ = True
+    if not isinstance(other, Record):
+        name = type(other).__name__
+        advice = {
+            "Watch": "say which forwards: watch.first == modelprobe_snapshot, or watch.record for all of them",
+            "ModelProbe": "write modelprobe.record == modelprobe_snapshot",
+        }
+        how = advice.get(name, "write modelprobe.run(model, ...) == modelprobe_snapshot")
+        raise TypeError(f"modelprobe_snapshot compares records, and this is a {name}: {how}")
+    if is_training(other):
+        raise UsageError(
+            f"a record of {other.forwards} forwards and {other.backwards} backwards is not the same elsewhere: where "
+            "parameters change in between, one thread more moves the twentieth step by a thousandth. Compare "
+            "watch.first"
+        )
+    return other
+
+
+@dataclasses.dataclass(eq=False)
+class _Outcome:
+    """One comparison, and what came of it."""
+
+    place: Place
+    record: Record
+    asked_by: CodeType
+    """The code that compared."""
+    compare: Parts
+    verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
+    not_compared: str | None = None
+    """What the run as a whole leaves out: ``architecture`` or ``behaviour``."""
+    diagnosis: Diagnosis | None = None
+    text: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether the record is what is on disk, or is there now."""
+        return self.verdict not in ("changed", "new", "unreadable")
+
+    def plain(self, item: pytest.Item) -> dict[str, Any]:
+        """Return what the reports take along, in builtin types."""
+        diagnosis = self.diagnosis
+        return {
+            "test": item.nodeid,
+            "snapshot": shown_path(self.place.arch, item.config),
+            "device": kind(self.record.device),
+            "verdict": self.verdict,
+            "not_compared": self.not_compared,
+            "model": self.record.model,
+            "layers": len(self.record.layers),
+            "findings": findings(self.record) if self.verdict in ("new", "created") else [],
+            "first_line": self.text.partition("\n")[0],
+            "causes": [_plain(*pair) for pair in report.grouped(diagnosis.causes)] if diagnosis else [],
+            "possible": [_plain(*pair) for pair in report.grouped(diagnosis.possible)] if diagnosis else [],
+            "moved": len(diagnosis.moved) if diagnosis else 0,
+            "text": self.text,
+            "key": str(self.place.probe),
+            "arch": str(self.place.arch),
+            "probe": "" if self.compare == "architecture" else str(self.place.probe),
+        }
+
+
+def _plain(cause: Cause, layers: int) -> dict[str, Any]:
+    values = {name: getattr(cause, name) for name in ("actual", "expected", "change", "noise")}
+    finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {
+        "kind": cause.kind,
+        "layer": cause.layer,
+        "layers": layers,
+        "what": cause.what,
+        **finite,
+        "witness": cause.witness,
+        "hints": list(cause.hints),
+        "said": report.said(cause),
+        "key": words.key(cause),
+    }
+
+
+class Comparer:
+    """Compares the records of one test with its files.
+
+    Args:
+        request: Of a fixture of function scope.
+        session: The snapshots of the whole run.
+    """
+
+    def __init__(self, request: pytest.FixtureRequest, session: SnapshotSession) -> None:
+        __tracebackhide__ = True
+        self._item: pytest.Item = request.node
+        self._session, self._policy = session, session.policy
+        self._syrupy = _assertion(request)
+        self._updates = self._syrupy.update_snapshots
+        self._updates_new = self._syrupy.update_new_snapshots_only
+        self._outcomes: list[_Outcome] = []
+        self._unnamed = 0
+
+    @property
+    def name(self) -> str:
+        """The test's name, to be shown."""
+        return printable(self._item.name)
+
+    def failure(self, code: CodeType | None = None) -> str | None:
+        """Return the text of the newest comparison, or the newest made by a function, if it was not equal."""
+        outcomes = (o for o in reversed(self._outcomes) if code in (None, o.asked_by))
+        outcome = next(outcomes, None)
+        return None if outcome is None or outcome.good else outcome.text
+
+    def explain(self, call: pytest.CallInfo[None]) -> None:
+        """Put the whole text on an assertion's error, whoever rewrites, truncates or bypasses `assert`."""
+        if call.excinfo is None or not isinstance(call.excinfo.value, AssertionError):
+            return
+        error = call.excinfo.value
+        text = self.failure(call.excinfo.traceback[-1].frame.code.raw)
+        if text is None:
+            return
+        own, found, _ = str(error).partition(f"assert {text.splitlines()[0]}")
+        if found or not str(error):
+            error.args = (own + text,)
+            call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one remembers how the text began
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return every comparison in builtin types."""
+        return [outcome.plain(self._item) for outcome in self._outcomes]
+
+    # --- one comparison -------------------------------------------------------------------------------------------
+
+    def compare(self, record: Record, options: Options, *, asked_by: CodeType) -> bool:
+        """Return whether a record is as its snapshot, or was written to it."""
+        __tracebackhide__ = True
+        outcome = _Outcome(self._place(record, options), record, asked_by, options.compare)
+        parts, outcome.not_compared = _both(options.compare, self._policy.compare)
+        if parts is None:
+            outcome.verdict = "not compared"
+        else:
+            try:
+                self._judge(outcome, options, parts)
+            except SnapshotError as error:
+                outcome.verdict, outcome.text = "unreadable", printable(str(error), 400)
+        self._outcomes.append(outcome)
+        return outcome.good
+
+    def _judge(self, outcome: _Outcome, options: Options, parts: Parts) -> None:
+        __tracebackhide__ = True
+        old, expected, complete = self._expected(outcome, parts)
+        if expected is not None:
+            known = parts if complete else "architecture"
+            outcome.diagnosis = _diagnosis(outcome.record, expected, known, options.tolerance)
+        if old is not None and complete and outcome.diagnosis is None:
+            self._tell_syrupy(outcome, old)
+            return
+        if outcome.diagnosis:
+            outcome.record = outcome.diagnosis.comparison.actual
+        outcome.verdict = "changed" if outcome.diagnosis else "new"
+        updating = self._updates or (self._updates_new and outcome.verdict == "new")
+        refusal = self._refusal(outcome, options) if updating else None
+        new = Texts("", None)
+        if updating and refusal is None:
+            new = self._texts(outcome, expected, old)
+            outcome.verdict = "updated" if outcome.diagnosis else "created"
+        elif self._policy.actual:
+            folder, root = self._policy.actual, self._item.config.rootpath
+            there = Place(*(folder / _below(path, root) for path in outcome.place))
+            write(there.arch, self._texts(outcome, expected, old), there.probe)
+        outcome.text = self._text(outcome, refusal)
+        self._tell_syrupy(outcome, new)
+
+    def _expected(self, outcome: _Outcome, parts: Parts) -> tuple[Texts | None, Record | None, bool]:
+        """Return the texts of the snapshot, its record, and whether it has all that is to be compared.
+
+        Numbers may be missing, or be those of an older architecture after an update on another device: then there is
+        the structure alone.
+        """
+        arch, probe = outcome.place
+        texts = read_texts(arch, probe)
+        if texts is None:
+            return None, None, False
+        data = parsed(texts.architecture, str(arch))
+        if parts == "architecture":
+            return texts, _structure(data, arch), True
+        has_numbers = data.get("numbers") is not False
+        if not _has_numbers(outcome.record):
+            if has_numbers:
+                raise SnapshotError(
+                    f"{shown_path(arch, self._item.config)} has numbers, and the record is of the structure alone: "
+                    'compare it with modelprobe_snapshot(compare="architecture"), or run the model'
+                )
+            return texts, _structure(data, arch), True
+        old = parsed(texts.numbers, str(probe)).get("architecture") if texts.numbers is not None else None
+        fits = old == architecture_digest(texts.architecture)
+        if not has_numbers or texts.numbers is None or (self._updates and not fits):
+            return Texts(texts.architecture, None), _structure(data, arch), False
+        return texts, decode(*texts, where=str(arch), numbers_at=str(probe)).record, True
+
+    def _place(self, record: Record, options: Options) -> Place:
+        __tracebackhide__ = True
+        stem = stem_of(self._item)
+        if options.name is not None:
+            stem += f".{file_name(options.name)}"
+        else:
+            self._unnamed += 1
+            stem += f".{self._unnamed}" if self._unnamed > 1 else ""
+        folder, device = folder_of(self._item.path), kind(record.device)
+        place = Place(folder / (stem + ARCH), folder / (stem + (f".{device}" if device in DEVICES else "") + PROBE))
+        other = self._session.owner(place.arch, self._item)
+        if other is not None:
+            raise UsageError(
+                f"{self._item.nodeid} and {other} would share {place.arch.name} where a file system ignores case: "
+                "rename one of the two"
+            )
+        return place
+
+    def _refusal(self, outcome: _Outcome, options: Options) -> str | None:
+        """Return why nothing is written although an update was asked for: a sentence with the way out."""
+        if not self._policy.writes:
+            return (
+                "not written, for CI is set: update where you develop and commit the files, or give "
+                "--modelprobe-allow-update-in-ci"
+            )
+        if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self._outcomes):
+            return "not written again: the test compares two different records under one name=; give each its own"
+        where = None if "nonfinite" in options.allow else nonfinite(outcome.record)
+        if where:
+            return f'not written, for {where}; mend it, or say modelprobe_snapshot(allow="nonfinite")'
+        dropped = None if "dropout" in options.allow else active_dropout(outcome.record)
+        if dropped and options.compare != "architecture" and _has_numbers(outcome.record):
+            return (
+                f"not written, for dropout was active: {dropped}; other platforms drop other values. Run in eval mode, "
+                'set p to 0, or say modelprobe_snapshot(allow="dropout")'
+            )
+        return (
+            words.not_accepted(outcome.diagnosis, self._policy) if outcome.diagnosis and self._policy.accept else None
+        )
+
+    def _texts(self, outcome: _Outcome, expected: Record | None, old: Texts | None) -> Texts:
+        """Return what the files should hold: lines of what changed are new, measured, each layer called alone."""
+        record = outcome.record
+        if outcome.compare == "architecture":
+            record = structure_of(record)
+        elif (rerun := record.rerun) is not None:
+            if not any(call.response for _, call in record.calls):
+                record = rerun.isolated(record, like=expected)
+            record = rerun.measured(record)
+        new = encode(record)
+        if old is None:
+            return new
+        if self._policy.reason:
+            chain = parsed(old.architecture, str(outcome.place.arch)).get("supersedes")
+            before, now = architecture_digest(old.architecture), architecture_digest(new.architecture)
+            new = encode(record, reason=self._policy.reason, supersedes=superseded(chain, before, now))
+        differences = outcome.diagnosis.comparison.differences if outcome.diagnosis else ()
+        return rewritten(new, old, {difference.layer for difference in differences})
+
+    def _text(self, outcome: _Outcome, refusal: str | None) -> str:
+        path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+        command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
+        if outcome.verdict == "created":
+            return ""
+        if outcome.diagnosis is None:
+            place = outcome.place
+            name = self._item.name + place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
+            device = kind(outcome.record.device)
+            name += "" if device == "cpu" else f" on {device}"
+            text = words.new(outcome.record, name, command, self._moves(outcome))
+        elif outcome.verdict == "updated":
+            text = report.text(outcome.diagnosis)
+        else:
+            text = words.changed(outcome.diagnosis, command)
+        return f"{printable(refusal, 400)}\n\n{text}" if refusal else text
+
+    def _moves(self, outcome: _Outcome) -> list[str]:
+        """Return how to take along a snapshot without a test that holds just what was recorded, if there is one."""
+        place = outcome.place
+        for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
+            if arch == place.arch or self._session.is_claimed(arch, self._item):
+                continue
+            old = Place(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
+            try:
+                same = compare(outcome.record, read(*old).record).same
+            except SnapshotError:
+                continue
+            if same:
+                folder, pairs = place.arch.parent, zip(old, place, strict=True)
+                made = [] if folder.is_dir() else [f"mkdir {self._quoted(folder)}"]
+                return made + [f"git mv {self._quoted(a)} {self._quoted(b)}" for a, b in pairs if a.is_file()]
+        return []
+
+    def _quoted(self, path: Path) -> str:
+        return shlex.quote(shown_path(path, self._item.config))
+
+    def _tell_syrupy(self, outcome: _Outcome, texts: Texts) -> None:
+        """Have syrupy write what is to be written, and count."""
+        __tracebackhide__ = True
+        writing = outcome.verdict in ("created", "updated")
+        self._syrupy.update_snapshots, self._syrupy.update_new_snapshots_only = writing, False
+        equal = self._syrupy(name=cast(Any, outcome.place)) == joined(texts)
+        result = self._syrupy.executions[self._syrupy.num_executions - 1]
+        result.asserted_data = result.recalled_data = None  # kept until the end of the run otherwise
+        if writing and not equal:  # syrupy keeps exceptions to itself
+            raise result.exception or SnapshotError(f"{outcome.place.arch} was not written")
+
+
+def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolerance) -> Diagnosis | None:
+    """Return why a record is not as expected; None if it is. Only if it is not is each layer called alone."""
+    __tracebackhide__ = True
+    found = compare(actual, expected, tolerance=tolerance, parts=parts)
+    if found.same:
+        return None
+    if parts != "architecture" and actual.rerun is not None:
+        actual = actual.rerun.isolated(actual, like=expected)
+        found = compare(actual, expected, tolerance=tolerance, parts=parts)
+    return diagnose(found)
+
+
+def _has_numbers(record: Record) -> bool:
+    values = (value for _, call in record.calls for value in (*call.inputs, *call.outputs))
+    return any(value.statistics is not None for value in values)
+
+
+def _structure(data: Mapping[str, Any], arch: Path) -> Record:
+    """Return the record of an architecture without its numbers."""
+    return decode(json.dumps({**data, "numbers": False}), None, where=str(arch)).record
+
+
+def _both(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:
+    """Return what the test and the run as a whole both compare, and what only the test would.
+
+    >>> _both("all", "architecture"), _both("behaviour", "architecture"), _both("architecture", "all")
+    (('architecture', 'behaviour'), (None, 'behaviour'), ('architecture', None))
+    """
+    if asked == policy or policy == "all":
+        return asked, None
+    if asked == "all":
+        return policy, "behaviour" if policy == "architecture" else "architecture"
+    return None, asked
+
+
+def _below(path: Path, root: Path) -> Path:
+    return path.relative_to(root) if path.is_relative_to(root) else Path(*path.parts[1:])
+
+
+def _assertion(request: pytest.FixtureRequest) -> SnapshotAssertion:
+    """Return syrupy's assertion with our extension."""
+    __tracebackhide__ = True
+    try:
+        found = request.getfixturevalue("snapshot")
+    except pytest.FixtureLookupError:
+        raise UsageError("modelprobe_snapshot needs the plugin syrupy: run without -p no:syrupy") from None
+    if not isinstance(found, SnapshotAssertion):
+        owner = type(found).__module__.partition(".")[0]
+        raise UsageError(
+            f"modelprobe_snapshot needs syrupy's fixture snapshot, and here snapshot is one of {owner}'s: rename that "
+            "one, or leave its plugin out with -p no:..."
+        )
+    return found.use_extension(ModelProbeExtension)

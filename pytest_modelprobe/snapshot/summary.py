@@ -1,0 +1,119 @@
+"""What is said of the snapshots at the end of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .options import Policy
+
+_MOST = 10
+
+Results = Sequence[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Leftovers:
+    """Files that no test uses, as a person at the terminal would write their paths."""
+
+    unused: list[str] = dataclasses.field(default_factory=list)
+    deleted: list[str] = dataclasses.field(default_factory=list)
+    kept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Why they were kept → paths."""
+
+    def add(self, path: str, why_kept: str | None, *, delete: bool) -> None:
+        """Add a file: kept where there is a reason, else deleted or just reported."""
+        (self.kept.setdefault(why_kept, []) if why_kept else self.deleted if delete else self.unused).append(path)
+
+
+def shown_path(path: Path, config: pytest.Config) -> str:
+    """Return a path as a person at the terminal would write it: relative to where pytest was started."""
+    for base in (config.invocation_params.dir, config.rootpath):
+        if path.is_relative_to(base):
+            return path.relative_to(base).as_posix()
+    return str(path)
+
+
+def lines(results: Results, leftovers: Leftovers, policy: Policy, *, details: bool) -> Iterator[str]:
+    """Yield the lines, made printable; none where there is nothing to say."""
+    if not results and leftovers == Leftovers():
+        return
+    from pytest_modelprobe.report.text import printable
+
+    said = [*_written(results), *_shared(results), *_not_compared(results, policy)]
+    said += [*_left_over(leftovers, len(leftovers.unused) if details else _MOST)]
+    said += [*_for_review(results, leftovers, policy)]
+    yield from (printable(line, 1000) for line in said)
+
+
+def _written(results: Results) -> Iterator[str]:
+    """Yield what was written, and what is worth knowing of it."""
+    from pytest_modelprobe.report.text import count
+
+    created = [result for result in results if result["verdict"] == "created"]
+    shown = created[:_MOST] + [result for result in created[_MOST:] if result["findings"]]
+    for result in shown:
+        seen = f": {'; '.join(result['findings'])}" if result["findings"] else ""
+        yield f"created {result['snapshot']}: {count(result['layers'], 'layer')}{seen}"
+    if len(created) > len(shown):
+        yield f"created {len(created) - len(shown)} more, in which nothing is dead and all is finite"
+    for result in results:
+        if result["verdict"] == "updated":
+            yield f"updated {result['snapshot']}: {result['first_line']}"
+            yield from (f"  {line}".rstrip() for line in result["text"].splitlines()[1:])
+
+
+def _shared(results: Results) -> Iterator[str]:
+    """Yield each cause that several tests have in common, once."""
+    tests: dict[str, dict[str, None]] = {}
+    said: dict[str, str] = {}
+    for result in results:
+        for cause in result["causes"]:
+            said.setdefault(cause["key"], cause["said"])
+            tests.setdefault(cause["key"], {})[result["test"].rpartition("/")[2]] = None
+    for key, names in tests.items():
+        if len(names) > 1:
+            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+            yield f"{len(names)} tests: {said[key]}: {', '.join(list(names)[:_MOST])}{more}"
+
+
+def _for_review(results: Results, leftovers: Leftovers, policy: Policy) -> Iterator[str]:
+    """Yield a paragraph on what an update wrote, to be pasted where the change is reviewed."""
+    verdicts = Counter(result["verdict"] for result in results)
+    counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(leftovers.deleted)}
+    what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
+    if not what:
+        return
+    causes = {c["key"]: c["said"] for r in results if r["verdict"] == "updated" for c in r["causes"]}
+    because = f" {'; '.join(list(causes.values())[:_MOST])}." if causes else ""
+    because += f" And {len(causes) - _MOST} more causes." if len(causes) > _MOST else ""
+    yield "for the pull request:"
+    yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
+
+
+def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
+    from pytest_modelprobe.report.text import count
+
+    for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
+        yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
+
+
+def _left_over(leftovers: Leftovers, most: int) -> Iterator[str]:
+    from pytest_modelprobe.report.text import count
+
+    told = [
+        ("deleted {}, for no test uses them", leftovers.deleted),
+        ("{} unused, --snapshot-update deletes them", leftovers.unused),
+        *((f"{{}} unused, and kept: {why}", paths) for why, paths in leftovers.kept.items()),
+    ]
+    for sentence, paths in told:
+        if paths:
+            yield sentence.format(count(len(paths), "snapshot file")) + ":"
+            yield from (f"  {path}" for path in paths[:most])
+            if len(paths) > most:
+                yield f"  ... {len(paths) - most} more, with --snapshot-details"
