@@ -30,7 +30,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
-from pytest_modelprobe import ModelProbe, Watch
+from pytest_modelprobe import ModelProbe, Watch, files
+from pytest_modelprobe import statistics as room
+from pytest_modelprobe.compare import compare
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 Step = Callable[[], None]
@@ -74,6 +76,17 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def statistics_alone(model: nn.Module) -> Iterator[None]:
+    options = room.reduce.__kwdefaults__
+    options["fingerprint"] = False
+    try:
+        with Watch(model):
+            yield
+    finally:
+        options["fingerprint"] = True
+
+
+@contextlib.contextmanager
 def watched_and_read(model: nn.Module) -> Iterator[None]:
     with Watch(model) as watch:
         yield
@@ -108,6 +121,7 @@ def naive(model: nn.Module) -> Iterator[None]:
 
 MODES: dict[str, Mode] = {
     "unwatched": unwatched,
+    "statistics alone": statistics_alone,
     "watched": watched,
     "watched, record read": watched_and_read,
     "naive hooks": naive,
@@ -185,22 +199,80 @@ def bench_attach(rounds: int = 5) -> float:
     return statistics.median(seconds) * 1e3
 
 
-def bench_run(rounds: int = 7) -> float:
-    """`run` end to end, in plain steps of the same model."""
+def bench_run(rounds: int = 5) -> dict[str, float]:
+    """`run` end to end, and what an update asks of it besides, in plain steps of the same model."""
     torch.manual_seed(0)
     model, inputs = gpt2()
     probe = ModelProbe()
     step = step_of(model, inputs)
-    each = []
+    each: dict[str, list[float]] = {"run": [], "isolated": [], "measured": []}
     for turn in range(-1, rounds):
-        start = time.perf_counter()
+        times = [time.perf_counter()]
         step()
-        middle = time.perf_counter()
-        probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
-        end = time.perf_counter()
+        times.append(time.perf_counter())
+        record = probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
+        times.append(time.perf_counter())
+        isolated = record.rerun.isolated(record)
+        times.append(time.perf_counter())
+        isolated.rerun.measured(record)  # without the responses, which are isolated again for it
+        times.append(time.perf_counter())
         if turn >= 0:
-            each.append((end - middle) / (middle - start))
-    return statistics.median(each)
+            base, *seconds = (b - a for a, b in itertools.pairwise(times))
+            for name, value in zip(each, seconds, strict=True):
+                each[name].append(value / base)
+    return {name: statistics.median(values) for name, values in each.items()}
+
+
+def bench_snapshot(rounds: int = 7) -> dict[str, float]:
+    """Bytes of a snapshot of a GPT-2 of 12 blocks; milliseconds to compare and to write 1,000 layers."""
+    probe = ModelProbe()
+    found = {}
+    for layers, width in ((12, 48), (77, 16)):  # 77 blocks are 1,006 layers
+        config = GPT2Config(n_layer=layers, n_embd=width, n_head=2, vocab_size=200, bos_token_id=0, eos_token_id=0)
+        model = probe.build(lambda config=config: GPT2LMHeadModel(config)).eval()
+        record = probe.run(model, probe.randint(0, 200, (2, 16)), loss="random", use_cache=False)
+        record = record.rerun.isolated(record)
+        if layers == 12:
+            texts = files.encode(record.rerun.measured(record))
+            found["architecture, bytes"], found["numbers, bytes"] = (len(text.encode()) for text in texts)
+            continue
+        found["layers"] = len(record.layers)
+        texts = files.encode(record)
+        expected = files.decode(*texts, where="here").record
+        with tempfile.TemporaryDirectory() as folder:
+            seconds: dict[str, list[float]] = {"compare": [], "write": []}
+            for _ in range(rounds):
+                start = time.perf_counter()
+                compare(record, expected)
+                middle = time.perf_counter()
+                files.write(Path(folder, "test_gpt2.arch.json"), files.encode(record))
+                end = time.perf_counter()
+                seconds["compare"].append(middle - start)
+                seconds["write"].append(end - middle)
+        found |= {f"{name}, ms": statistics.median(values) * 1e3 for name, values in seconds.items()}
+    return found
+
+
+LLAMA = """
+import resource, time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from pytest_modelprobe import ModelProbe, files
+config = LlamaConfig(vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, dtype=torch.bfloat16)
+start = time.perf_counter()
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+record = ModelProbe().architecture(model, torch.empty(2, 4096, dtype=torch.int64), use_cache=False)
+text = files.encode(record).architecture
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(text.encode()),
+    len(record.layers))
+"""
+
+
+def bench_llama() -> dict[str, float]:
+    """The architecture of a Llama of 70 billion parameters: seconds, gigabytes at most, bytes of its file, layers."""
+    done = subprocess.run([sys.executable, "-c", LLAMA], capture_output=True, text=True, check=True)
+    return dict(zip(("seconds", "gigabytes", "bytes", "layers"), map(float, done.stdout.split()), strict=True))
 
 
 def bench_load(rounds: int = 15) -> dict[str, float]:
@@ -260,8 +332,30 @@ def report(results: dict[str, Any]) -> str:
     if "attach" in results:
         parts += [f"Attach to 10,000 modules and detach: {results['attach']:.0f} ms.", ""]
     if "run" in results:
+        n = results["run"]
+        parts += ["## A run and an update", ""]
         parts += [
-            f"`run` of the GPT-2 end to end (state kept and put back, record made): {results['run']:.2f} steps.",
+            f"`run` of the GPT-2 end to end (state kept and put back, record made): {n['run']:.2f} steps.",
+            f"An update, and a failure, also call each module alone: {n['isolated']:.1f} steps.",
+            f"An update measures the noise, of those answers too: {n['measured']:.1f} steps.",
+            "",
+        ]
+    if "snapshot" in results:
+        n = results["snapshot"]
+        both = n["architecture, bytes"] + n["numbers, bytes"]
+        parts += ["## Snapshots", ""]
+        parts += [
+            f"GPT-2 of 12 blocks, forward and backward: {both / 1e3:.1f} kB in both files,",
+            f"{n['architecture, bytes'] / 1e3:.1f} of them architecture.",
+            f"{n['layers']:,.0f} layers: compared in {n['compare, ms']:.0f} ms, written in {n['write, ms']:.0f} ms.",
+            "",
+        ]
+    if "llama" in results:
+        n = results["llama"]
+        parts += [
+            "Architecture of a Llama of 70 billion parameters on the meta device, with the shapes of a forward:",
+            f"{n['seconds']:.0f} s, {n['gigabytes']:.1f} GB at most, Python and torch included;",
+            f"a file of {n['bytes'] / 1e3:,.0f} kB, {n['layers']:,.0f} layers.",
             "",
         ]
     if "load" in results:
@@ -276,9 +370,14 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+NAMES = ("resnet", "gpt2", "vit", "python", "attach", "run", "snapshot", "llama", "load")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="resnet, gpt2, vit, python, attach, run, load; all by default")
+    parser.add_argument(
+        "which", nargs="*", help="resnet, gpt2, vit, python, attach, run, snapshot, llama, load; all by default"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     chosen = set(options.which)
@@ -291,7 +390,9 @@ def main() -> None:
         if wanted(make.__name__.removesuffix("50")):
             results.setdefault("models", {})[title] = bench_model(make, options.rounds)
             print(title, json.dumps(results["models"][title]), flush=True)
-    for name, bench in (("python", bench_python), ("attach", bench_attach), ("run", bench_run), ("load", bench_load)):
+    benches = (bench_python, bench_attach, bench_run, bench_snapshot, bench_llama, bench_load)
+    for bench in benches:
+        name = bench.__name__.removeprefix("bench_")
         if wanted(name):
             results[name] = bench()
     text = report(results)
