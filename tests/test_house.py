@@ -40,8 +40,8 @@ MAY_IMPORT = {
         "torch", "numpy", "flatten", "layers", "memory", "noise", "record", "restoring", "seeding", "statistics",
     },
     "probe": {
-        "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation", "layers",
-        "noise", "observation", "origin", "record", "restoring", "seeding", "selection",
+        "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation",
+        "layers", "noise", "observation", "origin", "record", "restoring", "seeding", "selection",
     },
     "files": {"exceptions", "record"},
     "course": {"record"},

@@ -9,7 +9,7 @@ from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_modelprobe.files import Texts
-from pytest_modelprobe.files.storage import ARCH, DIRECTORY, PROBE, read_texts, write
+from pytest_modelprobe.files.storage import ARCH, PROBE, read_texts, write
 
 _BETWEEN = "\f"  # what no JSON has in it
 
@@ -42,7 +42,6 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
 
     _write_mode = WriteMode.TEXT
     file_extension = ARCH.removeprefix(".")
-    snapshot_dirname = DIRECTORY
 
     @classmethod
     def get_location(cls, *, test_location: Any, index: Any) -> str:
@@ -55,7 +54,7 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
         return str(index.probe.name.removesuffix(PROBE))
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return nothing: see the class."""
+        """Return nothing, wherever `--snapshot-dirname` points: see the class."""
         return SnapshotCollections()
 
     def read_snapshot_data_from_location(
