@@ -90,8 +90,10 @@ class _Diagnoser:
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
         self.of: dict[str, list[Difference]] = {}
+        self.of_call: dict[tuple[str, int], list[Difference]] = {}
         for difference in comparison.differences:
             self.of.setdefault(difference.layer, []).append(difference)
+            self.of_call.setdefault((difference.layer, difference.call), []).append(difference)
         self.pairs = {(pair.layer, pair.key): pair for pair in comparison.calls}
         self.first = {pair.layer: pair for pair in reversed(comparison.calls)}
         course = Course(comparison.actual)
@@ -501,10 +503,8 @@ class _Diagnoser:
     def _of_call(self, pair: Pair, *kinds: str, what_starts: str = "") -> list[Difference]:
         return [
             d
-            for d in self.of.get(pair.layer, ())
-            if d.kind in kinds
-            and d.call == pair.actual.index
-            and (not what_starts or d.kind != "interface" or _side(pair, d.what) == what_starts)
+            for d in self.of_call.get((pair.layer, pair.actual.index), ())
+            if d.kind in kinds and (not what_starts or d.kind != "interface" or _side(pair, d.what) == what_starts)
         ]
 
     def _judged(self, layer: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,10 +165,27 @@ def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple
                 break
 
 
+_LONG = 200  # children between the first and the last that changed, above which they are paired by number
+
+
 def _aligned(old: list[_Node], new: list[_Node]) -> Iterator[tuple[_Node, _Node]]:
+    start = _alike(old, new)
+    end = _alike(old[start:][::-1], new[start:][::-1])  # what difflib would take long to find
+    yield from zip(old[:start], new[:start], strict=True)
+    yield from zip(old[len(old) - end :], new[len(new) - end :], strict=True)
+    old, new = old[start : len(old) - end], new[start : len(new) - end]
+    if max(len(old), len(new)) > _LONG:
+        yield from zip(old, new, strict=False)
+        return
     kinds = difflib.SequenceMatcher(None, [n.kind() for n in old], [n.kind() for n in new], autojunk=False)
     for _, i, j, k, m in kinds.get_opcodes():  # of two runs that differ, as many are pairs as there can be
         yield from zip(old[i:j], new[k:m], strict=False)
+
+
+def _alike(old: list[_Node], new: list[_Node]) -> int:
+    """Return how many are of one type from the first on."""
+    pairs = zip(old, new, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].kind() == pair[1].kind(), pairs))
 
 
 # --- other names --------------------------------------------------------------------------------------------------

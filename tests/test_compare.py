@@ -425,6 +425,11 @@ def test_a_call_that_could_not_be_made_alone_is_not_compared() -> None:
     assert compare(called("fc", response=None), OLD).same
 
 
+def test_the_gradient_of_an_answer_is_told_by_what_it_does_not_reach_where_that_changed() -> None:
+    new = response(without_gradient=("input",), gradient=Reading(fingerprint=(2.0, *[0.0] * 15)))
+    assert told(compare(new, OLD)) == [("fc", "response gradient", "input")]
+
+
 def test_what_is_handed_on_to_another_child_is_told_with_where_it_went() -> None:
     new = response(handed=(Handed(where="a input", passed="input"), *RESPONSE.handed))
     (found,) = compare(new, OLD).differences

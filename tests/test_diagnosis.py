@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -286,11 +286,12 @@ def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
     assert cause.change > 1e-4
 
 
-def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause() -> None:
+@both_witnesses
+def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause(alone: bool) -> None:
     def edit(model: Any) -> None:
         model.times = 3
 
-    assert causes(diagnosed(edit, Looped)) == [("attribute", "(root)", "times")]
+    assert causes(diagnosed(edit, Looped, alone=alone)) == [("attribute", "(root)", "times")]
 
 
 def test_the_sizes_among_the_attributes_are_not_told_beside_the_shape() -> None:
@@ -626,7 +627,7 @@ def test_code_of_a_layer_whose_inputs_are_not_known_is_only_possible() -> None:
 def test_a_layer_whose_input_has_no_numbers_is_only_possible() -> None:
     nothing = Reading(reason="sparse")
     diagnosis = found(chain((nothing, OTHER)), chain((nothing, Y)))
-    assert [c.layer for c in diagnosis.possible] == ["a", "(root)"] or [c.layer for c in diagnosis.possible] == ["a"]
+    assert (diagnosis.causes, [c.layer for c in diagnosis.possible]) == ((), ["a"])
 
 
 def test_a_layer_that_drew_other_random_numbers_is_no_cause() -> None:
@@ -675,6 +676,12 @@ def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible()
 def test_both_witnesses_are_one_cause() -> None:
     diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
     assert [(c.layer, c.witness) for c in diagnosis.causes] == [("a", "both")]
+
+
+def test_what_was_passed_on_and_is_computed_now_has_the_change_of_the_run() -> None:
+    passed = dataclasses.replace(ANSWER, handed=(Handed(where="output", passed="input"),))
+    (cause,) = found(chain((X, reading(3.0, 4.5)), response=ANSWER), chain((X, Y), response=passed)).causes
+    assert (cause.witness, cause.change) == ("both", pytest.approx(0.1))
 
 
 def test_an_answer_to_another_question_is_not_compared() -> None:
@@ -792,7 +799,7 @@ HANDED = st.builds(
 RESPONSES = st.builds(
     Response,
     recipes=st.dictionaries(st.sampled_from(["input", "weight"]), st.sampled_from(["2^0", "2^1"])),
-    handed=st.lists(HANDED, max_size=3).map(tuple),
+    handed=st.lists(HANDED, max_size=3, unique_by=lambda handed: handed.where).map(tuple),
     gradient=st.none() | READINGS,
     without_gradient=st.lists(st.sampled_from(["input", "weight"]), max_size=2).map(tuple),
     reason=st.none() | st.just("it raised"),
@@ -864,6 +871,7 @@ def two_records(draw: st.DrawFn) -> tuple[Record, Record]:
     return dataclasses.replace(other, layers=layers), old
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(two_records())
 def test_any_two_records_have_a_diagnosis_and_a_text(records: tuple[Record, Record]) -> None:
     comparison = compare(*records)
@@ -873,11 +881,13 @@ def test_any_two_records_have_a_diagnosis_and_a_text(records: tuple[Record, Reco
     assert told is not comparison.same
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_record())
 def test_any_record_is_the_same_as_itself(record: Record) -> None:
     assert compare(record, record).same
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(two_records())
 def test_a_diagnosis_depends_on_the_records_alone(records: tuple[Record, Record]) -> None:
     before = repr(records)

@@ -479,6 +479,19 @@ def test_calls_without_a_place_in_the_order_have_none_afterwards() -> None:
     assert encode(back) == encode(record)
 
 
+def test_values_of_one_name_are_told_apart() -> None:
+    values = tuple(value(path, tensor=t, forward=reading(t)) for t, path in enumerate(["x", "x", "output", "x#2"], 10))
+    outputs = (value("output", tensor=14, forward=reading(14)), value("output", tensor=11, forward=reading(11)))
+    record = edited_call(small(), "fc1", inputs=values, outputs=outputs)
+    passed = tuple(dataclasses.replace(v, path="y", source=None) for v in (*values, *outputs))
+    record = edited_call(record, "act", inputs=passed)
+    back = there_and_back(record)
+    assert exact(back) == exact(record)
+    means = [[v.statistics.mean for v in back[name].calls[0].inputs if v.statistics] for name in ("fc1", "act")]
+    assert means == [[10, 11, 12, 13], [10, 11, 12, 13, 14, 11]]
+    assert encode(back) == encode(record)
+
+
 def test_sizes_that_vary_come_back() -> None:
     varying = value("input", shape=((2, 4), 3), tensor=0, forward=reading(count=9, tensors=2))  # type: ignore[arg-type]
     record = edited_call(small(), "act", inputs=(varying,))
@@ -638,6 +651,12 @@ def test_a_declaration_is_no_part_of_the_architecture() -> None:
     assert declared.numbers == plain.numbers
 
 
+def test_the_order_of_attributes_is_no_part_of_the_architecture() -> None:
+    one, other = (edited(small(), "act", attributes=a) for a in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert architecture_digest(encode(one).architecture) == architecture_digest(encode(other).architecture)
+    assert rewritten(encode(one), encode(other), {"act"}).architecture == encode(other).architecture
+
+
 def test_another_architecture_has_another_digest() -> None:
     other = edited(small(), "act", attributes={"inplace": True})
     assert architecture_digest(encode(small()).architecture) != architecture_digest(encode(other).architecture)
@@ -736,6 +755,7 @@ def test_a_reading_is_written_as_it_was_read(
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=16, max_size=16), st.integers(14, 32))
 @example([5e-324] * 16, 14)
+@example([-1 + 2**-40] * 16, 14)
 @settings(deadline=None)
 def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bits: int) -> None:
     text = fixed_point.packed(tuple(numbers), bits)
@@ -983,6 +1003,10 @@ ARCH, PROBE = 0, 1
         (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, y) -> (2, 4)"', "describes no value"),
         (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, ) -> (2, 4)"', "is no size"),
         (ARCH, '"(2, 4) from fc1 -> (2, 4)"', "7", "7 is no call"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"x": 1}', "of 'act': it has an unknown field 'x'"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"inputs": {"input": 3}}', "no object of texts"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"index": "3"}', "'index' is '3'"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', f'"({"1, " * 99}1) -> (2, 4)"', "are too many sizes"),
         (ARCH, '"(4, 4)"', '"4, 4"', "describes no parameter"),
         (ARCH, '"inplace": false', '"inplace": [1]', "is no plain value"),
         (ARCH, '"inplace": false', '"inplace": {"float": "1"}', "is no plain value"),
@@ -990,7 +1014,7 @@ ARCH, PROBE = 0, 1
         (ARCH, '"layers": {', '"order": [[1, 2]],\n"layers": {', "do not belong together"),
         (PROBE, '"layers": {', '"lay": {', "no file of pytest-modelprobe"),
         (PROBE, '"act": {">output"', '"act": {">out"', "of 'act': it has numbers of what the architecture lacks"),
-        (PROBE, '".weight"', '".bias"', "numbers of a parameter that the architecture lacks"),
+        (PROBE, '".weight"', '".bias"', "of 'fc1': it has numbers of what the architecture lacks"),
         (PROBE, '"act": {', '"act2": {', "no layer 'act2' in the architecture"),
         (PROBE, '">output":"act"', '">output":"fc3"', "no numbers of 'fc3'"),
         (PROBE, '">output":"act"', '">output":7', "no numbers of 7"),
@@ -1037,10 +1061,39 @@ def test_any_truncation_is_told(which: int) -> None:
             decoded(cut)
 
 
+@pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
+@pytest.mark.parametrize(
+    ("which", "old"), [(ARCH, '"modelprobe": 1'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
+)
+def test_nesting_where_none_belongs_is_told(which: int, old: str, depth: int) -> None:
+    new = old.rpartition(" ")[0] * (": " in old) + " " + "[" * depth + "]" * depth
+    with pytest.raises(SnapshotError):
+        decoded(changed(encode(small()), which, old, new))
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"layers": {"a": ' + "[" * 900 + "]" * 900 + "}}"])
 def test_deep_nesting_is_told(text: str) -> None:
     with pytest.raises(SnapshotError):
         decode(text, None, where="x.arch.json")
+
+
+def test_a_source_outside_of_the_model_is_told() -> None:
+    text = encode(small()).architecture.replace("from fc1", "from ..fc1")
+    with pytest.raises(SnapshotError, match=r"in the line of 'act': '\.\.fc1' leads out of the model"):
+        decode_architecture(text, where="x")
+
+
+def test_a_small_file_does_not_take_all_memory() -> None:
+    dead = ",".join(f'"{n}>output":[[1,1,1,1,null,null,1,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
+    call = '"(2, 4) -> (2, 4)"'
+    texts = changed(
+        encode(small()), ARCH, '"calls": ["(2, 4) from fc1', f'"calls": [{f"{call}, " * 58}"(2, 4) from fc1'
+    )
+    data = json.loads(texts.numbers or "")
+    data["layers"]["act"] = json.loads(f"{{{dead}}}")
+    data["architecture"] = architecture_digest(texts.architecture)
+    with pytest.raises(SnapshotError, match="more units than a model has"):
+        decoded(Texts(texts.architecture, json.dumps(data)))
 
 
 def test_numbers_that_are_missing_are_told() -> None:
@@ -1456,6 +1509,7 @@ def test_reading_needs_neither_torch_nor_numpy_nor_pytest(place: Path) -> None:
         ("..", "%2E%2E"),
         ("a.", "a%2E"),
         ("a\x00\x1b\n", "a%00%1B%0A"),
+        ("\x7f\x85", "%7F%C2%85"),
         ("nul", "%6Eul"),
         ("Com1.x", "%43om1.x"),
         ("console", "console"),
@@ -1486,6 +1540,7 @@ def test_two_names_never_share_a_file(names: list[str]) -> None:
 
 
 @given(st.text(max_size=300))
+@example("é" * 100)
 @settings(deadline=None)
 def test_any_name_gives_a_file_in_the_directory(name: str) -> None:
     safe = file_name(name)

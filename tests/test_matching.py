@@ -111,6 +111,18 @@ def test_a_layer_taken_out_of_a_sequential_moves_those_after_it() -> None:
     assert match(new, old) == {"0": "0", "2": "1", "3": "2"}
 
 
+def test_many_layers_are_aligned_at_both_ends() -> None:
+    middle = ["Conv", "Norm"] * 1000
+    old, new = numbered("Linear", *middle, "Head"), numbered("Linear", "Pool", *middle, "Head")
+    found = match(new, old)
+    assert (found["0"], found["1"], found["2001"]) == ("0", "2", "2002")
+
+
+def test_very_many_layers_that_all_changed_are_paired_by_number() -> None:
+    old, new = (numbered(*(f"L{i * step % 7}" for i in range(2000))) for step in (1, 3))
+    assert match(new, old) == {str(i): str(i) for i in range(2000)}
+
+
 def test_a_layer_of_another_type_in_a_sequential_keeps_its_place() -> None:
     assert match(numbered("Linear", "GELU", "Linear"), numbered("Linear", "ReLU", "Linear")) == {
         "0": "0",

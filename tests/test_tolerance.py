@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
@@ -63,6 +63,7 @@ def test_nothing_where_nothing_was_did_not_change() -> None:
     assert change(reading(0.0, 0.0), reading(0.0, 0.0)).change == 0.0
 
 
+@settings(deadline=None)
 @given(st.floats(1e-4, 1e4), st.floats(-0.5, 0.5))
 def test_a_scaled_tensor_changed_by_its_factor(size: float, by: float) -> None:
     old, new = reading(size, -2 * size, size), reading(*((1 + by) * x for x in (size, -2 * size, size)))
@@ -110,7 +111,7 @@ def test_no_tolerance_makes_nan_the_same_as_a_number() -> None:
 @pytest.mark.parametrize(
     ("direction", "measured", "floor"),
     [
-        ("forward", True, 1e-6),
+        ("forward", True, 2e-6),
         ("backward", True, 2e-6),
         ("state", True, 3e-6),
         ("forward", False, 1e-4),
@@ -128,7 +129,7 @@ def test_a_value_may_always_change_by_the_floor_of_its_direction(
     assert (below.differs, above.differs, above.limit) == (False, True, floor)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float16", 9.8e-4 / 4), ("bfloat16", 7.8e-3 / 4), ("int8", 1e-6)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 9.8e-4 / 4), ("bfloat16", 7.8e-3 / 4), ("int8", 2e-6)])
 def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
     assert change(reading(1.0), reading(1.0), dtype=dtype, measured=True).limit == limit
 
@@ -139,7 +140,7 @@ def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
 
 
 def test_noise_below_the_floor_is_not_asked() -> None:
-    assert change(reading(1.0), reading(1.0, noise=1e-9), measured=True).limit == 1e-6
+    assert change(reading(1.0), reading(1.0, noise=1e-9), measured=True).limit == 2e-6
 
 
 def test_the_noise_of_the_actual_counts_for_nothing() -> None:
@@ -151,7 +152,7 @@ def test_the_user_s_tolerance_multiplies_what_a_value_may_change() -> None:
 
 
 def test_a_tolerance_below_one_makes_it_less() -> None:
-    assert change(reading(1.0), reading(1.0), measured=True, times=0.1).limit == pytest.approx(1e-7)
+    assert change(reading(1.0), reading(1.0), measured=True, times=0.1).limit == pytest.approx(2e-7)
 
 
 # --- zero in exact arithmetic -------------------------------------------------------------------------------------

@@ -146,8 +146,6 @@ def _named(where: str) -> Iterator[None]:
         yield
     except Unreadable as error:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
-    except RecursionError:
-        raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
 
 
 @contextmanager
@@ -236,6 +234,9 @@ class _Entry(NamedTuple):
 
 
 _NOTHING = Reading()
+_MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
+_Answer = tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]
+"""What was handed on, the gradient, what it did not reach, and why there is none of it."""
 _Place = tuple[int, int, bool, int]
 """Line, call, whether an output, and which."""
 
@@ -247,11 +248,12 @@ class _Filling:
         self.structure = structure
         self.device = device
         self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
+        self.units = 0
         self.own: dict[str, _Entry] = {}
         self.values: dict[_Place, _Entry] = {}
         self.given: dict[_Place, Any] = {}
         self.besides: dict[tuple[int, int], dict[str, str]] = {}
-        self.answers: dict[str, tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]] = {}
+        self.answers: dict[str, _Answer] = {}
         self.recipes = Recipes(
             [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
         )
@@ -266,13 +268,12 @@ class _Filling:
     def _sort(self, i: int, line: Line, data: Mapping[str, Any]) -> None:
         """Take a line of the numbers apart."""
         own = [*line.parameters, *line.buffers]
-        for key, (name, worded) in zip(keys(name for name, _ in own), own, strict=True):
-            entry = data.get(OWN + key)
-            if entry is not None:
-                self.own[qualified(line.name, name)] = self._entry(entry, worded.shape, "own", "own gradient", "own")
-        found = sum(1 for key in data if key[:1] == OWN)
-        if found != sum(OWN + key in data for key in keys(name for name, _ in own)):
-            raise Unreadable("it has numbers of a parameter that the architecture lacks")
+        found = 0
+        for key, (name, worded) in zip(keys([name for name, _ in own]), own, strict=True):
+            if OWN + key in data:
+                entry = self._entry(data[OWN + key], worded.shape, "own", "own gradient", "own")
+                self.own[qualified(line.name, name)] = entry
+                found += 1
         for j, (inputs, outputs) in enumerate(line.values):
             number = str(j + 1) if j else ""
             for sign, end, values in ((number + INPUT, False, inputs), (number + OUTPUT, True, outputs)):
@@ -295,11 +296,19 @@ class _Filling:
             raise Unreadable(f"{shown(data)} are no numbers of a tensor")
         second, third = (*data[1:], None, None)[:2]
         return _Entry(
-            reading_from(data[0], shape, first),
-            None if second is None else reading_from(second, shape, gradient),
-            None if third is None else reading_from(third, shape, other),
+            self._reading(data[0], shape, first),
+            None if second is None else self._reading(second, shape, gradient),
+            None if third is None else self._reading(third, shape, other),
             len(self.values),
         )
+
+    def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
+        reading = reading_from(data, shape, role)
+        if reading.units is not None:
+            self.units += len(reading.units)
+            if self.units > _MOST_UNITS:
+                raise Unreadable("there are more units than a model has")
+        return reading
 
     def _resolve(self) -> None:
         """Give each value its numbers, its own or those of the value that it is."""
@@ -307,45 +316,48 @@ class _Filling:
         known: dict[tuple[Kind, str], _Entry] = {}
         written: dict[tuple[Kind, str], _Entry] = {}
         for i, j, end in moments(self.structure.order, calls):
+            values = lines[i].values[j][end]
+            if not values:
+                continue
             name, call = lines[i].name, calls[i][j]
             kind = kind_of(call)
-            for k, (path, worded) in enumerate(lines[i].values[j][end]):
-                data = self.given.get((i, j, end, k))
-                with line_of(name):
+            with line_of(name):
+                for k, (path, worded) in enumerate(values):
+                    data = self.given.get((i, j, end, k))
                     if type(data) is list:
                         entry = self._entry(data, worded.shape, "value", "gradient", "gradient")
                     elif data is None and worded.origin is None:
                         entry = _Entry(_NOTHING, None, None, len(self.values))
                     else:
                         where = worded.origin if data is None else data
-                        found = None
-                        if type(where) is str:
-                            found = (written if data is None else known).get((kind, absolute(where, name)))
-                        if found is None:
+                        there = (kind, absolute(where, name)) if type(where) is str else None
+                        same = there and (written if data is None else known).get(there)
+                        if same is None:
                             raise Unreadable(f"there are no numbers of {shown(where)}, which {shown(path)} is")
-                        entry = found
-                self.values[i, j, end, k] = entry
-                here = address(name, call, path)
-                known.setdefault((kind, here), entry)
-                if end:
-                    written[kind, here] = entry
+                        entry = same
+                    self.values[i, j, end, k] = entry
+                    here = kind, address(name, call, path)
+                    known.setdefault(here, entry)
+                    if end:
+                        written[here] = entry
 
     # --- the record
 
     def layer(self, i: int, line: Line) -> Layer:
         """Return a layer with all that is known of it."""
-        return Layer(
-            name=line.name,
-            type=line.type,
-            leaf=line.leaf,
-            functional=line.functional,
-            training=line.training,
-            attributes=line.attributes,
-            aliases=line.aliases,
-            parameters=self._parameters(line, line.parameters),
-            buffers=self._parameters(line, line.buffers),
-            calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
-        )
+        with line_of(line.name):
+            return Layer(
+                name=line.name,
+                type=line.type,
+                leaf=line.leaf,
+                functional=line.functional,
+                training=line.training,
+                attributes=line.attributes,
+                aliases=line.aliases,
+                parameters=self._parameters(line, line.parameters),
+                buffers=self._parameters(line, line.buffers),
+                calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
+            )
 
     def _parameters(self, line: Line, own: Named) -> tuple[Parameter, ...]:
         found = []
@@ -426,13 +438,14 @@ class _Filling:
             reason=reason,
         )
 
-    @staticmethod
-    def _answer(data: Mapping[str, Any]) -> tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]:
+    def _answer(
+        self, data: Mapping[str, Any]
+    ) -> tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]:
         handed = []
         for key, value in data.items():
             if key[:1] == HANDED:
                 passed = value if type(value) is str else None
-                reading = None if value is None or passed is not None else reading_from(value, None, "response")
+                reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(Handed(where=name_of(key[1:]), passed=passed, reading=reading))
             elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
                 raise Unreadable(f"it has an unknown field {shown(key)}")
@@ -441,7 +454,7 @@ class _Filling:
             raise Unreadable(f"the reason is {shown(reason)}, no text")
         return (
             tuple(handed),
-            reading_from(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
+            self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
             listed(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
             reason,
         )

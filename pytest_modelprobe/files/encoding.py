@@ -48,7 +48,7 @@ from .layout import (
     digest_of,
     laid_out,
 )
-from .order import Kind, forward_order, implied, kind_of, moments, timelines
+from .order import Kind, containers, forward_order, implied, kind_of, moments, timelines
 from .readings import reading_text
 from .recipes import Outline, Recipes
 from .wording import DTYPE, Usual, floating, keys, parameter_text, relative, value_text
@@ -187,7 +187,7 @@ class _Structure:
     def __init__(self, lines: Sequence[Line], header: Mapping[str, Any], usual: Usual) -> None:
         self.usual = usual
         self.header = header
-        self.parents = {name[:i] for name, _, _ in lines for i, sign in enumerate(name) if sign == "."}
+        self.parents = containers([name for name, _, _ in lines])
         self.only_root = len(lines) == 1
 
     def layer(self, name: str, layer: Layer, calls: Sequence[Call]) -> dict[str, Any]:

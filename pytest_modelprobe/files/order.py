@@ -7,6 +7,7 @@ lies in, the order of lines says all of it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,21 @@ def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
             known.append((first, (name, layer, calls)))
     known.sort(key=lambda pair: pair[0])
     return [line for _, line in known] + unknown
+
+
+def containers(names: Collection[str]) -> set[str]:
+    """Return the names that others lie in.
+
+    >>> containers(["a", "a.b", "ab"])
+    {'a'}
+    """
+    ordered = sorted(names)
+    found = set()
+    for name in ordered:
+        after = bisect.bisect_left(ordered, f"{name}.")
+        if after < len(ordered) and ordered[after].startswith(f"{name}."):
+            found.add(name)
+    return found
 
 
 def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:

@@ -18,8 +18,8 @@ MOST_BYTES = 64 << 20
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
-_CONFLICT = re.compile(r"^<<<<<<< ?([^\n]*)\n.*?^>>>>>>> ?([^\n]*)$", re.MULTILINE | re.DOTALL)
-_MARKER = re.compile(r"^(<<<<<<<|=======|>>>>>>>|\|\|\|\|\|\|\|)( |$)", re.MULTILINE)
+_OURS = re.compile(r"^<{7} ?(.*)$", re.MULTILINE)
+_THEIRS = re.compile(r"^>{7} ?(.*)$", re.MULTILINE)
 
 
 def parsed(text: str, where: str) -> dict[str, Any]:
@@ -36,8 +36,13 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         raise SnapshotError(
             f"{where} starts with a byte order mark, which strict JSON has not: save it as UTF-8 without one"
         )
-    if "\n<<<<<<<" in f"\n{text}" or "\n>>>>>>>" in f"\n{text}":
-        _conflict(text, where)
+    ours, theirs = _OURS.search(text), _THEIRS.search(text)
+    if ours or theirs:
+        sides = f" of {shown(ours[1])} and {shown(theirs[1])}" if ours and theirs else ""
+        raise SnapshotError(
+            f"{where} holds the conflict markers of a merge{sides}: check out one side "
+            "(`git checkout --ours` or `--theirs`) of both its files and run `pytest --snapshot-update`"
+        )
     try:
         data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
     except json.JSONDecodeError as error:
@@ -70,15 +75,6 @@ def too_large(where: str, size: int) -> NoReturn:
     )
 
 
-def _conflict(text: str, where: str) -> NoReturn:
-    found = _CONFLICT.search(text)
-    sides = f" of {shown(found[1] or 'ours')} and {shown(found[2] or 'theirs')}" if found else ""
-    raise SnapshotError(
-        f"{where} holds the conflict markers of a merge{sides}: check out one side "
-        "(`git checkout --ours` or `--theirs`) of both its files and run `pytest --snapshot-update`"
-    )
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -94,7 +90,10 @@ def _constant(name: str) -> NoReturn:
 
 def shown(value: object) -> str:
     """Return untrusted text for a message: short, on one line, without control characters."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

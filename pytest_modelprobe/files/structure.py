@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pytest_modelprobe.record import ROOT, Plain
 
 from .layout import ABSENT, ARROW, LAYERS
-from .order import Kind, Timeline, events, implied
+from .order import Kind, Timeline, containers, events, implied
 from .parsing import known, listed, shown, texts
 from .wording import DTYPE, Unreadable, Usual, Worded, name_of, worded_parameter, worded_value
 
@@ -79,7 +79,7 @@ class Structure:
         self.training = _MODES[data["mode"]]
         self.usual = Usual(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
-        self.parents = {name[:i] for name in data[LAYERS] for i, sign in enumerate(name) if sign == "."}
+        self.parents = containers(data[LAYERS])
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 

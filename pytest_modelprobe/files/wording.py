@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from pytest_modelprobe.record import Dimension, Parameter, Value
 
@@ -21,8 +21,7 @@ class Unreadable(ValueError):
     """What a file holds is no part of a snapshot; says what stands where."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usual:
+class Usual(NamedTuple):
     """What the texts of one file leave out."""
 
     dtype: str = DTYPE
@@ -30,8 +29,7 @@ class Usual:
     """Whether floating values require gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class Worded:
+class Worded(NamedTuple):
     """What the text of a value or parameter says."""
 
     shape: tuple[Dimension, ...]
@@ -45,6 +43,9 @@ class Worded:
 def floating(dtype: str) -> bool:
     """Whether values of a dtype have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))
+
+
+_MOST_DIMENSIONS = 64  # as torch has
 
 
 # --- values and parameters ----------------------------------------------------------------------------------------
@@ -119,6 +120,8 @@ def _shape_text(shape: tuple[Dimension, ...]) -> str:
 
 
 def _shape(text: str) -> tuple[Dimension, ...]:
+    if text.count(",") >= _MOST_DIMENSIONS:
+        raise Unreadable(f"{text[:80]!r} are too many sizes")
     return tuple(map(_dimension, text.split(", "))) if text else ()
 
 
