@@ -504,8 +504,6 @@ class _Leaf:
 
     label: str
     tensor: Tensor
-    passed: bool = False
-    """Whether it was handed on as it is."""
 
 
 class _Alone:
@@ -625,30 +623,28 @@ class _Alone:
     def _hand(self, label: str, role: str, flat: Flat) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
-            given, name, version, leaf = self._given.get(id(tensor), (None, "", 0, None))
-            if given is tensor and tensor._version == version:
-                self._handed.append((label + path, name))
-                if leaf is not None:
-                    leaf.passed = True
-            elif (alias := self._alias_of(tensor)) is not None:  # detached, or a view of all of it
-                self._handed.append((label + path, alias))
-                self._add_term(role + path, tensor)
-            else:
+            name = self._passed(tensor)
+            if name is None:
                 self._computed(label + path, tensor)
-                self._add_term(role + path, tensor)
+            else:
+                self._handed.append((label + path, name))
+            self._add_term(role + path, tensor)
         self._handed += [(label + path, f"={value!r}"[:80]) for path, value in flat.plain.items() if value is not None]
 
-    def _alias_of(self, tensor: Tensor) -> str | None:
-        """Return which synthetic tensor another one has the memory of, untouched."""
-        if type(tensor) is not Tensor or not has_bytes(tensor) or not tensor.numel():
+    def _passed(self, tensor: Tensor) -> str | None:
+        """Return which synthetic tensor another one is, or a view or a copy of, untouched; None if it was computed."""
+        given, name, version, _ = self._given.get(id(tensor), (None, "", 0, None))
+        if given is tensor:
+            return name if tensor._version == version else None
+        if type(tensor) is not Tensor or not has_bytes(tensor):
             return None
         for given, name, version, _ in self._given.values():
-            if (
-                given.data_ptr() == tensor.data_ptr()
-                and (given.dtype, given.shape, given.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-                and given._version == version
-            ):
-                return name
+            alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
+            if alike and given._version == version:
+                with statistics.plainly(), torch.no_grad():
+                    # A constant is equal to others by chance.
+                    if torch.equal(given, tensor) and not bool((given == given.reshape(-1)[:1]).all()):
+                        return name
         return None
 
     def _hand_state(
@@ -677,10 +673,8 @@ class _Alone:
             return
         with statistics.plainly(), torch.enable_grad():
             weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
-            wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-            self._terms.append(
-                torch.dot(wide.reshape(-1), weights.to(wide.dtype).reshape(-1)) / math.sqrt(tensor.numel())
-            )
+            project: Any = _Projection.apply
+            self._terms.append(project(tensor, weights / math.sqrt(tensor.numel())))
 
     def _response(self) -> Response:
         roles, gradients, reason = self._gradients()
@@ -690,7 +684,7 @@ class _Alone:
             Handed(where=where, passed=passed, reading=next(computed) if passed is None else None)
             for where, passed in self._handed
         )
-        unreached = {leaf.label: None for role, leaf in self._leaves.items() if role not in roles and not leaf.passed}
+        unreached = {leaf.label: None for role, leaf in self._leaves.items() if role not in roles}
         return Response(
             recipes=self._recipes,
             handed=handed,
@@ -712,6 +706,20 @@ class _Alone:
             return [], [], _line(f"backward: {_reason(error)}")
         reached = [(role, gradient) for role, gradient in zip(wanted, found, strict=True) if gradient is not None]
         return [role for role, _ in reached], [gradient for _, gradient in reached], None
+
+
+class _Projection(torch.autograd.Function):
+    """The sum of a tensor times weights. It saves no tensor where activation checkpointing counts those saved."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weights: Tensor) -> Tensor:
+        ctx.weights, ctx.dtype = weights, tensor.dtype
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        return torch.dot(tensor.to(wide).reshape(-1), weights.to(wide).reshape(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return (gradients[0] * ctx.weights).to(ctx.dtype), None
 
 
 def _combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
