@@ -492,6 +492,26 @@ def test_values_of_one_name_are_told_apart() -> None:
     assert encode(back) == encode(record)
 
 
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        {},
+        {"weight": "2^-3"},
+        {"input": "2x4 2^0", "weight": "2^-3"},
+        {"weight": "=2^-3", "input": "2^0"},
+        {"weight": "", "input": "2x4 "},
+        {"weight": "2^-3, or so"},
+        {"act output": "2x4 2^-1"},
+    ],
+    ids=str,
+)
+def test_recipes_come_back(recipes: dict[str, str]) -> None:
+    record = edited_call(small(), "fc1", response=Response(recipes=recipes))
+    found = there_and_back(record)["fc1"].calls[0].response
+    assert found is not None
+    assert found.recipes == recipes
+
+
 def test_sizes_that_vary_come_back() -> None:
     varying = value("input", shape=((2, 4), 3), tensor=0, forward=reading(count=9, tensors=2))  # type: ignore[arg-type]
     record = edited_call(small(), "act", inputs=(varying,))
@@ -1059,6 +1079,15 @@ def test_any_truncation_is_told(which: int) -> None:
         cut = Texts(*(text[:end] if i == which else t for i, t in enumerate(texts)))  # type: ignore[arg-type]
         with pytest.raises(SnapshotError, match=r"is empty|is cut off|is no JSON"):
             decoded(cut)
+
+
+def test_a_file_that_was_cut_off_is_told_from_one_that_was_edited() -> None:
+    texts = encode(small())
+    half = texts.architecture[: texts.architecture.index('"act"')]
+    with pytest.raises(SnapshotError, match=r"arch.json is cut off in line 13: restore it"):
+        decoded(Texts(half, texts.numbers))
+    with pytest.raises(SnapshotError, match=r"arch.json is no JSON in line 5, column 9 \(.*\): restore it"):
+        decoded(changed(texts, ARCH, '"seed": 0', '"seed": seven'))
 
 
 @pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
