@@ -247,8 +247,12 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
                 now.only(scope)
         before, now = before.within(scopes), now.within(scopes)
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
+    # What could not be read then is taken as new, else no change could repair it.
+    was, broken = before.readable(before.states.keys() - same)
+    for error in broken.values():
+        print(f"modelprobe: {printable(str(error), longest=300)}; the snapshot is taken as new", file=sys.stderr)
     verdict = gate.judge(
-        before.read(before.states.keys() - same),
+        was,
         now.read(now.states.keys() - same),
         levels=levels,
         unchanged=len(same),

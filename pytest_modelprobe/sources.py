@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -74,9 +74,31 @@ class Source:
         Raises:
             SourceError: one cannot be read; the message says which, and where.
         """
+        found = {}
+        for name, snapshot in self._each(names):
+            if isinstance(snapshot, SourceError):
+                raise snapshot
+            found[name] = snapshot
+        return found
+
+    def readable(self, names: Collection[str]) -> tuple[dict[str, Snapshot], dict[str, SourceError]]:
+        """Return name → snapshot for those that can be read, and name → why not for the others."""
+        found, errors = {}, {}
+        for name, snapshot in self._each(names):
+            if isinstance(snapshot, SourceError):
+                errors[name] = snapshot
+            else:
+                found[name] = snapshot
+        return found, errors
+
+    def _each(self, names: Collection[str] | None) -> Iterator[tuple[str, Snapshot | SourceError]]:
         pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
         contents = self.load([path for path in self.contents if any(path in pair for pair in pairs.values())])
-        return {name: self._snapshot(pair, contents) for name, pair in pairs.items()}
+        for name, pair in pairs.items():
+            try:
+                yield name, self._snapshot(pair, contents)
+            except SourceError as error:
+                yield name, error
 
     @property
     def _at(self) -> str:
