@@ -13,7 +13,7 @@ from .exceptions import SelectionError, UsageError
 from .matching import declared, match, renamed
 from .record import ROOT, Call, Dimension, Handed, Layer, Parameter, Plain, Reading, Record, Response, Value, address
 from .selection import Glob
-from .tolerance import UNKNOWN, Change, Direction
+from .tolerance import CAME, GONE, UNKNOWN, Change, Direction
 
 Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
@@ -69,6 +69,11 @@ class Pair:
     key: CallKey
     actual: Call
     expected: Call
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the call is a forward: what it takes in comes from the test."""
+        return self.layer == self.actual.root and self.actual.index == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,22 +288,21 @@ class _Comparer:
             mine, theirs = getattr(a, name), getattr(e, name)
             if mine != theirs:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
-        outermost = pair.layer == a.root and a.index == 0
         for side, mine_all, theirs_all in (("input", a.inputs, e.inputs), ("output", a.outputs, e.outputs)):
             pairs = _paired(mine_all, theirs_all)
             if pairs is None:
                 mine_text, theirs_text = (", ".join(v.path for v in x) or "none" for x in (mine_all, theirs_all))
                 yield at(kind="interface", what=side, actual=mine_text, expected=theirs_text)
             for value, other in pairs or ():
-                yield from self._values(pair, side, value, other, outermost)
+                yield from self._values(pair, side, value, other)
         yield from self._responses(pair)
 
-    def _values(self, pair: Pair, side: str, a: Value, e: Value, outermost: bool) -> Iterator[Difference]:
+    def _values(self, pair: Pair, side: str, a: Value, e: Value) -> Iterator[Difference]:
         at = functools.partial(Difference, layer=pair.layer, call=pair.actual.index, what=a.path)
         if (a.shape, a.dtype) != (e.shape, e.dtype):
             yield at(kind="interface", actual=f"{_shape(a.shape)} {a.dtype}", expected=f"{_shape(e.shape)} {e.dtype}")
         is_input = side == "input"
-        if is_input and not outermost and a.source != e.source and not self._one_tensor(pair, a, e):
+        if is_input and not pair.outermost and a.source != e.source and not self._one_tensor(pair, a, e):
             yield at(kind="source", actual=a.source, expected=e.source)
         told = not is_input or a.source is None  # else it is told of the output that it is
         place = (pair.layer, pair.key, side, a.path)
@@ -394,11 +398,11 @@ class _Comparer:
         if a is e:
             return ()
         layer, key, _, path = place
-        change = 1.0 if a is None else math.inf
-        self.changes[place] = Change(change)
+        change = self.changes[place] = GONE if a is None else CAME
         index = 0 if key is None else key[-1]
         there = {"actual": a is not None, "expected": e is not None}
-        return (Difference(layer=layer, kind="gradient presence", what=path, call=index, change=change, **there),)
+        found = Difference(layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **there)
+        return (found,)
 
 
 def comparable(a: Response | None, e: Response | None) -> bool:

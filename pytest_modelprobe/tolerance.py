@@ -56,6 +56,10 @@ class Change:
 
 UNKNOWN = Change(None)
 EQUAL = Change(0.0)
+GONE = Change(1.0)
+"""From something to nothing."""
+CAME = Change(math.inf)
+"""From nothing to something."""
 
 
 def change(

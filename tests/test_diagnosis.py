@@ -20,7 +20,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.diagnosis import Diagnosis, diagnose, hints
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
-from pytest_modelprobe.report.comparison import text
+from pytest_modelprobe.report.comparison import said, text
 
 # --- real models --------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,9 @@ def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient
         return lambda output: output.pow(power).mean()
 
     old, new = (PROBE.run(PROBE.build(Net), IDS, loss=loss_with(power)) for power in (2, 3))
-    assert causes(diagnose(compare(new, old))) == [("gradient", "(root)", "the loss")]
+    diagnosis = diagnose(compare(new, old))
+    assert causes(diagnosis) == [("gradient", "(root)", "the loss")]
+    assert said(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
 
 
 def test_another_seed_is_the_first_cause() -> None:
@@ -474,11 +476,13 @@ def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached))
     assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
     assert diagnosis.causes[0].witness == "both"
+    assert said(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
 
 
 def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached), alone=False)
     assert causes(diagnosis) == [("gradient", "blocks.1", "after down")]
+    assert said(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
 
 
 @both_witnesses
@@ -490,6 +494,7 @@ def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
 
     diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
     assert causes(diagnosis) == [("gradient", "blocks.1", "norm grad_enabled")]
+    assert said(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
 
 
 class Reversed(torch.autograd.Function):
@@ -512,6 +517,22 @@ def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
     found = [layer for _, layer, _ in causes(diagnosis)]
     assert found == (["blocks.0.act", "blocks.2.act"] if alone else ["blocks.2"])
     assert {kind for kind, _, _ in causes(diagnosis)} == {"gradient"}
+
+
+def test_a_gradient_that_only_one_weight_gets_otherwise_is_told_of_that_weight() -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].up.bias.register_hook(lambda gradient: 2 * gradient)
+
+    (cause,) = diagnosed(edit, alone=False).causes
+    assert said(cause) == "blocks.1.up: gradient of bias changed"
+
+
+def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
+
+    (cause,) = diagnosed(with_forward("blocks.1", forward), alone=False).causes
+    assert said(cause) == "blocks.1: gradient changed between up and act"
 
 
 # --- real architectures -------------------------------------------------------------------------------------------

@@ -147,21 +147,21 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
             "block: own code gives attn is_causal True, not False",
         ),
         (
-            Cause(kind="gradient", layer="(root)", what="the loss"),
+            Cause(kind="gradient", layer="(root)", what="the loss", gradient="of loss"),
             "the loss changed: another gradient arrives at the output",
         ),
-        (Cause(kind="gradient", layer="block", what="no gradient for fc output"),
-         "block: no gradient for fc output any more"),
         (
-            Cause(kind="gradient", layer="block", what="norm grad_enabled", actual=False),
+            Cause(kind="gradient", layer="block", what="no gradient for fc output", gradient="lost"),
+            "block: no gradient for fc output any more",
+        ),
+        (
+            Cause(kind="gradient", layer="block", what="norm grad_enabled", actual=False, gradient="switched"),
             "block: own code calls norm with gradients off",
         ),
         (Cause(kind="gradient", layer="fc"), "fc: gradient changed in its own code"),
-        (Cause(kind="gradient", layer="fc", what="weight"), "fc: gradient of weight changed"),
-        (
-            Cause(kind="gradient", layer="block", what="after fc", change=1.0, hints=("no gradient arrives any more",)),
-            "block: gradient cut after fc",
-        ),
+        (Cause(kind="gradient", layer="fc", what="weight", gradient="of value"), "fc: gradient of weight changed"),
+        (Cause(kind="gradient", layer="block", what="after fc"), "block: gradient changed after fc"),
+        (Cause(kind="gradient", layer="block", what="after fc", gradient="cut"), "block: gradient cut after fc"),
     ],
 )  # fmt: skip
 def test_a_cause_in_words(cause: Cause, words: str) -> None:

@@ -136,17 +136,16 @@ def _computation(cause: Cause) -> str:
 
 
 def _gradient(cause: Cause) -> str:
-    if cause.what == "the loss":
+    if cause.gradient == "of loss":
         return "the loss changed: another gradient arrives at the output"
-    if cause.what.startswith("no gradient"):
+    if cause.gradient == "lost":
         return f"{cause.layer}: {cause.what} any more"
-    if cause.what.endswith("grad_enabled"):
+    if cause.gradient == "switched":
         child = cause.what.removesuffix(" grad_enabled")
         return f"{cause.layer}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
-    if cause.what.startswith(("between", "before", "after")) or not cause.what:
-        cut = "cut" if cause.hints and cause.change == 1.0 else "changed"
-        return f"{cause.layer}: gradient {cut}{f' {cause.what}' if cause.what else ' in its own code'}"
-    return f"{cause.layer}: gradient of {cause.what} changed"
+    if cause.gradient == "of value":
+        return f"{cause.layer}: gradient of {cause.what} changed"
+    return f"{cause.layer}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
 
 
 def percent(change: float | None) -> str:

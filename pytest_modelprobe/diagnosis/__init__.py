@@ -1,0 +1,63 @@
+"""Differences → causes: which module's own code, attribute or weights changed. No text, no torch.
+
+Two witnesses speak of a module's own code. Its *response* to synthetic inputs, alone, is independent of everything
+upstream and below, so that any number of changes are told apart. *Propagation* looks at the run itself: what came in
+matches, what went out does not. Where both can speak and only propagation does, a cause is *possible*.
+"""
+
+from __future__ import annotations
+
+from pytest_modelprobe.compare import BEHAVIOUR, Comparison, Kind
+from pytest_modelprobe.record import Record
+
+from .backward import gradient_causes
+from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness
+from .computation import computation_causes
+from .evidence import Evidence
+from .hints import hints
+from .recorded import explained_by, recorded_causes, with_effect
+
+__all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
+
+_FORWARD: frozenset[Kind] = frozenset({"input", "output", "state"})
+
+
+def diagnose(comparison: Comparison) -> Diagnosis:
+    """Return the causes of the differences.
+
+    >>> from pytest_modelprobe.compare import compare
+    >>> from pytest_modelprobe.record import Layer, Record
+    >>> old, new = (
+    ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
+    ...     for eps in (1e-5, 1e-6)
+    ... )
+    >>> [(c.kind, c.layer, c.what) for c in diagnose(compare(new, old)).causes]
+    [('attribute', 'norm', 'eps')]
+    """
+    if comparison.same:
+        return Diagnosis(comparison=comparison)
+    evidence = Evidence(comparison)
+    recorded = recorded_causes(evidence)
+    explained = explained_by(evidence, recorded)
+    computation, possible = computation_causes(evidence, recorded, explained)
+    gradient = gradient_causes(evidence, [*recorded, *computation], explained)
+    causes = [*(with_effect(evidence, cause) for cause in recorded), *computation, *gradient]
+    to_blame = {cause.layer for cause in causes}
+    moved = evidence.moved(_FORWARD) or evidence.moved(BEHAVIOUR)
+    moved = tuple(name for name in moved if name not in to_blame)
+    return Diagnosis(
+        comparison=comparison,
+        causes=tuple(causes),
+        possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and DRIFT in c.hints)),
+        moved=moved,
+        not_judged=tuple(name for name in moved if not evidence.judged(name)),
+        unknown=None if causes or possible else _why_unknown(comparison.expected),
+    )
+
+
+def _why_unknown(expected: Record) -> str:
+    if expected.noise == "not repeatable":
+        return "the run was not repeatable when it was recorded"
+    if expected.noise is None:
+        return "no module's inputs match while its output differs, and the noise was not measured"
+    return "no module's inputs match while its output differs"

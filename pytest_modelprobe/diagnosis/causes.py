@@ -1,0 +1,81 @@
+"""What a diagnosis is made of: causes, each of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_modelprobe.compare import Comparison, Difference
+from pytest_modelprobe.record import Plain
+
+CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
+Witness = Literal["recorded", "isolated", "propagation", "both"]
+
+DRIFT = "drift first visible here"
+"""The hint of a change that is hardly larger than what came in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A difference that nothing upstream explains."""
+
+    kind: CauseKind
+    layer: str
+    what: str = ""
+    """Attribute or parameter name; of a computation where in the code: ``between norm1 and attn``, or empty."""
+    actual: Plain = None
+    expected: Plain = None
+    change: float | None = None
+    """Relative change of what it changed first: the layer's output, the weight itself."""
+    noise: float | None = None
+    witness: Witness = "recorded"
+    gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
+    """Of a gradient: the loss is another, that of one value is, some values get none, a call has it switched on or off,
+    the code lets none through any more; None: the code lets another one through."""
+    hints: tuple[str, ...] = ()
+    """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All causes of the differences between two records, most basic first."""
+
+    comparison: Comparison
+    causes: tuple[Cause, ...] = ()
+    possible: tuple[Cause, ...] = ()
+    """Those of which not all inputs are known, or that one of two witnesses does not confirm."""
+    moved: tuple[str, ...] = ()
+    """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
+    not_judged: tuple[str, ...] = ()
+    """Layers after a cause that could not be looked at alone."""
+    unknown: str | None = None
+    """Why the cause cannot be told, where it cannot."""
+
+
+def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:
+    """Return the cause that differences show; the first one is told."""
+    first = found[0]
+    return Cause(
+        kind=kind,
+        layer=first.layer,
+        what=first.what,
+        actual=first.actual,
+        expected=first.expected,
+        change=first.change,
+        noise=first.noise,
+        differences=tuple(dict.fromkeys(found)),
+    )
+
+
+def worst_first(found: Sequence[Difference]) -> list[Difference]:
+    """Return the differences with the largest change in front, for a cause to tell."""
+    worst = max(found, key=lambda difference: difference.change or 0.0)
+    return [worst, *(difference for difference in found if difference is not worst)]
+
+
+def in_order(causes: Iterable[Cause], layers: Sequence[str]) -> list[Cause]:
+    """Return the causes in the order of their layers, those of others last."""
+    order = {name: i for i, name in enumerate(layers)}
+    return sorted(causes, key=lambda cause: order.get(cause.layer, len(order)))

@@ -1,0 +1,243 @@
+"""Whose own code changed: what a layer answers alone, what it gives out in the run, what it hands to its children."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from pytest_modelprobe.compare import Difference, Pair
+from pytest_modelprobe.course import Step
+from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.tolerance import Change
+
+from .causes import DRIFT, Cause, cause_of, in_order
+from .evidence import Evidence, Inputs
+from .hints import hints
+from .places import between, parent, relative
+
+_AMPLIFICATION = 10.0
+"""A module that makes this much more of what came in, in units of what is allowed, is more than sensitive."""
+
+
+def computation_causes(
+    evidence: Evidence, recorded: Sequence[Cause], explained: set[str]
+) -> tuple[list[Cause], list[Cause]]:
+    """Return the layers whose own code changed, and those of which that is possible.
+
+    Args:
+        evidence: What differs.
+        recorded: The causes that the records say by themselves.
+        explained: Layers whose own answer may differ for those.
+    """
+    certain: dict[str, Cause] = {}
+    possible: dict[str, Cause] = {}
+    altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
+    for cause in (*_handed_on(evidence), *_times_called(evidence)):
+        if cause.layer not in altered:
+            certain.setdefault(cause.layer, cause)
+    for pair in evidence.comparison.calls:
+        found = evidence.of_call(pair, "response") if evidence.answers(pair) else []
+        if found and pair.layer not in explained:
+            cause = _isolated(evidence, pair, found)
+            before = certain.get(pair.layer)
+            if before is None or before.witness == "recorded":
+                certain[pair.layer] = cause if before is None else _joined(before, cause)
+    for step in evidence.course:
+        pair_here = evidence.pair(step)
+        seen = None if pair_here is None or pair_here.layer in explained else _propagated(evidence, step, pair_here)
+        if pair_here is None or seen is None:
+            continue
+        cause, sure = seen
+        known = certain.get(cause.layer)
+        if known is not None:
+            certain[cause.layer] = _joined(known, cause)
+        elif not sure:
+            possible.setdefault(cause.layer, cause)
+        elif evidence.answers(pair_here):
+            hint = "its own code answers synthetic inputs as before"
+            possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
+        else:
+            certain[cause.layer] = cause
+    return in_order(certain.values(), evidence.ran), in_order(possible.values(), evidence.ran)
+
+
+def _joined(first: Cause, second: Cause) -> Cause:
+    """Return one cause for what two witnesses say of one module; what was computed says more than what was called."""
+    if first.witness == "recorded" and second.witness != "recorded":
+        hint = f"{first.what} {first.expected} → {first.actual}"
+        return dataclasses.replace(
+            second, hints=(*second.hints, hint), differences=(*second.differences, *first.differences)
+        )
+    return dataclasses.replace(
+        first,
+        witness="both" if {first.witness, second.witness} == {"isolated", "propagation"} else first.witness,
+        change=second.change if first.change is None else first.change,
+        noise=second.noise if first.change is None else first.noise,
+        hints=first.hints or second.hints,
+        differences=(*first.differences, *second.differences),
+    )
+
+
+# --- what the code of a container does otherwise with its children, as far as the exact part shows it ---------------
+
+
+def _handed_on(evidence: Evidence) -> Iterator[Cause]:
+    """Yield the containers that call a child with something else: a source, an argument, a context."""
+    for step in evidence.course:
+        pair = evidence.pair(step)
+        if pair is None or step.around is None or step.around.layer.name in evidence.added:
+            continue
+        container, child = step.around.layer.name, relative(pair.layer, step.around.layer.name)
+        above = evidence.pair(step.around)
+        asked = above is not None and evidence.answers(above)  # then its answer says what it hands to whom
+        for difference in evidence.of_call(pair, "source", "argument", "context"):
+            if asked and difference.kind != "context":
+                continue
+            if difference.kind == "source":
+                if not _fed_by_another(evidence, difference, step.around):
+                    continue
+            elif above is not None and _only_handed_on(evidence, above, difference):
+                continue
+            cause = cause_of("computation", [difference])
+            if difference.what == "grad_enabled":
+                cause = dataclasses.replace(cause, kind="gradient", gradient="switched")
+            yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
+
+
+def _fed_by_another(evidence: Evidence, difference: Difference, container: Step) -> bool:
+    """Whether a value comes from another child of the container than before, or from outside only now or then.
+
+    Which layer inside the child gave it out is the child's business: one that passes its input on is as good. A child
+    that came or went is a cause of its own.
+    """
+    now, then = difference.actual, difference.expected
+    if now is None or then is None:
+        return False  # computed, or equal to an output by chance: the numbers tell
+    children = {step.layer.name for step in evidence.inside(container)}
+
+    def child(source: Plain) -> str:
+        name = _maker(source)
+        while name not in children and name != ROOT:
+            name = parent(name)
+        return name
+
+    came = not evidence.added.isdisjoint({_maker(now), _maker(then)})
+    went = any(str(then).startswith(name) for name in evidence.gone)
+    return child(now) != child(then) and not (came or went)
+
+
+def _maker(source: Plain) -> str:
+    return str(source).partition(" ")[0]
+
+
+def _only_handed_on(evidence: Evidence, above: Pair, difference: Difference) -> bool:
+    """Whether the container got the changed argument or context itself."""
+    name = difference.what.rpartition(".")[2]
+    return any(
+        d.what.rpartition(".")[2] == name and (d.actual, d.expected) == (difference.actual, difference.expected)
+        for d in evidence.of_call(above, "argument", "context")
+    )
+
+
+def _times_called(evidence: Evidence) -> Iterator[Cause]:
+    """Yield the containers that call a child more or fewer times."""
+    for difference in evidence.differences("calls"):
+        caller = evidence.caller(difference.layer)
+        asked = caller in evidence.first and evidence.answers(evidence.first[caller])
+        if not asked and not evidence.has(caller, "calls") and caller not in evidence.added:
+            what = f"calls of {relative(difference.layer, caller)}"
+            yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
+
+
+# --- the two witnesses ------------------------------------------------------------------------------------------------
+
+
+def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
+    """Return what a call's answers to synthetic inputs say."""
+    order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
+    first = min(found, key=lambda d: order.index(d.what) if d.what in order else len(order))
+    worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
+    return Cause(
+        kind="computation",
+        layer=pair.layer,
+        what=_edge(order, first.what),
+        change=None if worst is None else worst.change,
+        noise=None if worst is None else worst.noise,
+        witness="isolated",
+        hints=_looks(evidence, pair, [d.what for d in found]),
+        differences=tuple(found),
+    )
+
+
+def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool] | None:
+    """Return what the run shows of a call's own code, and whether it is sure."""
+    inputs = evidence.inputs(pair)
+    if not (inputs.match and evidence.same_layer(pair)):
+        return None
+    previous: Step | None = None
+    for child in evidence.inside(step):
+        inner = evidence.pair(child)
+        if inner is None:
+            return None
+        moved = evidence.change(inner, "input")
+        if moved is not None:
+            return _between_calls(pair, previous, child, moved, inputs)
+        if evidence.change(inner, "output") is not None or evidence.of_call(inner, "interface"):
+            return None
+        known = inputs.known and inner.actual.inputs_known and inner.expected.inputs_known
+        inputs = dataclasses.replace(inputs, known=known)
+        previous = child
+    moved = evidence.change(pair, "output") or evidence.change_of_state(pair)
+    if moved is None:
+        return None
+    cause, sure = _between_calls(pair, previous, None, moved, inputs)
+    return dataclasses.replace(cause, hints=(*cause.hints, *_looks(evidence, pair))), sure
+
+
+def _between_calls(
+    pair: Pair, before: Step | None, after: Step | None, moved: Change, inputs: Inputs
+) -> tuple[Cause, bool]:
+    names = (None if step is None else relative(step.name, pair.layer) for step in (before, after))
+    amplified = moved.units >= _AMPLIFICATION * inputs.units
+    cause = Cause(
+        kind="computation",
+        layer=pair.layer,
+        what=between(*names),
+        change=moved.change,
+        noise=moved.noise,
+        witness="propagation",
+        hints=() if amplified else (DRIFT,),
+    )
+    return cause, inputs.known and amplified
+
+
+def _looks(evidence: Evidence, pair: Pair, handed: Sequence[str] = ()) -> tuple[str, ...]:
+    """Say what a change looks like, from the first place where it shows."""
+    a, e = pair.actual.response, pair.expected.response
+    if handed and a is not None and e is not None:
+        mine, theirs = ({h.where: h.reading for h in x.handed} for x in (a, e))
+        for where in handed:
+            if (x := mine.get(where)) is not None and (y := theirs.get(where)) is not None:
+                return hints(x, y)
+    expected = {v.path: v for v in pair.expected.outputs}
+    for value in pair.actual.outputs:
+        other = expected.get(value.path)
+        if other is not None and evidence.comparison.change(pair.layer, pair.key, "output", value.path).differs:
+            return hints(value.forward, other.forward)
+    return ()
+
+
+def _edge(order: list[str], where: str) -> str:
+    """Return where in the code something was handed on: ``between norm1 and attn``; empty where nothing is called."""
+
+    def child(place: str) -> str | None:
+        # "attn input", "attn (call 2) input[1]"; what is returned has no child in front
+        head, space, _ = place.rpartition(" ")
+        return head if space else None
+
+    children = list(dict.fromkeys(c for c in map(child, order) if c is not None))
+    after = child(where)
+    if after is None:
+        return between(children[-1] if children else None, None)
+    at = children.index(after) if after in children else len(children)
+    return between(children[at - 1] if at else None, after)

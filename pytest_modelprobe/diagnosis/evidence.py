@@ -1,0 +1,157 @@
+"""A comparison made ready for questions: what differs in a layer or a call, whether what came in matches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, comparable
+from pytest_modelprobe.course import Course, Step
+from pytest_modelprobe.tolerance import Change
+
+from .places import parent
+
+STRUCTURE: frozenset[Kind] = frozenset({
+    "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
+    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
+})  # fmt: skip
+"""What a layer holds, but for its numbers."""
+
+_OWN: frozenset[Kind] = STRUCTURE | {"type", "attribute", "mode", "weights", "buffer", "calls"}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What came into a call, held against what came in then."""
+
+    match: bool
+    """Whether it is the same, as far as it is known."""
+    known: bool = False
+    """Whether all of it is."""
+    units: float = 0.0
+    """The largest change, in units of what is allowed."""
+
+
+class Evidence:
+    """A comparison, by layer and by call, and in the order in which the code ran."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.of_layer: dict[str, list[Difference]] = {}
+        """The differences of each layer that has any."""
+        self._of_call: dict[tuple[str, int], list[Difference]] = {}
+        for difference in comparison.differences:
+            self.of_layer.setdefault(difference.layer, []).append(difference)
+            self._of_call.setdefault((difference.layer, difference.call), []).append(difference)
+        self.first = {pair.layer: pair for pair in reversed(comparison.calls)}
+        """The first call of each layer."""
+        self.course: Sequence[Step] = Course(comparison.actual).started
+        """The calls of now, a container before what is inside it."""
+        self.ran = tuple(dict.fromkeys(step.layer.name for step in self.course))
+        """The layers in that order."""
+        self._inside: dict[Step | None, list[Step]] = {}
+        for step in self.course:
+            self._inside.setdefault(step.around, []).append(step)
+        by_call = {id(pair.actual): pair for pair in comparison.calls}
+        self._pairs = {step: by_call[id(step.call)] for step in self.course if id(step.call) in by_call}
+        self.added = {d.layer for d in self.differences("layer added")}
+        self.gone = {f"{d.layer} (removed)" for d in self.differences("layer removed")}
+        """Layers that are no more, as `compare` names them in the expected."""
+        self._callers = _callers(Course(comparison.expected).started) | _callers(self.course)
+
+    # --- what differs ---------------------------------------------------------------------------------------------
+
+    def differences(self, *kinds: Kind) -> Iterator[Difference]:
+        """Yield the differences of these kinds."""
+        return (d for d in self.comparison.differences if d.kind in kinds)
+
+    def has(self, layer: str, kind: Kind) -> bool:
+        """Whether a layer has a difference of a kind."""
+        return any(d.kind == kind for d in self.of_layer.get(layer, ()))
+
+    def of_call(self, pair: Pair, *kinds: Kind, side: Literal["input", "output"] | None = None) -> list[Difference]:
+        """Return the differences of a call of these kinds; those of its interface on one side, if given."""
+        return [
+            d
+            for d in self._of_call.get((pair.layer, pair.actual.index), ())
+            if d.kind in kinds and (side is None or d.kind != "interface" or _side(pair, d.what) == side)
+        ]
+
+    def moved(self, kinds: frozenset[Kind]) -> tuple[str, ...]:
+        """Return the layers with a difference of these kinds, in order of execution."""
+        return tuple(name for name in self.ran if any(d.kind in kinds for d in self.of_layer.get(name, ())))
+
+    # --- who calls whom -------------------------------------------------------------------------------------------
+
+    def caller(self, name: str) -> str:
+        """Return the layer whose code calls another; of one that is never called, the one that holds it."""
+        return self._callers.get(name) or parent(name)
+
+    def inside(self, step: Step | None) -> Sequence[Step]:
+        """Return the calls that a call makes itself."""
+        return self._inside.get(step, ())
+
+    def pair(self, step: Step) -> Pair | None:
+        """Return a call with what it was then; None if it was not."""
+        return self._pairs.get(step)
+
+    # --- of one call ----------------------------------------------------------------------------------------------
+
+    def inputs(self, pair: Pair) -> Inputs:
+        """Return how what came in compares with what came in then."""
+        if self.of_call(pair, "argument", "context", "interface", side="input"):
+            return Inputs(match=False)
+        a, e = pair.actual, pair.expected
+        changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
+        drew_the_same = a.random == e.random or None in (a.random, e.random)
+        return Inputs(
+            match=drew_the_same and not any(change.differs for change in changes),
+            known=a.inputs_known and e.inputs_known and all(change.known for change in changes),
+            units=max((change.units for change in changes), default=0.0),
+        )
+
+    def change(self, pair: Pair, side: Literal["input", "output"]) -> Change | None:
+        """Return the largest change among the values of a call, if there is one."""
+        values = pair.actual.inputs if side == "input" else pair.actual.outputs
+        found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
+        if self.of_call(pair, "interface", side=side):
+            found.append(Change(math.inf))
+        return max((c for c in found if c.differs), key=lambda c: c.units, default=None)
+
+    def change_of_state(self, pair: Pair) -> Change | None:
+        """Return the largest change among the buffers that the run left behind, if there is one."""
+        found = [d for d in self.of_layer.get(pair.layer, ()) if d.kind == "state"]
+        changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
+        return max(changes, key=lambda c: c.units, default=None)
+
+    def same_layer(self, pair: Pair) -> bool:
+        """Whether the layer that is called has all that it had: attributes, weights, the number of its calls."""
+        return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+
+    def answers(self, pair: Pair) -> bool:
+        """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
+        return comparable(pair.actual.response, pair.expected.response) and not self.of_call(
+            pair, "argument", "context", "interface", side="input"
+        )
+
+    def judged(self, layer: str) -> bool:
+        """Whether either witness could speak of a layer."""
+        pair = self.first.get(layer)
+        return pair is None or self.answers(pair) or self.inputs(pair).match
+
+
+def _callers(course: Iterable[Step]) -> dict[str, str]:
+    """Return of each layer the one whose code calls it, the first time."""
+    found: dict[str, str] = {}
+    for step in course:
+        if step.around is not None:
+            found.setdefault(step.layer.name, step.around.layer.name)
+    return found
+
+
+def _side(pair: Pair, what: str) -> str:
+    if what in ("input", "output"):
+        return what
+    return "input" if any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs)) else "output"

@@ -1,0 +1,133 @@
+"""Causes that the records say by themselves: other inputs, another architecture, attributes, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+
+from pytest_modelprobe.compare import Difference, Kind
+from pytest_modelprobe.record import ROOT
+
+from .causes import Cause, CauseKind, cause_of, worst_first
+from .evidence import STRUCTURE, Evidence
+from .places import parent
+
+_SAID = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
+
+
+def recorded_causes(evidence: Evidence) -> list[Cause]:
+    """Return what is another in the records, the most basic first."""
+    return [*_inputs(evidence), *_architecture(evidence), *_attributes(evidence), *_weights(evidence)]
+
+
+def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
+    """Return the layers whose own answer may differ for what is already said."""
+    names = {cause.layer for cause in recorded if cause.kind in ("architecture", "attribute", "buffers")}
+    names |= {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
+    return names | {difference.layer for difference in evidence.differences("mode")}
+
+
+def with_effect(evidence: Evidence, cause: Cause) -> Cause:
+    """Tell of a recorded cause what it changed first: the layer's answer alone, else its output in the run."""
+    if cause.kind not in ("attribute", "architecture") or cause.what in ("added", "removed", "renamed"):
+        return cause
+    pair = evidence.first.get(cause.layer)
+    if pair is None:
+        return cause
+    here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
+    if here and evidence.answers(pair):
+        worst = worst_first(here)[0]
+        return dataclasses.replace(cause, change=worst.change, noise=worst.noise)
+    moved = evidence.change(pair, "output") if evidence.inputs(pair).match else None
+    return cause if moved is None else dataclasses.replace(cause, change=moved.change, noise=moved.noise)
+
+
+def _inputs(evidence: Evidence) -> Iterator[Cause]:
+    for difference in evidence.differences("seed", "loss"):
+        yield cause_of("seed" if difference.kind == "seed" else "input", [difference])
+    for pair in evidence.comparison.calls:
+        if pair.outermost:
+            shaped = evidence.of_call(pair, "interface", side="input")
+            found = evidence.of_call(pair, "input", "argument")
+            if shaped:
+                yield cause_of("input", [*shaped, *found])
+            elif found:
+                yield _all_named("input", found)
+
+
+def _architecture(evidence: Evidence) -> Iterator[Cause]:
+    yield from _came_or_went(evidence, "layer added", "added")
+    yield from _came_or_went(evidence, "layer removed", "removed")
+    renamed = {d.layer: d for d in evidence.differences("layer renamed")}
+    for name, difference in renamed.items():
+        above = renamed.get(parent(name))
+        own = name.rpartition(".")[2]
+        if above is None or f"{above.expected}.{own}" != difference.expected:
+            yield dataclasses.replace(cause_of("architecture", [difference]), what="renamed")
+    for found in evidence.of_layer.values():
+        retyped = [d for d in found if d.kind == "type"]
+        if retyped:
+            yield dataclasses.replace(cause_of("architecture", retyped), what="type")
+            continue
+        kinds = dict.fromkeys(d.kind for d in found if d.kind in STRUCTURE)
+        for same in ([d for d in found if d.kind == one] for one in kinds):
+            aspect = same[0].kind.partition(" ")[2]
+            also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
+            what = f"{same[0].what} {_SAID.get(aspect, aspect)}".strip()
+            yield dataclasses.replace(cause_of("architecture", same), what=what, hints=also)
+
+
+def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
+    """Yield a cause for each layer that came or went, with all that is inside it."""
+    found = {d.layer: d for d in evidence.differences(kind)}
+    outermost: dict[str, list[Difference]] = {}
+    for name, difference in found.items():
+        outermost.setdefault(_outermost(name, found), []).append(difference)
+    for name, with_inside in outermost.items():
+        layer = evidence.comparison.actual.layers.get(name) if what == "added" else None
+        yield Cause(
+            kind="architecture",
+            layer=name,
+            what=what,
+            actual=None if layer is None else layer.type_name,
+            expected=found[name].expected,
+            differences=tuple(with_inside),
+        )
+
+
+def _attributes(evidence: Evidence) -> Iterator[Cause]:
+    for name, found in evidence.of_layer.items():
+        kinds = {d.kind for d in found}
+        if "type" in kinds:
+            continue
+        reshaped = not kinds.isdisjoint({"parameter shape", "buffer shape"})
+        for difference in found:
+            if difference.kind == "attribute":
+                # The sizes among the attributes say again what the shape of the weight says.
+                if not (reshaped and type(difference.actual) is int):
+                    yield cause_of("attribute", [difference])
+            elif difference.kind == "mode" and (name == ROOT or not evidence.has(parent(name), "mode")):
+                yield cause_of("attribute", [difference])
+
+
+def _weights(evidence: Evidence) -> Iterator[Cause]:
+    kinds: tuple[tuple[Kind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
+    for difference_kind, kind in kinds:
+        for found in evidence.of_layer.values():
+            here = [d for d in found if d.kind == difference_kind]
+            # A bias is drawn for the size of its weight: another size, other numbers.
+            if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape"}):
+                yield _all_named(kind, here)
+
+
+def _all_named(kind: CauseKind, found: list[Difference]) -> Cause:
+    """Return one cause for differences: how far the worst of them is, and the names of all."""
+    names = ", ".join(dict.fromkeys(d.what for d in found))
+    return dataclasses.replace(cause_of(kind, worst_first(found)), what=names)
+
+
+def _outermost(name: str, names: Collection[str]) -> str:
+    """Return the outermost of the names that ``name`` is or is inside."""
+    parts = name.split(".")
+    around = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return next((other for other in (ROOT, *around) if other in names), name)
