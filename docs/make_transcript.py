@@ -109,6 +109,8 @@ class Scratch:
             **{k: v for k, v in os.environ.items() if k not in ("CI", "GITHUB_ACTIONS", "PYTEST_ADDOPTS")},
             "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
             "COLUMNS": "120",
+            "PYTEST_ADDOPTS": "--no-header -p no:randomly -p no:cacheprovider",
+            **{f"GIT_{who}_DATE": "2026-01-31T12:00:00" for who in ("AUTHOR", "COMMITTER")},
             **{f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in _PERSON.items()},
         }
 
@@ -224,7 +226,7 @@ def _merge(s: Scratch) -> None:
     s.run("git status --short")
     s.say("The code merges, the snapshot does not. Reading the half-merged file says so, and what to do:")
     s.run("pytest -q test_net.py", most=16)
-    s.run("git checkout -q --ours . 2>/dev/null; git checkout -q --ours -- __modelprobe__ && git status --short")
+    s.run("git checkout -q --ours -- __modelprobe__ && git status --short")
     merged = MODEL
     for _, _, was, now in (CHANGES[0], CHANGES[2]):
         merged = merged.replace(was, now)
