@@ -324,6 +324,7 @@ def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None
     assert causes(diagnosis) == [("weights", "blocks.1.up", "weight")]
     assert diagnosis.moved[0] == "(root)"
     assert "blocks.0" not in diagnosis.moved
+    assert not diagnosis.redrawn
 
 
 @both_witnesses
@@ -333,6 +334,15 @@ def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
             parameter.data.mul_(1.1)
 
     assert {kind for kind, _, _ in causes(diagnosed(edit, alone=alone))} == {"weights"}
+
+
+def test_a_model_drawn_anew_is_recognised() -> None:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.std() > 0:  # not the ones of a norm
+                parameter.data.copy_(parameter.flip(0))
+
+    assert diagnosed(edit).redrawn
 
 
 def test_a_buffer_is_told_as_one() -> None:

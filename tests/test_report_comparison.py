@@ -90,6 +90,12 @@ def test_the_table_has_all_of_a_long_name() -> None:
     assert layer in text(of(eps(layer)))
 
 
+def test_a_model_that_was_drawn_anew_is_said_to_be_that() -> None:
+    weights = Cause(kind="weights", layer="fc", what="weight", change=1.4)
+    assert "built outside the seed" in text(of(weights, redrawn=True))
+    assert "built outside the seed" not in text(of(weights))
+
+
 # --- causes in words ----------------------------------------------------------------------------------------------
 
 

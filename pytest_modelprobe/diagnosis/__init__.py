@@ -15,7 +15,7 @@ from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness
 from .computation import computation_causes
 from .evidence import Evidence
 from .hints import hints
-from .recorded import explained_by, recorded_causes, with_effect
+from .recorded import all_redrawn, explained_by, recorded_causes, with_effect
 
 __all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
 
@@ -51,6 +51,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and DRIFT in c.hints)),
         moved=moved,
         not_judged=tuple(name for name in moved if not evidence.judged(name)),
+        redrawn=all_redrawn(evidence, causes),
         unknown=None if causes or possible else _why_unknown(comparison.expected),
     )
 

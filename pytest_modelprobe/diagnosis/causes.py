@@ -50,6 +50,8 @@ class Diagnosis:
     """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
     not_judged: tuple[str, ...] = ()
     """Layers after a cause that could not be looked at alone."""
+    redrawn: bool = False
+    """Whether all random weights are other ones and nothing else is to blame: as of a model built outside the seed."""
     unknown: str | None = None
     """Why the cause cannot be told, where it cannot."""
 

@@ -42,6 +42,20 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     return cause if moved is None else dataclasses.replace(cause, change=moved.change, noise=moved.noise)
 
 
+def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
+    """Whether weights are all that is to blame, and every layer that has random ones has others."""
+    if not causes or any(cause.kind != "weights" for cause in causes):
+        return False
+    random = {
+        layer.name
+        for layer in evidence.comparison.actual.layers.values()
+        if any(
+            p.requires_grad and p.reading.statistics is not None and p.reading.statistics.std for p in layer.parameters
+        )
+    }
+    return random <= {cause.layer for cause in causes}
+
+
 def _inputs(evidence: Evidence) -> Iterator[Cause]:
     for difference in evidence.differences("seed", "loss"):
         yield cause_of("seed" if difference.kind == "seed" else "input", [difference])

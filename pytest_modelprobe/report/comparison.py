@@ -57,6 +57,8 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"Not judged, as what came in had changed: {_names(diagnosis.not_judged)}.")
     if diagnosis.unknown:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
+    if diagnosis.redrawn:
+        counts.append(_REDRAWN)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step, longest=400) for step in next_steps]
     return "\n\n".join(parts)
@@ -221,6 +223,11 @@ def _names(names: Sequence[str]) -> str:
 def _worst(differences: Iterable[Difference]) -> Difference | None:
     return max(differences, key=lambda d: d.change or 0.0, default=None)
 
+
+_REDRAWN = (
+    "All random weights are other ones and all else agrees: perhaps the model was built outside the seed. "
+    "modelprobe.build(Net) gives the same weights in every run."
+)
 
 _POSSIBLE = "Possible, as an input is not known or one of two witnesses is silent:"
 
