@@ -20,12 +20,12 @@ Kind = Literal[
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "calls", "source", "interface", "argument", "context",
-    "seed", "loss", "input", "weights", "buffer", "output", "state", "response",
+    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient",
 ]  # fmt: skip
 
 BEHAVIOUR: frozenset[Kind] = frozenset({
-    "seed", "loss", "input", "weights", "buffer", "output", "state", "response",
+    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient",
 })  # fmt: skip
 """The kinds that numbers show; the others are architecture."""
@@ -200,6 +200,8 @@ class _Comparer:
                 yield Difference(layer=ROOT, kind="seed", what="seed", actual=a.seed, expected=e.seed)
             if a.loss != e.loss:
                 yield Difference(layer=ROOT, kind="loss", what="loss", actual=a.loss, expected=e.loss)
+            if a.forwards != e.forwards:
+                yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
         for name, layer in a.layers.items():
             if name in e.layers:
                 yield from self._layer(layer, e.layers[name])

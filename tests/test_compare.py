@@ -172,6 +172,7 @@ ONE_EACH: dict[str, tuple[Record, tuple[str, str, str]]] = {
     ),
     "seed": (dataclasses.replace(OLD, seed=1), ("(root)", "seed", "seed")),
     "loss": (dataclasses.replace(OLD, loss="mse"), ("(root)", "loss", "loss")),
+    "forwards": (dataclasses.replace(OLD, forwards=2), ("(root)", "forwards", "forwards")),
     "input": (called("norm", inputs=(dataclasses.replace(value("input", *X), forward=reading(9.0, 2.0)),)),
               ("norm", "input", "input")),
     "output": (given("norm", forward=reading(3.0, 4.5)), ("norm", "output", "output")),

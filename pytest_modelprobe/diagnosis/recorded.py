@@ -57,7 +57,7 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
 
 
 def _inputs(evidence: Evidence) -> Iterator[Cause]:
-    for difference in evidence.differences("seed", "loss"):
+    for difference in evidence.differences("seed", "loss", "forwards"):
         yield cause_of("seed" if difference.kind == "seed" else "input", [difference])
     for pair in evidence.comparison.calls:
         if pair.outermost:

@@ -94,7 +94,7 @@ def said(cause: Cause) -> str:
     if cause.kind == "seed":
         return f"seed {arrow}"
     if cause.kind == "input":
-        if cause.differences and cause.differences[0].kind in ("loss", "argument", "interface"):
+        if cause.differences and cause.differences[0].kind in ("loss", "forwards", "argument", "interface"):
             return f"{what} {arrow}"
         return f"{what or 'input'} changed{_by(cause.change)}"
     if cause.kind == "architecture":
