@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .record import Reading, Statistics, estimated_change, estimated_share
 
@@ -27,8 +26,7 @@ _PRINTED = 2e-5  # statistics in a file have six digits
 _NOTHING = 1e-5  # of the scale: what is zero in exact arithmetic is not larger
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """How far a value is from what it was, and how far it may be."""
 
     change: float | None
@@ -90,23 +88,24 @@ def change(
     """
     limit = max(_floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)) * times
     a, e = actual.statistics, expected.statistics
+    x, y = actual.fingerprint, expected.fingerprint
     if actual.digest is not None and expected.digest is not None:
         share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
         return Change(share, expected.noise, MULTIPLE * times * (expected.noise or 0.0))
-    if actual.fingerprint is None or expected.fingerprint is None:
+    if x is None or y is None:
         if a is None or e is None:
             return UNKNOWN
         return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
     if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
         return Change(math.inf, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
-    norm = e.norm if e is not None and not e.nonfinite else math.hypot(*expected.fingerprint)
+    norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
     if not norm and math.isinf(limit):  # whatever noise there is, is infinitely more than nothing
         limit = MULTIPLE * times
-    found = Change(estimated_change(actual.fingerprint, expected.fingerprint, norm), expected.noise, limit)
-    if found.differs and norm < (least := _NOTHING * scale()):
-        found = Change(estimated_change(actual.fingerprint, expected.fingerprint, least), expected.noise, limit)
-    return found
+    found = estimated_change(x, y, norm)
+    if found > limit and norm < (least := _NOTHING * scale()):
+        found = estimated_change(x, y, least)
+    return Change(found, expected.noise, limit)
 
 
 @functools.cache

@@ -84,6 +84,30 @@ class Looped(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = (x[:, 0] > 0) == bool(i)
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Softplus()
+        self.mixture = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixture(self.act(x))
+
+
 def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
 
@@ -134,6 +158,7 @@ INPUTS: dict[Callable[[], nn.Module], torch.Tensor] = {
     Looped: PROBE.randn(2, 8),
     Shared: PROBE.randn(2, 8),
     Recurrent: PROBE.randn(2, 5, 4),
+    Routed: PROBE.randn(2, 8),
     convolutional: IMAGES,
     gpt2: IDS,
     vit: PROBE.randn(2, 3, 8, 8),
@@ -313,6 +338,14 @@ def test_a_layer_alone_in_another_mode_is_named() -> None:
 def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
     diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.requires_grad_(False))
     assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
+
+
+@both_witnesses
+def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> None:
+    def edit(model: nn.Module) -> None:
+        model.act.forward = lambda x: -nn.functional.softplus(x)
+
+    assert causes(diagnosed(edit, Routed, alone=alone)) == [("computation", "act", "")]
 
 
 # --- 2: weights and buffers ---------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def main() -> None:
         print(text, f"{time.monotonic() - started:.0f} s", sep="\n", flush=True)
         if not options.quick and not options.only:
             RESULTS.write_text(text + "\n", encoding="utf-8")
-            RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+            RESULTS.with_suffix(".json").write_text(json.dumps(results, default=str) + "\n", encoding="utf-8")
 
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
         models = [pool.submit(of_architecture, name, part) for name in names]

@@ -140,11 +140,13 @@ def _only_handed_on(evidence: Evidence, above: Pair, difference: Difference) -> 
 
 
 def _times_called(evidence: Evidence) -> Iterator[Cause]:
-    """Yield the containers that call a child more or fewer times."""
+    """Yield the containers that call a child more or fewer times, though what they get is the same."""
     for difference in evidence.differences("calls"):
         caller = evidence.caller(difference.layer)
-        asked = caller in evidence.first and evidence.answers(evidence.first[caller])
-        if not asked and not evidence.has(caller, "calls") and caller not in evidence.added:
+        pair = evidence.first.get(caller)
+        # An expert that gets no token is not called.
+        told = pair is not None and (evidence.answers(pair) or not evidence.inputs(pair).match)
+        if not told and not evidence.has(caller, "calls") and caller not in evidence.added:
             what = f"calls of {relative(difference.layer, caller)}"
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
 
