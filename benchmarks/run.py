@@ -250,7 +250,17 @@ def bench_snapshot(rounds: int = 7) -> dict[str, float]:
                 seconds["compare"].append(middle - start)
                 seconds["write"].append(end - middle)
         found |= {f"{name}, ms": statistics.median(values) * 1e3 for name, values in seconds.items()}
+        found["a million additions, ms"] = _million_additions()
     return found
+
+
+def _million_additions() -> float:
+    """Milliseconds of a loop of Python: how fast this machine is, for who compares it with his own."""
+    start = time.perf_counter()
+    total = 0
+    for i in range(1_000_000):
+        total += i
+    return (time.perf_counter() - start) * 1e3
 
 
 LLAMA = """
@@ -347,7 +357,12 @@ def report(results: dict[str, Any]) -> str:
         parts += [
             f"GPT-2 of 12 blocks, forward and backward: {both / 1e3:.1f} kB in both files,",
             f"{n['architecture, bytes'] / 1e3:.1f} of them architecture.",
-            f"{n['layers']:,.0f} layers: compared in {n['compare, ms']:.0f} ms, written in {n['write, ms']:.0f} ms.",
+            f"{n['layers']:,.0f} layers: compared in {n['compare, ms']:.0f} ms, written in {n['write, ms']:.0f} ms,",
+            f"on a machine whose Python takes {n['a million additions, ms']:.0f} ms for a loop of a million additions.",
+            "",
+            "Which faults a snapshot finds and names, beside other tests of the same faults:",
+            "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md). How far harmless changes move a value, in units of its",
+            "measured noise: [TOLERANCE.md](TOLERANCE.md).",
             "",
         ]
     if "llama" in results:

@@ -1,6 +1,6 @@
 """How well measured noise covers harmless changes: what `MULTIPLE` and `FLOORS` of a comparison are derived from.
 
-    python benchmarks/tolerance.py              # prints a section of Markdown
+    python benchmarks/tolerance.py              # all, and writes TOLERANCE.md beside this
     python benchmarks/tolerance.py gpt2 lstm    # of some models
 
 Each model is run and its noise measured, then run again as another machine would: one thread, no oneDNN, other
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_modelprobe import ModelProbe, noise
 from pytest_modelprobe.record import Reading, Record
+
+PAGE = Path(__file__).with_name("TOLERANCE.md")
+HEAD = """\
+# How far harmless changes move a value
+
+Command: `tox -e tolerance`. Machine: {machine}.
+
+Each model is recorded with its noise, then run again as another machine would. *Ratio*: the change of a reading over
+its measured noise. *Floor at m*: the least floor with which every reading stays within m times its noise; none is
+needed where there is a dash. The comparison allows 4 times the noise, and never less than 2e-6
+(of parameters and buffers 3e-6).
+"""
 
 MULTIPLES = (2, 3, 4, 5)
 OTHER_CPU = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
@@ -236,10 +249,16 @@ def rows(name: str, variant: str, found: Iterator[tuple[str, Pair]]) -> Iterator
         )
 
 
+def machine() -> str:
+    return (
+        f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
 def main(names: list[str]) -> None:
     head = ["model", "change", "of", "readings", "median noise", "largest", "largest change", "99.9 % ratio", "largest"]
     head += [f"floor at {m}" for m in MULTIPLES]
-    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder)
         records = {}
@@ -247,9 +266,14 @@ def main(names: list[str]) -> None:
             measured = records[name] = run(name, weights)
             assert measured.noise == "measured", measured.notes
             for variant, other in variants(name, weights, measured):
-                print(*rows(name, variant, pairs(measured, other)), sep="\n", flush=True)
+                lines += rows(name, variant, pairs(measured, other))
+                print(lines[-1], flush=True)
         (weights / "records").write_text(json.dumps({name: record.to_dict() for name, record in records.items()}))
-        subprocess.run([sys.executable, __file__, "--other-cpu", folder], env=os.environ | OTHER_CPU, check=True)
+        command = [sys.executable, __file__, "--other-cpu", folder]
+        done = subprocess.run(command, env=os.environ | OTHER_CPU, check=True, stdout=subprocess.PIPE, text=True)
+        lines += done.stdout.splitlines()
+    if set(names) == set(CASES):
+        PAGE.write_text("\n".join([HEAD.format(machine=machine()), *lines, ""]), "utf-8")
 
 
 def other_cpu(folder: Path) -> None:

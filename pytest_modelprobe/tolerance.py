@@ -17,7 +17,7 @@ from .record import Reading, Statistics, estimated_change, estimated_share
 Direction = Literal["forward", "backward", "state"]
 
 MULTIPLE = 4.0
-"""How many times its measured noise a value may change. See benchmarks/RESULTS.md for the measurements."""
+"""How many times its measured noise a value may change. See benchmarks/TOLERANCE.md for the measurements."""
 
 _EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
 _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
