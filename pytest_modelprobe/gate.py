@@ -38,7 +38,7 @@ MEANING: Mapping[Class, str] = {
     "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
     "removed": "a snapshot is gone: nothing watches this model any more",
     "structure": "layers, types, attributes or dataflow changed",
-    "interface": "shapes or dtypes of what a layer takes or gives changed",
+    "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
     "behaviour": "numbers moved beyond their tolerance",
     "renamed": "a snapshot has another name",
@@ -53,6 +53,8 @@ class Snapshot:
 
     path: str
     """Of its ``.arch.json``, as messages show it."""
+    numbers: str | None = None
+    """Path of its ``.probe.json``; None: a record of structure alone."""
     record: Record
     architecture: str
     """Digest of the exact part, its declaration left out."""
@@ -289,7 +291,7 @@ def _change(
 def _class(difference: Difference) -> Class:
     if difference.kind in BEHAVIOUR:
         return "behaviour"
-    if difference.kind == "interface":
+    if difference.kind in ("interface", "path"):
         return "interface"
     if difference.kind == "parameter trainable":
         return "trainable"

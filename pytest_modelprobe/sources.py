@@ -220,6 +220,7 @@ def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
     digest = architecture_digest(architecture)
     return Snapshot(
         path=pair.architecture,
+        numbers=pair.numbers,
         record=found.record,
         architecture=digest,
         content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),

@@ -17,6 +17,7 @@ from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.snapshot.lasting import structure_of
 
 PATH = "tests/__modelprobe__/test_net/test_a"
 
@@ -228,6 +229,61 @@ def test_a_snapshot_of_another_device_belongs_to_the_same_architecture(branch: s
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 0
     assert re.search(r"new +warning .* 3 layers recorded", out)
+
+
+# --- the way out that a check prints ------------------------------------------------------------------------------
+
+
+def commands_in(out: str) -> list[str]:
+    return re.findall("^  (git .*|pytest .*)$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "name", ["test_two[2]", "test_two[*]", "test a$(touch x)", "it's", ":(top)t", "größe", "\x1b[31m\nred", "long" * 55]
+)
+def test_the_way_back_to_the_base_runs_whatever_the_name_is(git: Git, modelprobe: Run, name: str) -> None:
+    path = f"tests/__modelprobe__/test_net/{name}"
+    write(net(), path)
+    write(net(), f"{path}.wide")
+    commit(git)
+    git("switch", "-q", "-c", "branch")
+    write(net(3), path)
+    write(net(mean=3.0), f"{path}.wide")
+    commit(git)
+    back, update = commands_in(modelprobe("check", "--base", "main")[1])
+    assert update == 'pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."'
+    subprocess.run(["bash", "-c", back], check=True)
+    assert len(git("diff", "--name-only", "-z", "main").strip("\0").split("\0")) == 1  # the other one's numbers
+
+
+def test_the_way_back_names_only_files_that_were_there(git: Git, modelprobe: Run) -> None:
+    write(net())
+    Path(f"{PATH}.probe.json").unlink()
+    Path(f"{PATH}.arch.json").write_text(encode(structure_of(net())).architecture, "utf-8")
+    base = commit(git)
+    write(net(3))
+    assert commands_in(modelprobe("check", "--base", "main")[1])[0] == (
+        f"git --literal-pathspecs checkout {base[:12]} -- {PATH}.arch.json"
+    )
+
+
+def test_of_many_files_their_folder_is_named_unless_another_change_is_in_it(git: Git, modelprobe: Run) -> None:
+    for i in range(9):
+        write(net(), f"{PATH}{i}")
+    base = commit(git)
+    for i in range(8):
+        write(net(3), f"{PATH}{i}")
+    back = commands_in(modelprobe("check", "--base", "main")[1])[0]
+    assert back == f"git --literal-pathspecs checkout {base[:12]} -- tests/__modelprobe__/test_net"
+    git(*shlex.split(back)[1:])
+    assert modelprobe("check", "--base", "main")[0] == 0
+    for i in range(8):
+        write(net(3), f"{PATH}{i}")
+    write(net(mean=3.0), f"{PATH}8")
+    back = commands_in(modelprobe("check", "--base", "main")[1])[0]
+    assert [f"{PATH}{i}{ending}" in back for i in (0, 7, 8) for ending in (".arch.json", ".probe.json")] == (
+        [True] * 4 + [False] * 2
+    )
 
 
 # --- check in GitHub Actions --------------------------------------------------------------------------------------

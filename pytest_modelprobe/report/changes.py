@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ from .text import Cell, collapsed, count, failure, listed, number, pattern, prin
 
 TRAILER = "Modelprobe-Approve"
 """The trailer of a commit that approves what no file can declare."""
+
+LONGEST_LINE = 4096
+"""Signs of a word in a command: one that is cut short does not run."""
+
+_MANY = 8
+"""Files of one folder that a command names before it names the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +219,12 @@ def next_steps(verdict: Verdict) -> list[str]:
     steps = []
     if there:
         tests = dict.fromkeys(test_file(change.path) for change in there)
-        command = shlex.join(["pytest", "--snapshot-update", *tests]) + ' --modelprobe-reason="..."'
+        command = " ".join(["pytest --snapshot-update", *map(_quoted, tests)]) + ' --modelprobe-reason="..."'
         # From the base's files on, so that one reason is for the whole way, however many updates there were.
-        kept = [change.path for change in there if change.before is not None and change.before.path == change.path]
-        back = shlex.join(["git", "checkout", verdict.base[:12], "--", *map(_both_files, kept)])
-        commands = [back, command] if verdict.base and kept else [command]
+        files = _files_then(there, verdict) if verdict.base else []
+        # Names are no patterns: a test's ids stand in brackets.
+        back = " ".join(["git --literal-pathspecs checkout", verdict.base[:12], "--", *map(_quoted, files)])
+        commands = [back, command] if files else [command]
         said = "If it is meant, give the reason, and commit the .arch.json files that this writes:"
         steps.append("\n  ".join([said, *commands]))
         stale = [change for change in there if change.now is not None and change.now.reason]
@@ -235,9 +243,29 @@ def next_steps(verdict: Verdict) -> list[str]:
     return steps
 
 
-def _both_files(path: str) -> str:
-    """Return what git takes for the two files of a snapshot."""
-    return f"{path.removesuffix('arch.json')}*"
+def _files_then(changes: Sequence[Change], verdict: Verdict) -> list[str]:
+    """Return the files in the base of snapshots that have the same name now; of many a folder stands for its files."""
+    folders: dict[str, dict[str, None]] = {}
+    for change in changes:
+        if change.before is not None and change.before.path == change.path:
+            both = (change.before.path, change.before.numbers)
+            folders.setdefault(change.path.rpartition("/")[0], {}).update(dict.fromkeys(filter(None, both)))
+    meant = {id(change) for change in changes}
+    others = {change.path.rpartition("/")[0] for change in verdict.changes if id(change) not in meant}
+    whole = {folder for folder, files in folders.items() if len(files) > _MANY and folder not in others}
+    return [path for folder, files in folders.items() for path in ([folder] if folder in whole else files)]
+
+
+def _quoted(word: str) -> str:
+    r"""Return a word as a shell takes it and as it can be shown.
+
+    >>> print(_quoted("test_a[2].arch.json"), _quoted("a" + chr(27)))
+    'test_a[2].arch.json' $'a\x1b'
+    """
+    if printable(word, LONGEST_LINE) == word:
+        return shlex.quote(word)
+    plain = (chr(b) if 32 <= b < 127 and chr(b) not in "'\\" else f"\\x{b:02x}" for b in os.fsencode(word))
+    return f"$'{''.join(plain)}'"
 
 
 def test_file(path: str) -> str:
@@ -281,7 +309,7 @@ def text(verdict: Verdict) -> str:
             failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict)),
             *tables,
             *map(printable, reasons(verdict)),
-            *("\n".join(map(printable, step.split("\n"))) for step in next_steps(verdict)),
+            *("\n".join(printable(line, LONGEST_LINE) for line in step.split("\n")) for step in next_steps(verdict)),
         ]
     )
 

@@ -14,6 +14,7 @@ from pytest_modelprobe.gate import Verdict
 from . import comparison
 from .changes import (
     COLUMNS,
+    LONGEST_LINE,
     VERDICT_COLUMNS,
     detail_tables,
     details,
@@ -79,7 +80,7 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
     for step in next_steps(verdict):
         said, *commands = step.split("\n")
         tail += [escaped(said), ""] + (
-            ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
+            ["```", *(printable(line.strip(), LONGEST_LINE) for line in commands), "```", ""] * bool(commands)
         )
     return bounded(head, [_folded(*pair) for pair in detail_tables(verdict)], tail, most_bytes)
 
