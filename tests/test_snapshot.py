@@ -493,6 +493,37 @@ def test_a_reason_is_written_where_the_architecture_changed(project: Project) ->
     project.run().assert_outcomes(passed=2)
 
 
+NOWHERE = (
+    "no architecture changed in this run: the reason was written nowhere; to give a reason for a change that is "
+    "already in the files, check out the files of the base first"
+)
+
+
+def test_a_reason_that_went_into_no_file_is_said_to_have_done_so(project: Project) -> None:
+    project.update("--modelprobe-reason=as ever", test=SAME).stdout.fnmatch_lines([NOWHERE])
+    before = project.contents()
+    project.update("--modelprobe-reason=as ever").stdout.fnmatch_lines([NOWHERE])
+    assert project.contents() == before
+    project.update("--modelprobe-reason=as ever", "-k", "nothing").stdout.fnmatch_lines([NOWHERE])
+    project.update("--modelprobe-reason=wider", test=CHANGED).stdout.no_fnmatch_line("no architecture changed*")
+
+
+@pytest.mark.parametrize("option", ["--collect-only", "--modelprobe-accept=weights"])
+def test_nothing_is_said_of_a_reason_where_nothing_ran_or_the_update_was_refused(project: Project, option: str) -> None:
+    project.update(test=SAME)
+    result = project.update("--modelprobe-reason=wider", option, test=CHANGED)
+    result.stdout.no_fnmatch_line("no architecture changed*")
+
+
+@pytest.mark.parametrize("reason", ["", "  "])
+def test_an_empty_reason_is_a_usage_error(project: Project, reason: str) -> None:
+    result = project.update(f"--modelprobe-reason={reason}", test=SAME)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --modelprobe-reason is empty: say why the architecture changes, or leave it out"]
+    )
+
+
 def test_an_update_accepts_only_some_causes(project: Project) -> None:
     project.update(test=TWO)
     test = TWO.replace("record()", "record(eps=1e-3)", 1).replace("== record()", "== record()")

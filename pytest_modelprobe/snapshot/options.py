@@ -95,6 +95,8 @@ def policy_of(config: pytest.Config) -> Policy:
         raise pytest.UsageError(f"modelprobe_compare is all, architecture or behaviour; the ini file has {ini!r}")
     reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
     updating = getattr(config.option, "update_snapshots", False)
+    if reason is not None and not reason.strip():
+        raise pytest.UsageError("--modelprobe-reason is empty: say why the architecture changes, or leave it out")
     for name, given in {"reason": reason, "accept": accept}.items():
         if given and not updating:
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")

@@ -184,15 +184,19 @@ class SnapshotSession:
         if hasattr(config, "workerinput"):
             config.workeroutput["modelprobe"] = dataclasses.asdict(self._collected)  # type: ignore[attr-defined]
             return (yield)
-        only_looks = any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
-        if not only_looks and not getattr(option, "disable_unused_snapshots", False):
+        if not self._only_looks and not getattr(option, "disable_unused_snapshots", False):
             self._sort_out(self._why_kept(session, exitstatus))
             fails = self._leftovers.unused and not getattr(option, "warn_unused_snapshots", False)
             if fails and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self.policy.json and not only_looks:
+        if self.policy.json and not self._only_looks:
             self._write_results(self.policy.json)
         return (yield)
+
+    @property
+    def _only_looks(self) -> bool:
+        """Whether no test is run."""
+        return any(getattr(self._config.option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
 
     def _why_kept(self, session: pytest.Session, exitstatus: int) -> str | None:
         """Return why no file may be taken for unused in this run, if so."""
@@ -244,12 +248,14 @@ class SnapshotSession:
 
     def lines(self) -> Iterator[str]:
         """Yield what to say of the snapshots at the end of a run; nothing where each was as expected."""
+        if self._only_looks:
+            return
         details = getattr(self._config.option, "include_snapshot_details", False)
-        return lines(self.results, self._leftovers, self.policy, details=details)
+        yield from lines(self.results, self._leftovers, self.policy, details=details)
 
     def _write_results(self, path: Path) -> None:
         """Write the results as strict JSON, at once or not at all."""
-        hidden = ("key", "text", "arch", "probe")
+        hidden = ("key", "text", "arch", "probe", "declared")
         data = {
             "schema": 1,
             "results": [{k: v for k, v in result.items() if k not in hidden} for result in self.results],

@@ -155,6 +155,8 @@ class _Outcome:
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
     """What the run as a whole leaves out: ``architecture`` or ``behaviour``."""
+    declared: bool = False
+    """Whether the reason that was given went into the file."""
     diagnosis: Diagnosis | None = None
     text: str = ""
 
@@ -172,6 +174,7 @@ class _Outcome:
             "device": kind(self.record.device),
             "verdict": self.verdict,
             "not_compared": self.not_compared,
+            "declared": self.declared,
             "model": self.record.model,
             "layers": len(self.record.layers),
             "findings": findings(self.record) if self.verdict in ("new", "created") else [],
@@ -283,6 +286,7 @@ class Comparer:
         if updating and refusal is None:
             new = self._texts(outcome, expected, old)
             outcome.verdict = "updated" if outcome.diagnosis else "created"
+            outcome.declared = bool(self._policy.reason) and old is not None
         elif self._policy.actual:
             folder, root = self._policy.actual, self._item.config.rootpath
             there = Place(*(folder / _below(path, root) for path in outcome.place))

@@ -41,12 +41,13 @@ def shown_path(path: Path, config: pytest.Config) -> str:
 
 def lines(results: Results, leftovers: Leftovers, policy: Policy, *, details: bool) -> Iterator[str]:
     """Yield the lines, made printable; none where there is nothing to say."""
-    if not results and leftovers == Leftovers():
+    if not results and leftovers == Leftovers() and not policy.reason:
         return
     from pytest_modelprobe.report.text import printable
 
     said = [*_written(results), *_shared(results), *_not_compared(results, policy)]
     said += [*_left_over(leftovers, len(leftovers.unused) if details else _MOST)]
+    said += [*_reason_without_use(results, policy)]
     said += [*_for_review(results, leftovers, policy)]
     yield from (printable(line, 1000) for line in said)
 
@@ -80,6 +81,15 @@ def _shared(results: Results) -> Iterator[str]:
         if len(names) > 1:
             more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
             yield f"{len(names)} tests: {said[key]}: {', '.join(list(names)[:_MOST])}{more}"
+
+
+def _reason_without_use(results: Results, policy: Policy) -> Iterator[str]:
+    """Yield what to do where a reason was given and nothing was there to be declared; a refusal says so itself."""
+    if policy.reason and not any(result["declared"] or result["verdict"] == "changed" for result in results):
+        yield (
+            "no architecture changed in this run: the reason was written nowhere; to give a reason for a change that "
+            "is already in the files, check out the files of the base first"
+        )
 
 
 def _for_review(results: Results, leftovers: Leftovers, policy: Policy) -> Iterator[str]:
