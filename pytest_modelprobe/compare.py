@@ -19,7 +19,7 @@ Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "calls", "source", "interface", "argument", "context",
+    "calls", "source", "interface", "path", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient",
 ]  # fmt: skip
@@ -83,13 +83,23 @@ class Comparison:
     actual: Record
     expected: Record
     """With its layers under the actual's names."""
-    differences: tuple[Difference, ...] = ()
+    found: tuple[Difference, ...] = ()
+    """What differs, also in layers that were not asked for."""
+    wanted: frozenset[str] | None = None
+    """The layers that were asked for; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Layers that have another name now: expected → actual."""
     changes: Mapping[Place, Change] = field(default_factory=dict, repr=False)
     """How far each value is from what it was."""
     calls: tuple[Pair, ...] = field(default=(), repr=False)
     """The calls that are in both, in order of execution of the actual."""
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """What differs in the layers that were asked for."""
+        if self.wanted is None:
+            return self.found
+        return tuple(difference for difference in self.found if difference.layer in self.wanted)
 
     @property
     def same(self) -> bool:
@@ -151,12 +161,8 @@ def compare(
     return Comparison(
         actual=actual,
         expected=expected,
-        differences=tuple(
-            d
-            for d in differences
-            if (parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour"))
-            and (wanted is None or d.layer in wanted)
-        ),
+        found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour")),
+        wanted=None if wanted is None else frozenset(wanted),
         renamed={**said, **moved_names},
         changes=comparer.changes,
         calls=tuple(comparer.pairs),
@@ -290,13 +296,21 @@ class _Comparer:
             mine, theirs = getattr(a, name), getattr(e, name)
             if mine != theirs:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
-        for side, mine_all, theirs_all in (("input", a.inputs, e.inputs), ("output", a.outputs, e.outputs)):
-            pairs = _paired(mine_all, theirs_all)
-            if pairs is None:
-                mine_text, theirs_text = (", ".join(v.path for v in x) or "none" for x in (mine_all, theirs_all))
-                yield at(kind="interface", what=side, actual=mine_text, expected=theirs_text)
-            for value, other in pairs or ():
-                yield from self._values(pair, side, value, other)
+        inputs = _paired(a.inputs, e.inputs)
+        if inputs is None:
+            mine_text, theirs_text = (", ".join(v.path for v in x) or "none" for x in (a.inputs, e.inputs))
+            yield at(kind="interface", what="input", actual=mine_text, expected=theirs_text)
+        for value, other in inputs or ():
+            yield from self._values(pair, "input", value, other)
+        outputs, added, removed = _outputs_paired(a.outputs, e.outputs)
+        for path in added:
+            yield at(kind="path", what=path, actual=path)
+        for path in removed:
+            yield at(kind="path", what=path, expected=path)
+        for value, other in outputs:
+            if value.path != other.path:
+                yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
+            yield from self._values(pair, "output", value, other)
         yield from self._responses(pair)
 
     def _values(self, pair: Pair, side: str, a: Value, e: Value) -> Iterator[Difference]:
@@ -414,14 +428,14 @@ def comparable(a: Response | None, e: Response | None) -> bool:
     """
     if a is None or e is None or a.reason is not None or e.reason is not None:
         return False
-    mine, theirs = _children(a), _children(e)
+    mine, theirs = children(a), children(e)
     if [name for name in mine if name in theirs] != [name for name in theirs if name in mine]:
         return False
     return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
 
 
-def _children(response: Response) -> Mapping[str, None]:
-    """Return the children as they are called: ``attn``, ``attn (call 2)``."""
+def children(response: Response) -> Mapping[str, None]:
+    """Return the children of a call as they are called: ``attn``, ``attn (call 2)``."""
     return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
 
 
@@ -460,6 +474,18 @@ def _paired(actual: Sequence[Value], expected: Sequence[Value]) -> list[tuple[Va
     pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
     left = iter(theirs.values())
     return [(value, pairs.get(value.path) or next(left)) for value in actual]
+
+
+def _outputs_paired(
+    actual: Sequence[Value], expected: Sequence[Value]
+) -> tuple[list[tuple[Value, Value]], list[str], list[str]]:
+    """Return which output is which, and the paths of those that came and went."""
+    pairs = _paired(actual, expected)
+    if pairs is not None:
+        return pairs, [], []
+    mine, theirs = {v.path: v for v in actual}, {v.path: v for v in expected}
+    both = [(value, theirs[path]) for path, value in mine.items() if path in theirs]
+    return both, [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
 
 
 def _described(parameter: Parameter) -> str:

@@ -165,7 +165,7 @@ ONE_EACH: dict[str, tuple[Record, tuple[str, str, str]]] = {
     "autocast": (called("fc", autocast="bfloat16"), ("fc", "context", "autocast")),
     "shape of a value": (given("norm", shape=(1, 2)), ("norm", "interface", "output")),
     "dtype of a value": (given("norm", dtype="float64"), ("norm", "interface", "output")),
-    "number of values": (called("norm", outputs=()), ("norm", "interface", "output")),
+    "number of values": (called("norm", outputs=()), ("norm", "path", "output")),
     "source": (
         called("fc", inputs=(value("input", *X, source="embed output"),)),
         ("fc", "source", "input"),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -957,3 +958,174 @@ def test_a_diagnosis_depends_on_the_records_alone(records: tuple[Record, Record]
     before = repr(records)
     assert repr(diagnose(compare(*records))) == repr(diagnose(compare(*records)))
     assert repr(records) == before
+
+
+# --- containers that were rewritten -------------------------------------------------------------------------------
+
+
+class Dictionary(nn.Module):
+    """Gives out a dict; its subclasses the same, but for one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.a(x).relu()
+        return self.given(self.b(hidden), hidden)
+
+    def given(self, logits: torch.Tensor, hidden: torch.Tensor) -> Any:
+        return {"logits": logits, "hidden": hidden}
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(value.sum() for value in self.inner(x).values())
+
+
+def like(parent: type[nn.Module], **methods: Any) -> type[nn.Module]:
+    """Return a class of the same name with other methods."""
+    return type(parent.__name__, (parent,), {"__qualname__": parent.__qualname__, "__module__": __name__, **methods})
+
+
+def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: torch.Tensor, **run: Any) -> Diagnosis:
+    expected = recorded(PROBE.build(old).eval(), x)
+    expected = expected.rerun.measured(expected)
+    model = PROBE.build(new).eval()
+    return diagnose(compare(recorded(model, x, like=expected, **run), expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (
+            lambda self, logits, hidden: {"logits": logits, "features": hidden},
+            ["(root): output.hidden renamed to output.features"],
+        ),
+        (
+            lambda self, logits, hidden: (logits, hidden),
+            ["(root): output.logits renamed to output[0]", "(root): output.hidden renamed to output[1]"],
+        ),
+        (
+            lambda self, logits, hidden: {"logits": logits, "hidden": hidden, "third": hidden + 1},
+            ["(root): output.third added"],
+        ),
+        (lambda self, logits, hidden: {"logits": logits}, ["(root): output.hidden removed"]),
+    ],
+    ids=["renamed", "a tuple", "added", "removed"],
+)
+def test_outputs_with_other_names_are_told_as_that(given: Any, lines: list[str]) -> None:
+    found = rewritten(Dictionary, like(Dictionary, given=given), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == lines
+
+
+def test_of_an_output_with_another_name_the_layer_that_takes_it_is_not_accused() -> None:
+    new = like(Dictionary, given=lambda self, logits, hidden: {"logits": logits, "features": hidden})
+    found = rewritten(lambda: Outer(Dictionary), lambda: Outer(new), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
+
+
+def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others() -> None:
+    def one_by_one(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for child in self[0]:
+            x = child(x)
+        return x
+
+    def nested() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    edit = like(nn.Sequential, forward=one_by_one, __module__=nn.Sequential.__module__)
+    found = rewritten(nested, lambda: edit(*nested()), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["(root): own code calls 0 0 times, not 1"]
+
+
+def test_another_mode_hides_no_change_of_code() -> None:
+    def tanh(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x).tanh()
+        return self.given(self.b(hidden), hidden)
+
+    found = rewritten(Dictionary, like(Dictionary, forward=tanh), PROBE.randn(4, 8), mode="train")
+    assert [(c.what, c.change) for c in found.causes] == [("training", None)]
+    assert [(c.layer, c.what) for c in found.possible] == [("(root)", "between a and b")]
+    assert "its mode changed too" in found.possible[0].hints
+
+
+def test_another_mode_that_changes_nothing_accuses_no_code() -> None:
+    assert not rewritten(Dictionary, Dictionary, PROBE.randn(4, 8), mode="train").possible
+
+
+def test_a_child_of_another_type_leaves_the_gradient_of_its_parent_alone() -> None:
+    found = rewritten(Recurrent, lambda: retyped(Recurrent()), PROBE.randn(2, 5, 4))
+    assert [said(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
+
+
+def retyped(model: nn.Module) -> nn.Module:
+    model.lstm = nn.GRU(4, 8, batch_first=True)
+    return model
+
+
+def test_a_value_that_is_detached_on_the_way_is_named() -> None:
+    def detached(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x)
+        return {"logits": self.b(hidden.detach()), "hidden": hidden}
+
+    def attached(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x)
+        return {"logits": self.b(hidden), "hidden": hidden}
+
+    old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
+    found = rewritten(old, new, PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
+
+
+def test_a_momentum_changes_the_statistics_and_no_output() -> None:
+    def normed(momentum: float) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2))
+
+    expected = recorded(PROBE.build(lambda: normed(0.1)), PROBE.randn(4, 8))
+    actual = recorded(PROBE.build(lambda: normed(0.2)), PROBE.randn(4, 8), like=expected)
+    (cause,) = diagnose(compare(actual, expected)).causes
+    assert (cause.what, cause.effect) == ("momentum", "running_mean")
+
+
+def test_a_change_of_structure_alone_has_no_size() -> None:
+    old, new = (PROBE.architecture(nn.Sequential(nn.Linear(8, width), nn.ReLU()), torch.ones(2, 8)) for width in (4, 6))
+    assert [cause.change for cause in diagnose(compare(new, old)).causes] == [None]
+
+
+def test_an_attribute_that_is_no_size_is_told_beside_another_shape() -> None:
+    old, new = (PROBE.architecture(nn.Conv2d(4, 4, 3, groups=groups)) for groups in (1, 2))
+    assert [cause.what for cause in diagnose(compare(new, old)).causes] == ["weight", "groups"]
+
+
+def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
+    def named(name: str) -> nn.Module:
+        return nn.Sequential(OrderedDict([("fc1", nn.Linear(8, 8)), (name, nn.Linear(8, 8))]))
+
+    found = rewritten(lambda: named("fc2"), lambda: named("hidden"), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
+    assert found.causes[0].hints == ("its weights are others: build draws them by name",)
+
+
+def test_of_the_layers_asked_for_only_the_causes_among_them_are_told() -> None:
+    old, new = PROBE.build(Net), PROBE.build(Net)
+    for block in new.blocks:
+        block.norm.eps = 1e-2
+    expected, actual = recorded(old, IDS), recorded(new, IDS)
+    found = diagnose(compare(actual, expected, layers=["blocks.1", "blocks.1.norm"]))
+    assert [cause.layer for cause in found.causes] == ["blocks.1.norm"]
+    assert not found.possible
+    assert set(found.moved) <= {"blocks.1"}
+
+
+def test_where_attributes_are_not_compared_they_are_a_hint() -> None:
+    old, new = PROBE.build(Net), PROBE.build(Net)
+    new.blocks[1].norm.eps = 1e-2
+    found = diagnose(compare(recorded(new, IDS), recorded(old, IDS), parts="behaviour"))
+    assert [(c.kind, c.layer, c.hints[-1]) for c in found.causes] == [
+        ("computation", "blocks.1.norm", "eps 1e-05 → 0.01")
+    ]

@@ -21,7 +21,7 @@ def of(*causes: Cause, **fields: Any) -> Diagnosis:
 
 
 def eps(layer: str, **fields: Any) -> Cause:
-    return Cause(kind="attribute", layer=layer, what="eps", actual=1e-6, expected=1e-5, **fields)
+    return Cause(kind="attribute", layer=layer, what="eps", actual=1e-6, expected=1e-5, effect="output", **fields)
 
 
 def code(layer: str, what: str = "", **fields: Any) -> Cause:
@@ -62,7 +62,7 @@ def test_where_no_cause_can_be_told_the_first_line_names_what_changed_most() -> 
     comparison = Comparison(
         actual=NET,
         expected=NET,
-        differences=(
+        found=(
             Difference(layer="a", kind="output", what="output", change=0.1),
             Difference(layer="b", kind="output", what="output", change=0.2),
         ),

@@ -42,9 +42,13 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     computation, possible = computation_causes(evidence, recorded, explained)
     gradient = gradient_causes(evidence, [*recorded, *computation], explained)
     causes = [*(with_effect(evidence, cause) for cause in recorded), *computation, *gradient]
-    to_blame = {cause.layer for cause in causes}
+    wanted = comparison.wanted
+    if wanted is not None and any(cause.layer in wanted for cause in causes):  # else they lie before what is wanted
+        causes = [cause for cause in causes if cause.layer in wanted]
+        possible = [cause for cause in possible if cause.layer in wanted]
+    to_blame = {cause.layer for cause in causes if cause.what != "training"}
     moved = evidence.moved(_FORWARD) or evidence.moved(BEHAVIOUR)
-    moved = tuple(name for name in moved if name not in to_blame)
+    moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
         causes=tuple(causes),

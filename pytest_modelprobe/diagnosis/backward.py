@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pytest_modelprobe.compare import Difference, Pair
 from pytest_modelprobe.course import Step
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.tolerance import GONE, Change
 
 from .causes import Cause, cause_of, in_order, worst_first
@@ -24,8 +26,8 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
     found: dict[str, Cause] = {}
     explained = explained | {cause.layer for cause in causes}
     for pair in evidence.comparison.calls:
-        here = evidence.of_call(pair, "response gradient") if evidence.answers(pair) else []
-        if here and pair.layer not in explained and pair.layer not in found:
+        here = [] if pair.layer in explained or pair.layer in found else _otherwise(evidence, pair)
+        if here:
             lost = [d.what for d in here if d.what and d.expected]
             found[pair.layer] = dataclasses.replace(
                 cause_of("gradient", worst_first(here)),
@@ -41,6 +43,19 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
     elif seen is not None and not found:
         found[seen.layer] = seen
     return in_order(found.values(), evidence.ran)
+
+
+def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
+    """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
+    if not evidence.answers(pair) or evidence.calls_others(pair) or evidence.has(pair.layer, "mode"):
+        return []
+
+    def of_another(name: str) -> bool:
+        child, _, _ = name.partition(" ")
+        layer = child if pair.layer == ROOT else f"{pair.layer}.{child}"
+        return " " in name and any(evidence.has(layer, kind) for kind in ("type", "interface"))
+
+    return [d for d in evidence.of_call(pair, "response gradient") if not of_another(d.what)]
 
 
 def _first_on_the_way_back(evidence: Evidence) -> Cause | None:

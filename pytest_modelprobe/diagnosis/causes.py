@@ -29,6 +29,8 @@ class Cause:
     change: float | None = None
     """Relative change of what it changed first: the layer's output, the weight itself."""
     noise: float | None = None
+    effect: str = ""
+    """Of what is in the record: what it changed, ``output`` or a buffer."""
     witness: Witness = "recorded"
     gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
     """Of a gradient: the loss is another, that of one value is, some values get none, a call has it switched on or off,

@@ -36,8 +36,11 @@ def computation_causes(
         if cause.layer not in altered:
             certain.setdefault(cause.layer, cause)
     for pair in evidence.comparison.calls:
-        found = evidence.of_call(pair, "response") if evidence.answers(pair) else []
-        if found and pair.layer not in explained:
+        found = _otherwise(evidence, pair) if pair.layer not in explained else []
+        if found and evidence.has(pair.layer, "mode"):
+            hints_here = (*_isolated(evidence, pair, found).hints, "its mode changed too")
+            possible.setdefault(pair.layer, dataclasses.replace(_isolated(evidence, pair, found), hints=hints_here))
+        elif found:
             cause = _isolated(evidence, pair, found)
             before = certain.get(pair.layer)
             if before is None or before.witness == "recorded":
@@ -58,7 +61,18 @@ def computation_causes(
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
             certain[cause.layer] = cause
-    return in_order(certain.values(), evidence.ran), in_order(possible.values(), evidence.ran)
+    told = [_with_attributes(evidence, cause) for cause in certain.values()]
+    return in_order(told, evidence.ran), in_order(possible.values(), evidence.ran)
+
+
+def _with_attributes(evidence: Evidence, cause: Cause) -> Cause:
+    """Tell of a layer of the same type which attributes it has otherwise, where attributes are not compared."""
+    a, e = (record.layers.get(cause.layer) for record in (evidence.comparison.actual, evidence.comparison.expected))
+    if a is None or e is None or a.type_name != e.type_name or evidence.has(cause.layer, "attribute"):
+        return cause
+    both = ((name, e.attributes[name], a.attributes[name]) for name in e.attributes if name in a.attributes)
+    others = (f"{name} {then} → {now}" for name, then, now in both if then != now)
+    return dataclasses.replace(cause, hints=(*cause.hints, *others))
 
 
 def _joined(first: Cause, second: Cause) -> Cause:
@@ -145,10 +159,21 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
         caller = evidence.caller(difference.layer)
         pair = evidence.first.get(caller)
         # An expert that gets no token is not called.
-        told = pair is not None and (evidence.answers(pair) or not evidence.inputs(pair).match)
+        told = pair is not None and (
+            (evidence.answers(pair) and not evidence.calls_others(pair)) or not evidence.inputs(pair).match
+        )
         if not told and not evidence.has(caller, "calls") and caller not in evidence.added:
             what = f"calls of {relative(difference.layer, caller)}"
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
+
+
+def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
+    """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
+    if not evidence.answers(pair) or evidence.calls_others(pair):
+        return []
+    paths = {(d.actual, d.expected) for d in evidence.of_call(pair, "path")}
+    names = {path for both in paths for path in both if path is not None}
+    return [d for d in evidence.of_call(pair, "response") if d.what not in names]
 
 
 # --- the two witnesses ------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, comparable
+from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, children, comparable
 from pytest_modelprobe.course import Course, Step
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.tolerance import Change
 
 from .places import parent
@@ -42,7 +43,7 @@ class Evidence:
         self.of_layer: dict[str, list[Difference]] = {}
         """The differences of each layer that has any."""
         self._of_call: dict[tuple[str, int], list[Difference]] = {}
-        for difference in comparison.differences:
+        for difference in comparison.found:
             self.of_layer.setdefault(difference.layer, []).append(difference)
             self._of_call.setdefault((difference.layer, difference.call), []).append(difference)
         self.first = {pair.layer: pair for pair in reversed(comparison.calls)}
@@ -56,8 +57,8 @@ class Evidence:
             self._inside.setdefault(step.around, []).append(step)
         by_call = {id(pair.actual): pair for pair in comparison.calls}
         self._pairs = {step: by_call[id(step.call)] for step in self.course if id(step.call) in by_call}
-        self.added = {d.layer for d in self.differences("layer added")}
-        self.gone = {f"{d.layer} (removed)" for d in self.differences("layer removed")}
+        self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
+        self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
         """Layers that are no more, as `compare` names them in the expected."""
         self._callers = _callers(Course(comparison.expected).started) | _callers(self.course)
 
@@ -65,7 +66,7 @@ class Evidence:
 
     def differences(self, *kinds: Kind) -> Iterator[Difference]:
         """Yield the differences of these kinds."""
-        return (d for d in self.comparison.differences if d.kind in kinds)
+        return (d for d in self.comparison.found if d.kind in kinds)
 
     def has(self, layer: str, kind: Kind) -> bool:
         """Whether a layer has a difference of a kind."""
@@ -132,9 +133,26 @@ class Evidence:
 
     def answers(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
-        return comparable(pair.actual.response, pair.expected.response) and not self.of_call(
-            pair, "argument", "context", "interface", side="input"
-        )
+        a, e = pair.actual.response, pair.expected.response
+        if not comparable(a, e) or self.of_call(pair, "argument", "context", "interface", side="input"):
+            return False
+        # What a child is said to give out depends on the path of the output.
+        names = (self._child(pair, child) for child in children(a)) if a is not None else ()
+        return not any(self.has(name, "path") for name in names)
+
+    def _child(self, pair: Pair, called: str) -> str:
+        name = called.partition(" ")[0]
+        return name if pair.layer == ROOT else f"{pair.layer}.{name}"
+
+    def calls_others(self, pair: Pair) -> bool:
+        """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.
+
+        Calling the blocks of a `Sequential` one by one is no other computation.
+        """
+        a, e = pair.actual.response, pair.expected.response
+        if a is None or e is None or children(a) == children(e):
+            return False
+        return self.inputs(pair).match and self.change(pair, "output") is None and not self.of_call(pair, "path")
 
     def judged(self, layer: str) -> bool:
         """Whether either witness could speak of a layer."""

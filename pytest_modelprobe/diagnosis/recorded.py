@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Iterator
 
 from pytest_modelprobe.compare import Difference, Kind
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, Plain
 
 from .causes import Cause, CauseKind, cause_of, worst_first
 from .evidence import STRUCTURE, Evidence
 from .places import parent
+
+_WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
+"""What is said of layers as such: numbers that differ beside it need not be its doing."""
+
+_ANOTHER_DRAW = 0.5
+"""Relative change of weights drawn anew: 1.4 for independent ones."""
 
 _SAID = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
 
@@ -24,12 +31,15 @@ def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose own answer may differ for what is already said."""
     names = {cause.layer for cause in recorded if cause.kind in ("architecture", "attribute", "buffers")}
     names |= {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
-    return names | {difference.layer for difference in evidence.differences("mode")}
+    # Of torch's own layers it is known what the mode does: another one's code may have changed besides.
+    layers = evidence.comparison.actual.layers
+    modes = {difference.layer for difference in evidence.differences("mode")}
+    return names - modes | {name for name in modes if layers[name].type.startswith("torch.nn.")}
 
 
 def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     """Tell of a recorded cause what it changed first: the layer's answer alone, else its output in the run."""
-    if cause.kind not in ("attribute", "architecture") or cause.what in ("added", "removed", "renamed"):
+    if cause.kind not in ("attribute", "architecture") or cause.what in _WITHOUT_EFFECT:
         return cause
     pair = evidence.first.get(cause.layer)
     if pair is None:
@@ -37,14 +47,18 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
     if here and evidence.answers(pair):
         worst = worst_first(here)[0]
-        return dataclasses.replace(cause, change=worst.change, noise=worst.noise)
+        name, _, after = worst.what.rpartition(" ")
+        effect = name if after == "after" else "output"
+        return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
     moved = evidence.change(pair, "output") if evidence.inputs(pair).match else None
-    return cause if moved is None else dataclasses.replace(cause, change=moved.change, noise=moved.noise)
+    if moved is None or evidence.of_call(pair, "interface", side="output"):
+        return cause  # of another shape there is no change to tell
+    return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
 
 
 def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
     """Whether weights are all that is to blame, and every layer that has random ones has others."""
-    if not causes or any(cause.kind != "weights" for cause in causes):
+    if not causes or any(cause.kind != "weights" or (cause.change or 0.0) < _ANOTHER_DRAW for cause in causes):
         return False
     random = {
         layer.name
@@ -77,7 +91,11 @@ def _architecture(evidence: Evidence) -> Iterator[Cause]:
         above = renamed.get(parent(name))
         own = name.rpartition(".")[2]
         if above is None or f"{above.expected}.{own}" != difference.expected:
-            yield dataclasses.replace(cause_of("architecture", [difference]), what="renamed")
+            inside = (other for other in renamed if other == name or other.startswith(f"{name}."))
+            drawn = any(evidence.has(other, "weights") for other in inside)
+            hints = ("its weights are others: build draws them by name",) if drawn else ()
+            yield dataclasses.replace(cause_of("architecture", [difference]), what="renamed", hints=hints)
+    yield from _outputs(evidence)
     for found in evidence.of_layer.values():
         retyped = [d for d in found if d.kind == "type"]
         if retyped:
@@ -89,6 +107,22 @@ def _architecture(evidence: Evidence) -> Iterator[Cause]:
             also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
             what = f"{same[0].what} {_SAID.get(aspect, aspect)}".strip()
             yield dataclasses.replace(cause_of("architecture", same), what=what, hints=also)
+
+
+def _outputs(evidence: Evidence) -> Iterator[Cause]:
+    """Yield outputs that came, went or have another path, where they are made: not of layers that pass them on."""
+    for pair in evidence.comparison.calls:
+        inner = {
+            (d.actual, d.expected)
+            for step in evidence.course
+            if step.around is not None and evidence.pair(step.around) is pair
+            for d in evidence.of_call(evidence.pair(step) or pair, "path")
+            if evidence.pair(step) is not None
+        }
+        for difference in evidence.of_call(pair, "path"):
+            told = pair.actual.index > 0 or evidence.has(pair.layer, "type")
+            if (difference.actual, difference.expected) not in inner and not told:
+                yield dataclasses.replace(cause_of("architecture", [difference]), what="path")
 
 
 def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
@@ -118,10 +152,20 @@ def _attributes(evidence: Evidence) -> Iterator[Cause]:
         for difference in found:
             if difference.kind == "attribute":
                 # The sizes among the attributes say again what the shape of the weight says.
-                if not (reshaped and type(difference.actual) is int):
+                if not (reshaped and _is_size(difference, found)):
                     yield cause_of("attribute", [difference])
             elif difference.kind == "mode" and (name == ROOT or not evidence.has(parent(name), "mode")):
                 yield cause_of("attribute", [difference])
+
+
+def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
+    """Whether an attribute is a size that a parameter had, and is the one that it has now."""
+    shapes = [d for d in found if d.kind in ("parameter shape", "buffer shape")]
+
+    def within(value: Plain, shape: Plain) -> bool:
+        return type(value) is int and str(value) in re.findall(r"\d+", str(shape))
+
+    return any(within(attribute.actual, d.actual) and within(attribute.expected, d.expected) for d in shapes)
 
 
 def _weights(evidence: Evidence) -> Iterator[Cause]:
@@ -129,8 +173,8 @@ def _weights(evidence: Evidence) -> Iterator[Cause]:
     for difference_kind, kind in kinds:
         for found in evidence.of_layer.values():
             here = [d for d in found if d.kind == difference_kind]
-            # A bias is drawn for the size of its weight: another size, other numbers.
-            if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape"}):
+            # A bias is drawn for the size of its weight, and each by its name: another one, other numbers.
+            if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape", "layer renamed"}):
                 yield _all_named(kind, here)
 
 

@@ -201,6 +201,7 @@ class _Alone:
         self._seen: set[int] = set()
         self._leaves: dict[str, _Leaf] = {}
         self._terms: list[Tensor] = []
+        self._cut: list[str] = []
 
     def run(self) -> Response:
         """Call it, and return how it responds."""
@@ -302,6 +303,8 @@ class _Alone:
                 self._computed(label + path, tensor)
             else:
                 self._handed.append((label + path, name))
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                self._cut.append(label + path)
             self._add_term(role + path, tensor)
         self._handed += [(label + path, f"={value!r}"[:80]) for path, value in flat.plain.items() if value is not None]
 
@@ -362,7 +365,7 @@ class _Alone:
             recipes=self._recipes,
             handed=handed,
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
-            without_gradient=tuple(unreached) if self._session.gradient and reason is None else (),
+            without_gradient=(*unreached, *self._cut) if self._session.gradient and reason is None else (),
             reason=reason,
         )
 

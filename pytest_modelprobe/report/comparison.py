@@ -114,6 +114,10 @@ def _architecture(cause: Cause, arrow: str) -> str:
         return f"{layer} added: {_plain(cause.actual)}"
     if what == "removed":
         return f"{layer} removed: it was {_plain(cause.expected)}"
+    if what == "path":
+        if cause.actual is None or cause.expected is None:
+            return f"{layer}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
+        return f"{layer}: {cause.expected} renamed to {cause.actual}"
     if what == "renamed":
         return f"{_plain(cause.expected)} renamed to {layer}"
     if what == "type":
@@ -172,13 +176,16 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
     """
     groups: dict[tuple[object, ...], list[Cause]] = {}
     for cause in causes:
-        key = (cause.kind, pattern(cause.layer), cause.what, str(cause.actual), str(cause.expected))
+        values = (cause.actual, cause.expected)
+        shown = map(pattern, map(str, values)) if cause.what == "renamed" else map(str, values)
+        key = (cause.kind, pattern(cause.layer), cause.what, *shown)
         groups.setdefault(key, []).append(cause)
     found = []
     for same in groups.values():
         worst = max(same, key=lambda cause: cause.change or 0.0)
         if len(same) > 1:
-            worst = dataclasses.replace(worst, layer=pattern(worst.layer))
+            was = pattern(str(worst.expected)) if worst.what == "renamed" else worst.expected
+            worst = dataclasses.replace(worst, layer=pattern(worst.layer), expected=was)
         found.append((worst, len(same)))
     return found
 
@@ -196,7 +203,7 @@ def _effect(cause: Cause) -> str:
     if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None:
         return ""
     noise = _times_noise(cause)
-    what = "" if cause.kind in ("computation", "gradient") else "output changed "
+    what = f"{cause.effect} changed " if cause.effect else ""
     times = f", {noise} x its noise" if noise else ""
     by = _by(cause.change).removeprefix(" ")
     return f": {what}{by}{times}" if by else ""
