@@ -221,7 +221,7 @@ class Response:
     gradient: Reading | None = None
     """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
     without_gradient: tuple[str, ...] = ()
-    """Synthetic floating tensors that no gradient reached."""
+    """Synthetic floating tensors that no gradient reached, and what was computed of them and lets none through."""
     reason: str | None = None
     """Why the call could not be isolated."""
 
@@ -293,7 +293,8 @@ class Layer:
     functional: bool = False
     training: bool = False
     attributes: Mapping[str, Plain] = field(default_factory=dict)
-    """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``."""
+    """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``. A public tuple or list
+    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``."""
     aliases: tuple[str, ...] = ()
     """Other names of the same module."""
     parameters: tuple[Parameter, ...] = ()
