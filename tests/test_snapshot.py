@@ -922,6 +922,25 @@ def test_a_cause_of_several_tests_is_said_once(project: Project) -> None:
     result.stdout.fnmatch_lines(["2 tests: norm.eps 1e-05 → 0.001: test_net.py::test_x, test_net.py::test_y"])
 
 
+def test_tests_are_named_by_their_ids_whole_and_told_apart_by_their_files(project: Project) -> None:
+    parametrize = "@pytest.mark.parametrize('name', ['facebook/opt-125m', 'a::b/c'])"
+    test = one("assert record() == modelprobe_snapshot", "name, modelprobe_snapshot", parametrize)
+    for name in ("a/test_net", "b/test_net", "b/test_other"):
+        (project.pytester.path / name).parent.mkdir(exist_ok=True)
+        project.write(name, test)
+    options = "-p", "no:cacheprovider", "--import-mode=importlib"
+    project.update(*options, test=SAME).assert_outcomes(passed=7)
+    for name in ("a/test_net", "b/test_net", "b/test_other"):
+        project.write(name, test.replace("record()", "record(eps=1e-3)"))
+    result = project.run(*options)
+    named = [
+        f"{end}.py::test_x?{name}?"
+        for end in ("a/test_net", "b/test_net", "test_other")
+        for name in ("facebook/opt-125m", "a::b/c")
+    ]
+    result.stdout.fnmatch_lines([f"6 tests: norm.eps 1e-05 → 0.001: {', '.join(named)}"])
+
+
 # --- with others --------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,11 +77,27 @@ def _shared(results: Results) -> Iterator[str]:
     for result in results:
         for cause in result["causes"]:
             said.setdefault(cause["key"], cause["said"])
-            tests.setdefault(cause["key"], {})[result["test"].rpartition("/")[2]] = None
-    for key, names in tests.items():
-        if len(names) > 1:
-            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-            yield f"{len(names)} tests: {said[key]}: {', '.join(list(names)[:_MOST])}{more}"
+            tests.setdefault(cause["key"], {})[result["test"]] = None
+    for key, nodeids in tests.items():
+        if len(nodeids) > 1:
+            more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
+            yield f"{len(nodeids)} tests: {said[key]}: {', '.join(_short(list(nodeids))[:_MOST])}{more}"
+
+
+def _short(nodeids: Sequence[str]) -> list[str]:
+    """Return node ids without the folders of their files, but for those that would then be the same.
+
+    >>> _short(["a/test_x.py::test_x[big/model]", "b/test_x.py::test_x[big/model]", "b/test_y.py::test_y"])
+    ['a/test_x.py::test_x[big/model]', 'b/test_x.py::test_x[big/model]', 'test_y.py::test_y']
+    """
+    ends = [_without_folders(nodeid) for nodeid in nodeids]
+    times = Counter(ends)
+    return [end if times[end] == 1 else nodeid for nodeid, end in zip(nodeids, ends, strict=True)]
+
+
+def _without_folders(nodeid: str) -> str:
+    path = re.split(r"::|\[", nodeid, maxsplit=1)[0]  # what follows are the user's own names, with any sign in them
+    return nodeid[path.rfind("/") + 1 :]
 
 
 def _reason_without_use(results: Results, policy: Policy) -> Iterator[str]:
