@@ -141,6 +141,7 @@ def compare(
     >>> [(d.layer, d.kind, d.what, d.actual, d.expected) for d in compare(new, old).differences]
     [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
     """
+    __tracebackhide__ = True
     said = declared(actual, expected, rename) if rename else {}
     found = match(actual, expected, said)
     removed = [name for name in expected.layers if name not in found]
@@ -173,6 +174,7 @@ class _Times:
     """The user's tolerance for each layer."""
 
     def __init__(self, tolerance: Tolerance, record: Record) -> None:
+        __tracebackhide__ = True
         given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
         for glob, times in given.items():
             if type(times) not in (int, float) or not times > 0 or math.isinf(times):

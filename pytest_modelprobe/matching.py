@@ -66,6 +66,7 @@ def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dic
     >>> declared(new, old, {"blocks.*": "h.*"})
     {'h.0.fc': 'blocks.0.fc', 'h.1.fc': 'blocks.1.fc'}
     """
+    __tracebackhide__ = True
     found: dict[str, str] = {}
     for left, right in rename.items():
         wildcards = [re.findall(r"\*+", glob) for glob in (left, right)]

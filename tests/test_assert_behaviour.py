@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,9 +163,10 @@ def test_an_expected_model_that_was_not_called_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("options", [{"layers": "nothing"}, {"rename": {"a": "b"}}, {"tolerance": {"nothing": 2}}])
-def test_a_name_of_no_layer_is_an_error(options: dict[str, Any]) -> None:
-    with pytest.raises(SelectionError):
+def test_a_name_of_no_layer_is_an_error_at_the_line_of_the_call(options: dict[str, Any]) -> None:
+    with pytest.raises(SelectionError) as error:
         assert_same_behaviour(run(reference()), run(reference()), **options)
+    assert {entry.path for entry in error.traceback.filter(error)} == {Path(__file__)}
 
 
 def test_a_tolerance_of_nothing_is_an_error() -> None:

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "cli": {"actions", "compare", "exceptions", "files", "gate", "git", "record", "report", "selection", "sources"},
     "snapshot": {
         "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "record", "report",
-        "summary",
+        "selection", "summary",
     },
     "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
 }  # fmt: skip

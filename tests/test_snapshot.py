@@ -292,10 +292,35 @@ assert watch.record == modelprobe_snapshot
         ("name='cuda'", "name='cuda' is what the snapshots of cuda themselves end in: give another"),
         ("compare='shapes'", "compare= is 'all', 'architecture' or 'behaviour'; got 'shapes'"),
         ("allow='nan'", "allow= takes 'dropout' and 'nonfinite'; got 'nan'"),
+        ("tolerance='x'", "tolerance= is a positive number, or one for each glob of layers; got 'x'"),
+        ("tolerance=True", "tolerance= is a positive number, or one for each glob of layers; got True"),
+        ("tolerance={'norm': -1}", "tolerance= is a positive number, or one for each glob of layers; got -1"),
+        ("tolerance={1: 2}", "tolerance= is a positive number, or one for each glob of layers; got 1 for a glob"),
+        ("tolerance={'': 2}", "An empty glob matches no layer: *"),
     ],
 )
 def test_an_option_that_is_none_is_an_error(project: Project, call: str, message: str) -> None:
-    project.run(test=one(f"modelprobe_snapshot({call})")).stdout.fnmatch_lines([f"E       *UsageError: {message}"])
+    test = one(f"modelprobe_snapshot({call})")
+    for run in (project.run, project.update):
+        result = run(test=test)
+        result.stdout.fnmatch_lines([f"E       pytest_modelprobe.exceptions.*Error: {message}"])
+        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
+
+
+def test_a_tolerance_for_no_layer_is_an_error_also_where_there_is_no_snapshot_yet(project: Project) -> None:
+    test = one("assert record() == modelprobe_snapshot(tolerance={'nrm.*': 10})")
+    for run in (project.update, project.run):
+        result = run(test=test)
+        result.stdout.fnmatch_lines(["E *SelectionError: tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'"])
+        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
+    assert not project.snapshots.exists()
+
+
+def test_a_wrong_option_of_the_marker_is_an_error_too(project: Project) -> None:
+    test = one("assert record() == modelprobe_snapshot", before="@pytest.mark.modelprobe(tolerance='x')")
+    result = project.update(test=test)
+    result.stdout.fnmatch_lines(["E *UsageError: tolerance= is a positive number, *; got 'x'"])
+    result.assert_outcomes(errors=1)
 
 
 def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
@@ -399,6 +424,7 @@ def test_an_id_that_pytest_numbered_is_an_error(project: Project) -> None:
     result.stdout.fnmatch_lines(
         ["E *UsageError: config0 in test_x?config0? is an id that pytest numbered itself*ids=*"]
     )
+    result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
     assert not project.snapshots.exists()
     project.update(test=test.replace(parametrize.format(""), parametrize.format(", ids=['a', 'b']"))).assert_outcomes(
         passed=2

@@ -59,6 +59,7 @@ def assert_same_behaviour(
         theirs = theirs.rerun.measured(theirs)
 
     def compared(mine: Record, theirs: Record) -> Comparison:
+        __tracebackhide__ = True
         return compare(
             mine,
             theirs,

@@ -32,6 +32,7 @@ def stem_of(item: pytest.Item) -> str:
     Raises:
         UsageError: pytest made up one of the ids from the position of the parameter.
     """
+    __tracebackhide__ = True
     numbered = _numbered(item)
     if numbered:
         raise UsageError(

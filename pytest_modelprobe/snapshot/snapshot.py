@@ -18,7 +18,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_modelprobe.compare import Parts, Tolerance, compare
 from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.exceptions import SnapshotError, UsageError
+from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
     Texts,
     architecture_digest,
@@ -35,7 +35,8 @@ from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.report.text import count, printable
+from pytest_modelprobe.selection import Glob, nearest
 from pytest_modelprobe.summary import findings
 
 from . import words
@@ -88,12 +89,14 @@ class ModelProbeSnapshot:
 
         Raises:
             UsageError: An option is none of these.
+            SelectionError: What ``tolerance`` has is no glob.
         """
         __tracebackhide__ = True
         allowed = (allow,) if isinstance(allow, str) else tuple(allow)
         given = {"name": name, "tolerance": tolerance, "compare": compare, "allow": allowed or None}
         options = {key: value for key, value in given.items() if value is not None}
         _check(name, compare, allowed)
+        _check_tolerance(tolerance)
         return ModelProbeSnapshot(self._comparer, dataclasses.replace(self._options, **cast(Any, options)))
 
     def __eq__(self, other: object) -> bool:
@@ -121,6 +124,31 @@ def _check(name: object, compare: object, allow: Iterable[object]) -> None:
     unknown = [one for one in allow if one not in get_args(Allowed)]
     if unknown:
         raise UsageError(f"allow= takes 'dropout' and 'nonfinite'; got {unknown[0]!r}")
+
+
+def _check_tolerance(tolerance: Any) -> None:
+    """Complain of what is no tolerance in any run, also in one that compares nothing."""
+    __tracebackhide__ = True
+    each = tolerance.values() if isinstance(tolerance, Mapping) else () if tolerance is None else (tolerance,)
+    for times in each:
+        if type(times) not in (int, float) or not 0 < times < math.inf:
+            raise UsageError(f"tolerance= is a positive number, or one for each glob of layers; got {times!r}")
+    for glob in tolerance if isinstance(tolerance, Mapping) else ():
+        if not isinstance(glob, str):
+            raise UsageError(
+                f"tolerance= is a positive number, or one for each glob of layers; got {glob!r} for a glob"
+            )
+        Glob(glob)
+
+
+def _check_globs(tolerance: Tolerance, record: Record) -> None:
+    """Complain of globs that mean no layer, also where there is nothing yet to compare with."""
+    __tracebackhide__ = True
+    for glob in tolerance if isinstance(tolerance, Mapping) else ():
+        if not any(map(Glob(glob).matches, record.layers)):
+            near = nearest(glob, record.layers)
+            hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
+            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}{hint}")
 
 
 def _record(other: object) -> Record:
@@ -256,6 +284,7 @@ class Comparer:
     def compare(self, record: Record, options: Options, *, asked_by: CodeType) -> bool:
         """Return whether a record is as its snapshot, or was written to it."""
         __tracebackhide__ = True
+        _check_globs(options.tolerance, record)
         outcome = _Outcome(self._place(record, options), record, asked_by, options.compare)
         parts, outcome.not_compared = _both(options.compare, self._policy.compare)
         if parts is None:
