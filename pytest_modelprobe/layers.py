@@ -18,6 +18,10 @@ _ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
 _OWN = frozenset(vars(nn.Module()))
 """What every module has of itself: no attribute of the user's."""
 
+_PLAIN = frozenset({bool, int, float, str})
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+_MOST_ITEMS = 16
+
 
 class Layers:
     """The layers of a model, found once, before anything is attached.
@@ -132,14 +136,25 @@ def refuse(module: nn.Module, name: str) -> None:
 
 
 def attributes(module: nn.Module) -> dict[str, Plain]:
-    """Return every int, float, bool and str set on the module itself.
+    """Return every int, float, bool and str set on the module itself, and short public sequences of them as text.
 
     >>> attributes(nn.LayerNorm(4))
-    {'eps': 1e-05, 'elementwise_affine': True}
+    {'normalized_shape': '(4,)', 'eps': 1e-05, 'elementwise_affine': True}
     """
-    return {
-        key: value for key, value in vars(module).items() if type(value) in (bool, int, float, str) and key not in _OWN
-    }
+    found: dict[str, Plain] = {}
+    for key, value in vars(module).items():
+        kind = type(value)
+        if kind in _PLAIN:
+            if key not in _OWN:
+                found[key] = value
+        elif (
+            kind in _SEQUENCES
+            and len(value) <= _MOST_ITEMS
+            and not key.startswith("_")
+            and _PLAIN.issuperset(map(type, value))
+        ):
+            found[key] = repr(tuple(value))  # a list reads like a tuple
+    return found
 
 
 def own_parameters(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, nn.Parameter]]:

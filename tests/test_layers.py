@@ -218,9 +218,34 @@ def test_fsdp1_is_refused_in_one_sentence(process_group, monkeypatch):
 
 def test_plain_attributes_are_those_of_the_user():
     model = Net()
-    model.scale, model.name, model.flag, model.size = 0.5, "net", True, (1, 2)
+    model.scale, model.name, model.flag, model.config = 0.5, "net", True, {"width": 4}
     assert attributes(model) == {"scale": 0.5, "name": "net", "flag": True}
     assert attributes(nn.Dropout(0.25)) == {"p": 0.25, "inplace": False}
+
+
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], torch.Size([1, 2])], ids=["tuple", "list", "size"])
+def test_a_short_sequence_is_an_attribute_whatever_its_type(value):
+    model = Net()
+    model.size = value
+    assert attributes(model) == {"size": "(1, 2)"}
+
+
+def test_the_sequences_of_a_convolution_are_attributes_but_not_those_it_derives():
+    found = attributes(nn.Conv2d(1, 1, 3, stride=2, padding=1))
+    assert {k: v for k, v in found.items() if type(v) is str} == {
+        "kernel_size": "(3, 3)",
+        "stride": "(2, 2)",
+        "padding": "(1, 1)",
+        "dilation": "(1, 1)",
+        "output_padding": "(0, 0)",
+        "padding_mode": "zeros",
+    }
+
+
+def test_a_sequence_that_is_long_or_holds_more_than_numbers_and_texts_is_no_attribute():
+    model = Net()
+    model.short, model.long, model.nested, model.modules_ = [0] * 16, [0] * 17, [(1, 2)], [nn.ReLU()]
+    assert attributes(model) == {"short": str((0,) * 16)}
 
 
 def test_hooks_leave_the_attributes_alone():

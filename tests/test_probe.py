@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, SelectionError, UnsupportedModelError, UsageError
+from pytest_modelprobe.compare import compare
 from pytest_modelprobe.record import Reading, Record, Rerun, Response
 from pytest_modelprobe.statistics import collect, reduce
 
@@ -554,6 +555,12 @@ def test_a_lazy_layer_is_recorded_as_its_first_run_made_it(probe: ModelProbe) ->
     assert weight.shape == (2, 3)
     assert weight.reading.statistics is not None
     assert weight.after is None
+
+
+def test_another_dilation_is_a_difference_of_the_architecture(probe: ModelProbe) -> None:
+    old, new = (probe.architecture(probe.build(lambda: nn.Conv2d(1, 1, 3, dilation=n))) for n in (1, 2))  # noqa: B023
+    (found,) = compare(new, old).differences
+    assert (found.kind, found.what, found.actual, found.expected) == ("attribute", "dilation", "(2, 2)", "(1, 1)")
 
 
 def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
