@@ -34,7 +34,7 @@ class Layers:
         compiled: Whether a part of the model is compiled.
 
     Raises:
-        UnsupportedModelError: No module, or one whose hooks lie or never fire.
+        UnsupportedModelError: No module, one whose hooks lie or never fire, or a child with the root's name.
 
     >>> list(Layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).modules)
     ['(root)', '0', '1']
@@ -70,6 +70,10 @@ class Layers:
         if not isinstance(module, _ATOMIC):
             for key, child in module._modules.items():
                 if child is not None:
+                    if not name and key == ROOT:
+                        raise UnsupportedModelError(
+                            f"a child of the model is called {ROOT}, as the model itself is here: give it another name"
+                        )
                     self._walk(f"{name}.{key}" if name else key, child)
         return None
 

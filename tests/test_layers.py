@@ -1,4 +1,5 @@
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -201,6 +202,16 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(make, message):
         Layers(make())
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_child_with_the_name_of_the_root_is_refused_in_one_sentence():
+    model = nn.Sequential(OrderedDict({"(root)": nn.ReLU()}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        Layers(model)
+    assert str(caught.value) == (
+        "a child of the model is called (root), as the model itself is here: give it another name"
+    )
+    assert names(nn.Sequential(model)) == ["(root)", "0", "0.(root)"]
 
 
 def test_fsdp1_is_refused_in_one_sentence(process_group, monkeypatch):
