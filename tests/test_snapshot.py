@@ -499,6 +499,38 @@ def test_active_dropout_is_not_recorded(project: Project) -> None:
     project.update(test=test.replace("Dropout(0.1)", "Dropout(0.1).eval()")).assert_outcomes(passed=1)
 
 
+REFUSED = {
+    "nonfinite": (
+        "assert modelprobe.run(ReLU(), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot",
+        'Mend it, or say modelprobe_snapshot(allow="nonfinite"), and run the update again.',
+    ),
+    "dropout": (
+        "assert modelprobe.run(Dropout(0.1), modelprobe.randn(3, 2)) == modelprobe_snapshot",
+        'Run in eval mode, set p to 0, or say modelprobe_snapshot(allow="dropout"), and run the update again.',
+    ),
+    "name": (
+        "for eps in (1, 2):\n    assert record(eps=eps) == modelprobe_snapshot(name='a')",
+        "Give each record its own name=, and run the update again.",
+    ),
+    "ci": (
+        "assert record() == modelprobe_snapshot",
+        "Update where you develop and commit the files, or give --modelprobe-allow-update-in-ci.",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_was_refused_is_told_the_way_out_and_not_the_same_command(
+    project: Project, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "ci":
+        monkeypatch.setenv("CI", "true")
+    body, way_out = REFUSED[why]
+    result = project.update(test=one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Dropout, ReLU"))
+    result.stdout.fnmatch_lines(["*AssertionError: not written*", f"E * {way_out}"])
+    result.stdout.no_fnmatch_line("*pytest test_net.py::test_x --snapshot-update*")
+
+
 def test_nothing_is_written_in_ci_unless_allowed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     result = project.update(test=SAME)

@@ -368,23 +368,31 @@ class Comparer:
             )
         return place
 
-    def _refusal(self, outcome: _Outcome, options: Options) -> str | None:
-        """Return why nothing is written although an update was asked for: a sentence with the way out."""
+    def _refusal(self, outcome: _Outcome, options: Options) -> words.Refusal | None:
+        """Return why nothing is written although an update was asked for."""
         if not self._policy.writes:
-            return (
+            return words.Refusal(
                 "not written, for CI is set: update where you develop and commit the files, or give "
-                "--modelprobe-allow-update-in-ci"
+                "--modelprobe-allow-update-in-ci",
+                "Update where you develop and commit the files, or give --modelprobe-allow-update-in-ci.",
             )
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self._outcomes):
-            return "not written again: the test compares two different records under one name=; give each its own"
+            return words.Refusal(
+                "not written again: the test compares two different records under one name=; give each its own",
+                "Give each record its own name=, and run the update again.",
+            )
         where = None if "nonfinite" in options.allow else nonfinite(outcome.record)
         if where:
-            return f'not written, for {where}; mend it, or say modelprobe_snapshot(allow="nonfinite")'
+            return words.Refusal(
+                f'not written, for {where}; mend it, or say modelprobe_snapshot(allow="nonfinite")',
+                'Mend it, or say modelprobe_snapshot(allow="nonfinite"), and run the update again.',
+            )
         dropped = None if "dropout" in options.allow else active_dropout(outcome.record)
         if dropped and options.compare != "architecture" and _has_numbers(outcome.record):
-            return (
+            return words.Refusal(
                 f"not written, for dropout was active: {dropped}; other platforms drop other values. Run in eval mode, "
-                'set p to 0, or say modelprobe_snapshot(allow="dropout")'
+                'set p to 0, or say modelprobe_snapshot(allow="dropout")',
+                'Run in eval mode, set p to 0, or say modelprobe_snapshot(allow="dropout"), and run the update again.',
             )
         return (
             words.not_accepted(outcome.diagnosis, self._policy) if outcome.diagnosis and self._policy.accept else None
@@ -409,7 +417,8 @@ class Comparer:
         differences = outcome.diagnosis.comparison.differences if outcome.diagnosis else ()
         return rewritten(new, old, {difference.layer for difference in differences})
 
-    def _text(self, outcome: _Outcome, refusal: str | None) -> str:
+    def _text(self, outcome: _Outcome, refusal: words.Refusal | None) -> str:
+        way_out = refusal.way_out if refusal else ""
         path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
         command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
         if outcome.verdict == "created":
@@ -419,12 +428,12 @@ class Comparer:
             name = self._item.name + place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
             device = kind(outcome.record.device)
             name += "" if device == "cpu" else f" on {device}"
-            text = words.new(outcome.record, name, command, self._moves(outcome))
+            text = words.new(outcome.record, name, command, self._moves(outcome), way_out)
         elif outcome.verdict == "updated":
             text = report.text(outcome.diagnosis)
         else:
-            text = words.changed(outcome.diagnosis, command)
-        return f"{printable(refusal, 400)}\n\n{text}" if refusal else text
+            text = words.changed(outcome.diagnosis, command, way_out)
+        return f"{printable(refusal.said, 400)}\n\n{text}" if refusal else text
 
     def _moves(self, outcome: _Outcome) -> list[str]:
         """Return how to take along a snapshot without a test that holds just what was recorded, if there is one."""

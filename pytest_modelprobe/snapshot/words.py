@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
 from pytest_modelprobe.record import Record
@@ -13,17 +14,28 @@ from pytest_modelprobe.summary import findings
 from .options import Policy
 
 
-def changed(diagnosis: Diagnosis, command: str) -> str:
-    """Return the text of a record that is not as it was; ``command`` runs the test."""
-    steps = [f"Intended? {command} --snapshot-update", f"Since when? git bisect run {command}"]
+class Refusal(NamedTuple):
+    """Why an update wrote nothing."""
+
+    said: str
+    """One sentence, with the way out."""
+    way_out: str = ""
+    """What to do before the update is run again; empty: it is to be run with other options."""
+
+
+def changed(diagnosis: Diagnosis, command: str, way_out: str = "") -> str:
+    """Return the text of a record that is not as it was; ``command`` runs the test, its update was refused or not."""
+    steps = [way_out or f"Intended? {command} --snapshot-update", f"Since when? git bisect run {command}"]
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
     return "\n\n".join([report.text(diagnosis), "\n".join(printable(step, 1000) for step in steps)])
 
 
-def new(record: Record, name: str, command: str, moves: Sequence[str] = ()) -> str:
+def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_out: str = "") -> str:
     """Return the text of a record that has no snapshot yet: what was recorded, and how to keep it.
+
+    Where that was refused, the last line is the way out.
 
     >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
     no snapshot yet for test_x: 0 layers recorded, nothing dead, all finite
@@ -41,20 +53,21 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = ()) -> s
     if moves:
         parts.append("A snapshot without a test holds just this. Was the test renamed? Then take it along:")
         parts[-1] += "".join(f"\n{printable(line, 1000)}" for line in moves)
-    parts.append(printable(f"Right? {command} --snapshot-update, and commit what it writes.", 1000))
+    parts.append(printable(way_out or f"Right? {command} --snapshot-update, and commit what it writes.", 1000))
     return "\n\n".join(parts)
 
 
-def not_accepted(diagnosis: Diagnosis, policy: Policy) -> str | None:
+def not_accepted(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
     """Return which causes are not among those that an update takes over; None if all are."""
     causes = [*diagnosis.causes, *diagnosis.possible]
     if not causes:
-        return f"not written: the cause cannot be told, so {policy.accept_from} does not cover it"
+        return Refusal(f"not written: the cause cannot be told, so {policy.accept_from} does not cover it")
     others = [cause for cause in causes if not any(a.covers(cause.kind, cause.change) for a in policy.accept)]
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    return f"not written: {report.said(others[0])} ({others[0].kind}){more} is not covered by {policy.accept_from}"
+    first = f"{report.said(others[0])} ({others[0].kind})"
+    return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}")
 
 
 def key(cause: Cause) -> str:
