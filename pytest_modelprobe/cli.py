@@ -31,6 +31,7 @@ from .sources import (
     in_revision,
     in_working_tree,
     on_disk,
+    refuse_directory,
     scope_in,
     without_ending,
 )
@@ -242,11 +243,14 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
     if options.paths:
         scopes = [scope_in(repository, path) for path in options.paths]
-        for scope in scopes:
+        for path, scope in zip(options.paths, scopes, strict=True):
+            refuse_directory(Path(path).as_posix())
             if not before.within([scope]).pairs:  # else it may be one that was deleted
                 now.only(scope)
         before, now = before.within(scopes), now.within(scopes)
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
+    for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
+        refuse_directory(path, repository.root)  # else it would be said to be deleted
     # What could not be read then is taken as new, else no change could repair it.
     was, broken = before.readable(before.states.keys() - same)
     for error in broken.values():

@@ -122,11 +122,30 @@ def on_disk(argument: str) -> Source:
         SourceError: there are none.
     """
     path = Path(argument)
+    refuse_directory(path.as_posix())
     folder = path if path.is_dir() else path.parent
-    found = sorted(p for p in folder.rglob("*.json") if p.is_file()) if path.is_dir() else sorted(folder.glob("*.json"))
+    found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
     files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
+    for file in files:
+        refuse_directory(file)
     source = _of_files(files)
     return source.only("" if path.is_dir() else path.as_posix())
+
+
+def refuse_directory(path: str, folder: Path | None = None) -> None:
+    """Complain of a directory that stands where one of the two files of a snapshot belongs.
+
+    Args:
+        path: Of either file, or without their endings.
+        folder: What it is relative to.
+
+    Raises:
+        SourceError: It does.
+    """
+    for name in (without_ending(path) + ending for ending in ENDINGS):
+        file = (folder or Path()) / name
+        if DIRECTORY in file.absolute().parts[:-1] and file.is_dir():
+            raise SourceError(f"{name} is a directory: move it out of the way, it stands where a snapshot belongs")
 
 
 def in_working_tree(repository: Repository) -> Source:

@@ -691,6 +691,36 @@ def test_numbers_without_an_architecture_are_said_to_be_that(branch: str, modelp
     assert (code, err) == (2, f"modelprobe: {PATH}.probe.json has no test_a.arch.json beside it\n")
 
 
+@pytest.mark.parametrize("ending", [".arch.json", ".probe.json"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "{path}"],
+        ["show", "{file}"],
+        ["show", "tests"],
+        ["diff", "main:{path}", "{path}"],
+        ["diff", "--base", "main"],
+        ["check", "{file}", "--base", "main"],
+        ["check", "--base", "main"],
+    ],
+    ids=" ".join,
+)
+def test_a_directory_in_the_place_of_a_file_is_said_to_be_that(
+    branch: str, modelprobe: Run, command: list[str], ending: str
+) -> None:
+    file = f"{PATH}{ending}"
+    Path(file).unlink()
+    Path(file).mkdir()
+    assert modelprobe(*(part.format(path=PATH, file=file) for part in command)) == (
+        2, "", f"modelprobe: {file} is a directory: move it out of the way, it stands where a snapshot belongs\n",
+    )  # fmt: skip
+
+
+def test_a_directory_in_the_place_of_another_snapshot_is_in_no_ones_way(branch: str, modelprobe: Run) -> None:
+    Path("tests/__modelprobe__/test_net/test_b.arch.json").mkdir()
+    assert modelprobe("show", PATH)[0] == 0
+
+
 def test_names_move_no_cursor(branch: str, modelprobe: Run) -> None:
     write(Record(model="\x1b[31mNet", layers=net().layers, forwards=1))
     assert "\x1b" not in modelprobe("show", PATH)[1]
