@@ -19,7 +19,7 @@ from .compare import Difference, compare
 from .exceptions import ModelProbeError, UsageError
 from .files.storage import ARCH, DIRECTORY
 from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict
-from .git import Commit, Repository
+from .git import Commit, GitError, Repository
 from .record import Record
 from .report import changes, github, markdown
 from .report.text import count, layer_rows, layer_table, listed, printable, table
@@ -182,13 +182,24 @@ def _uncalled(record: Record) -> tuple[list[str], list[list[str | int | float | 
 def _source(argument: str) -> tuple[Source, str]:
     """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
     ref, colon, path = argument.partition(":")
-    if colon and len(ref) > 1 and not Path(argument).exists():  # not a drive of Windows
+    if colon and ref and not Path(argument).exists() and not _is_drive(ref):
         repository = Repository(Path.cwd())
         # As for git: from the root, but ./ from here.
         scope = scope_in(repository, path) if path.startswith("./") else path.strip("/")
         return in_revision(repository, ref).only(scope), without_ending(scope)
     start = without_ending(Path(argument).as_posix())
     return on_disk(argument), "" if start == "." else start
+
+
+def _is_drive(letter: str) -> bool:
+    """Whether what stands before a colon is a drive of Windows, and not a branch with a name as short."""
+    if os.name != "nt" or len(letter) > 1:
+        return False
+    try:
+        Repository(Path.cwd()).commit(letter)
+    except GitError:
+        return True
+    return False
 
 
 # --- diff and check -----------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_modelprobe import cli
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import superseded
@@ -457,6 +459,22 @@ def test_a_diff_may_be_of_two_revisions(git: Git, branch: str, modelprobe: Run) 
     commit(git)
     assert modelprobe("diff", f"main:{PATH}.arch.json", "branch:tests")[0] == 1
     assert modelprobe("diff", f"branch:{PATH}", PATH)[0] == 0
+
+
+def test_a_revision_may_have_a_name_of_one_letter(git: Git, branch: str, modelprobe: Run) -> None:
+    git("branch", "f")
+    assert modelprobe("diff", f"main:{PATH}", f"f:{PATH}") == (0, "nothing changed in 1 snapshot\n", "")
+    said = "there is no revision 'g' here: git fetch origin g:g, or name it origin/g"
+    assert modelprobe("show", f"g:{PATH}") == (2, "", f"modelprobe: {said}\n")
+
+
+@pytest.mark.parametrize(("letter", "is_drive"), [("f", False), ("c", True)])
+def test_on_windows_a_letter_is_a_drive_unless_it_is_a_revision(
+    git: Git, branch: str, monkeypatch: pytest.MonkeyPatch, letter: str, is_drive: bool
+) -> None:
+    git("branch", "f")
+    monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
+    assert cli._is_drive(letter) == is_drive
 
 
 def test_a_diff_needs_two(branch: str, modelprobe: Run) -> None:
