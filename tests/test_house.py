@@ -52,6 +52,10 @@ MAY_IMPORT = {
     "gate": {"compare", "record"},
     "report": {"compare", "diagnosis", "gate", "record"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
+    "checks": {
+        "pytest", "torch", "exceptions", "flatten", "layers", "memory", "probe", "record", "report", "restoring",
+        "seeding", "selection",
+    },
     "summary": {"assertions", "record", "report"},
     "git": {"exceptions"},
     "actions": {"git"},

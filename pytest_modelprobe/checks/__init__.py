@@ -1,0 +1,56 @@
+"""Checks that run a model again, in variations, and name the first layer at which a property breaks."""
+
+from .batch import any_batch_size, batch_independent
+from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
+from .check import Check
+from .outcome import Outcome
+from .parity import (
+    checkpoint_parity,
+    compile_parity,
+    device_parity,
+    dtype_parity,
+    export_parity,
+    layout_parity,
+)
+from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
+from .repetition import deterministic, eval_stable, seeded, train_eval_differ
+from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
+from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
+from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
+
+__all__ = [
+    "Case",
+    "Check",
+    "Outcome",
+    "Outcomes",
+    "STANDARD",
+    "any_batch_size",
+    "batch_independent",
+    "causal",
+    "checkpoint_parity",
+    "compile_parity",
+    "copy_and_pickle",
+    "deterministic",
+    "device_parity",
+    "dtype_parity",
+    "ema_tracks",
+    "eval_stable",
+    "export_parity",
+    "gradcheck",
+    "gradient_accumulation",
+    "initialised",
+    "inputs_unchanged_by_forward",
+    "layout_parity",
+    "optimizer_covers",
+    "overfits_batch",
+    "padding_invariant",
+    "parametrize_with_checks",
+    "permutation_equivariant",
+    "permutation_invariant",
+    "registered",
+    "seeded",
+    "standard",
+    "state_dict_round_trip",
+    "state_unchanged_by_forward",
+    "train_eval_differ",
+]

@@ -1,0 +1,110 @@
+"""Two traces → the first layer at which they disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import Cell
+
+from .trial import Given, Trace
+
+Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""What of two tensors is to agree: one pair; several where it is not known which axis is meant and one has to; none."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+"""How far two results of one computation may be apart that kernels do in another order, relative to their norm."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disagreement:
+    """A tensor that a layer gave out otherwise in one of two runs."""
+
+    given: Given
+    change: float
+    """Relative to the norm of the first; inf where it is not finite in one of them, or of another shape."""
+    note: str = ""
+    """What else is to be said: another shape, not called."""
+
+    @property
+    def row(self) -> tuple[Cell, ...]:
+        """For a table: where, and by how much."""
+        return self.given.where, self.note or percent(self.change)
+
+
+def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the two tensors: they are to agree as they are."""
+    return [(one, other)]
+
+
+def disagreements(
+    one: Trace, other: Trace, *, pairs: Pairs = whole, tolerance: float | None = None, integers: bool = False
+) -> list[Disagreement]:
+    """Return what disagrees between two runs of a model, in the order in which the layers returned.
+
+    A layer comes after those inside it: the first is the innermost whose own doing it is.
+
+    Args:
+        one: The run to judge by.
+        other: Another run.
+        pairs: What of two tensors to compare.
+        tolerance: Largest relative change; None: by dtype, see `TOLERANCE`. 0: bit for bit.
+        integers: Whether integers and bools are to agree too: those that are chosen by rounding need not.
+    """
+    found = []
+    there = {given.where: given for given in other.given}
+    for given in one.given:
+        again = there.get(given.where)
+        if again is None:
+            found.append(Disagreement(given, math.inf, "not given out"))
+        elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
+            changes = [change(x, y) for x, y in pairs(given.tensor, again.tensor)]
+            if changes and not min(changes) <= (limit(given.tensor) if tolerance is None else tolerance):
+                reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
+                note = reshaped if given.tensor.shape != again.tensor.shape and math.isinf(min(changes)) else ""
+                found.append(Disagreement(given, min(changes), note))
+    return found
+
+
+def change(one: Tensor, other: Tensor) -> float:
+    """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
+
+    >>> change(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    0.1
+    """
+    if one.shape != other.shape:
+        return math.inf
+    if torch.equal(one, other):
+        return 0.0
+    x, y = (_wide(tensor) for tensor in (one, other))
+    known = x.isfinite() & y.isfinite()
+    if not known.all():
+        if not torch.equal(torch.nan_to_num(x[~known], nan=0.5), torch.nan_to_num(y[~known], nan=0.5)):
+            return math.inf
+        x, y = x[known], y[known]
+    distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
+    norm = torch.linalg.vector_norm(x).item()
+    return distance / norm if norm else math.inf if distance else 0.0
+
+
+COLUMNS = ("given out by", "changed by")
+
+
+def rows(found: Iterable[Disagreement]) -> tuple[tuple[Cell, ...], ...]:
+    """Return the rows of a table of disagreements, under `COLUMNS`."""
+    return tuple(one.row for one in found)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def limit(tensor: Tensor) -> float:
+    """Return how far results of a tensor's dtype may be apart, see `TOLERANCE`."""
+    dtype = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+    return TOLERANCE.get(dtype, 1e-4)

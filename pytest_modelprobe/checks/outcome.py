@@ -1,0 +1,60 @@
+"""What a check found: whether a property holds, and if not, the first layer at which it breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_modelprobe.report.text import Cell, failure
+
+Verdict = Literal["holds", "broken", "not applicable"]
+
+
+class NotApplicableError(Exception):
+    """The property means nothing for this model or these inputs; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """Where a property breaks first."""
+
+    layer: str
+    """The layer, or the parameter, that breaks it."""
+    line: str
+    """The sentence that stands alone; it begins with the layer."""
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[Cell, ...], ...] = ()
+    """All places where it is broken, the first one first."""
+    advice: str = ""
+    """Where to look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a check says of a model.
+
+    >>> print(Outcome(check="causal", model="Net", verdict="not applicable", text="no axis of positions"))
+    causal is not applicable to Net: no axis of positions
+    """
+
+    check: str
+    model: str
+    """Name of the model's class."""
+    verdict: Verdict
+    text: str = ""
+    """The whole message; of a property that holds, what was looked at."""
+    layer: str | None = None
+    """The first layer, or the parameter, at which the property breaks."""
+
+    def __str__(self) -> str:
+        if self.verdict == "broken":
+            return self.text
+        verb = "holds for" if self.verdict == "holds" else "is not applicable to"
+        return f"{self.check} {verb} {self.model}" + (f": {self.text}" if self.text else "")
+
+
+def said(found: Break) -> str:
+    """Return the message of a property that is broken."""
+    if not found.rows:
+        return "\n\n".join(filter(None, [found.line, found.advice]))
+    return failure(found.line, list(found.columns), [list(row) for row in found.rows], found.advice)

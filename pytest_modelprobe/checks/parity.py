@@ -1,0 +1,314 @@
+"""The same model elsewhere or otherwise: another device, dtype or layout, checkpointed, compiled, exported."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import count
+
+from .agreement import COLUMNS, change, disagreements, rows
+from .check import check
+from .outcome import Break, NotApplicableError
+from .trial import Given, Trace, Trial
+
+_PARITY = 1e-3
+"""Relative change between devices: kernels differ, TensorFloat-32 rounds to 1e-3."""
+
+
+@check
+def device_parity(trial: Trial, *, device: str = "cuda", tolerance: float = _PARITY) -> Break | str:
+    """Check that the model gives out the same on another device.
+
+    Args:
+        trial: The model and its inputs.
+        device: The other one.
+        tolerance: Largest relative change.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.device_parity.outcome(probe, nn.Linear(3, 2), probe.randn(4, 3), device="nowhere"))
+    device_parity is not applicable to Linear: there is no device nowhere
+    """
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        raise NotApplicableError(f"there is no device {device}") from error
+    one = trial.reference(mode="eval")
+    other = _copied(trial).to(device)
+    two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(device))
+    return _parity(one, two, f"on {device}", tolerance)
+
+
+@check
+def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None) -> Break | str:
+    """Check that the model gives out the same in another floating dtype, and that every layer computes in it.
+
+    In float64, the default, what differs by more than rounding of float32 is amplified by the model; a layer that gives
+    out float32 all the same has a dtype written into it.
+
+    Args:
+        trial: The model and its inputs.
+        dtype: The other one.
+        tolerance: Largest relative change; None: 1e-3, or as wide as the narrower of the two dtypes needs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.dtype_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    dtype_parity holds for Linear: 1 output in float64
+    """
+    one = trial.reference(mode="eval")
+    other = _copied(trial).to(dtype)
+    two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(dtype) if x.is_floating_point() else x)
+    name = str(dtype).removeprefix("torch.")
+    if two.error is None:
+        own = {given.where: given.tensor.dtype for given in one.given}
+        kept = [
+            given
+            for given in two.given
+            if given.tensor.is_floating_point() and given.tensor.dtype != dtype and own.get(given.where) != dtype
+        ]
+        if kept:
+            first = kept[0]
+            return Break(
+                layer=first.layer,
+                line=f"{first.layer} gives out {_dtype(first)} in a model of {name}",
+                columns=("given out by", "dtype"),
+                rows=tuple((given.where, _dtype(given)) for given in kept),
+                advice="Look for a dtype that is written into the code, and for tensors that are made without one.",
+            )
+    limit = max(_PARITY, 8 * torch.finfo(dtype).eps) if tolerance is None else tolerance
+    return _parity(one, two, f"in {name}", limit)
+
+
+@check
+def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+    """Check that the strides of the inputs do not matter: channels last, and not contiguous.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.layout_parity(probe, nn.Conv2d(3, 4, 3), probe.randn(2, 3, 8, 8)))
+    layout_parity holds for Conv2d: 1 output with inputs channels last, and not contiguous
+    """
+    layouts = {"not contiguous": _strided}
+    if any(x.dim() in (4, 5) for _, x in trial.inputs):
+        layouts = {"channels last": _channels_last, **layouts}
+    if not any(x.dim() for _, x in trial.inputs):
+        raise NotApplicableError("no input has a layout")
+    one = trial.reference(mode="eval")
+    said = ""
+    for name, layout in layouts.items():
+        found = _parity(one, trial.run(mode="eval", vary=layout), f"with inputs {name}", tolerance)
+        if isinstance(found, Break):
+            return found
+        said = said or found
+    return f"{count(len(one.given), 'output')} with inputs {', and '.join(layouts)}"
+
+
+@check
+def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+    """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
+
+    Each child of the model that takes and gives tensors is checkpointed: of a `ModuleList`, each of its modules.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
+    checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
+    """
+    one = trial.reference(backward=True)
+    parts = _parts(trial)
+    if not parts:
+        raise NotApplicableError("the model has no children that could be checkpointed")
+    for reentrant in (False, True):
+        how = "reentrant" if reentrant else "not reentrant"
+        other = _copied(trial)
+        for name in parts:
+            module = other.get_submodule(name)
+            module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                two = trial.run(backward=True, model=other)
+            except RuntimeError as error:
+                line = str(error).partition("\n")[0]
+                return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}")
+        if two.error is not None:
+            return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})")
+        found = _gradients(one, two, tolerance, f"under checkpointing ({how})")
+        if found is not None:
+            return found
+    modules = count(len(parts), "module")
+    return f"{count(len(one.gradients), 'parameter')}, {modules} checkpointed, reentrant and not"
+
+
+def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+    return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
+
+
+@check
+def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float | None = None) -> Break | str:
+    """Check that the compiled model gives out the same, and the same gradients.
+
+    Compiled regions have no layers to look into: what is named is the first gradient, or the output.
+
+    Args:
+        trial: The model and its inputs.
+        backend: Of `torch.compile`; ``"aot_eager"`` needs no compiler.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.compile_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    compile_parity holds for Linear: 1 output, 2 parameters
+    """
+    one = trial.reference(mode="eval", backward=True)
+    torch.compiler.reset()
+    try:
+        compiled: Any = torch.compile(_copied(trial), backend=backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            two = trial.run(mode="eval", backward=True, model=compiled, traced=False)
+    finally:
+        torch.compiler.reset()
+    if two.error is not None:
+        return Break(layer=ROOT, line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}")
+    two.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in two.gradients.items()}
+    return _outputs(one, two, tolerance, "when compiled") or (
+        f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
+    )
+
+
+@check
+def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+    """Check that the model can be exported by `torch.export`, and that the program gives out the same.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    export_parity holds for Linear: 1 output
+    """
+    one = trial.reference(mode="eval")
+    other = _copied(trial).eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args, kwargs = trial.copied_inputs()
+        try:
+            program = torch.export.export(other, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever export raises of a model
+            line = str(error).strip().partition("\n")[0]
+            return Break(
+                layer=ROOT,
+                line=f"{ROOT} cannot be exported: {type(error).__name__}: {line}",
+                advice="Look for control flow that depends on the contents of a tensor.",
+            )
+        two = trial.run(model=program.module(), traced=False)
+    if two.error is not None:
+        return Break(layer=ROOT, line=f"{ROOT} does not run as an exported program: {two.failure}")
+    return _outputs(one, two, tolerance, "when exported") or count(len(one.final), "output")
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+def _parity(one: Trace, two: Trace, how: str, tolerance: float | None) -> Break | str:
+    if two.error is not None:
+        return Break(layer=two.raised_in, line=f"{two.failure}, {how}")
+    found = disagreements(one, two, tolerance=tolerance)
+    if not found:
+        return f"{count(len(one.given), 'output')} {how}"
+    first = found[0]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} gives out another {first.given.path} {how}: changed by {first.row[1]}",
+        columns=COLUMNS,
+        rows=rows(found),
+    )
+
+
+def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
+    """Return where what two runs end with disagrees: the output, then the gradients."""
+    limit = _limit(tolerance)
+    for path, tensor in one.final.items():
+        other = two.final.get(path)
+        far = float("inf") if other is None else change(tensor, other)
+        if tensor.is_floating_point() and not far <= limit:
+            return Break(layer=ROOT, line=f"{ROOT} gives out another {path} {how}: changed by {percent(far)}")
+    return _gradients(one, two, tolerance, how) if two.gradients else None
+
+
+def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
+    limit = _limit(tolerance)
+    found = []
+    for name, gradient in one.gradients.items():
+        other = two.gradients.get(name)
+        if (gradient is None) != (other is None):
+            found.append((name, "none arrives" if other is None else "one arrives"))
+        elif gradient is not None and other is not None and not (far := change(gradient, other)) <= limit:
+            found.append((name, percent(far)))
+    if not found:
+        return None
+    name, what = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} gets another gradient {how}: {what}",
+        columns=("parameter", "gradient changed by"),
+        rows=tuple(found),
+    )
+
+
+def _limit(tolerance: float | None) -> float:
+    return 1e-3 if tolerance is None else tolerance
+
+
+def _dtype(given: Given) -> str:
+    return str(given.tensor.dtype).removeprefix("torch.")
+
+
+def _copied(trial: Trial) -> nn.Module:
+    try:
+        return copy.deepcopy(trial.model)
+    except Exception as error:
+        raise NotApplicableError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _parts(trial: Trial) -> list[str]:
+    """Return the names, in the model itself, of its children; of a list, of what is in it."""
+    found = []
+    for name, child in trial.model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += [f"{name}.{inner}" for inner, _ in child.named_children()]
+        else:
+            found.append(name)
+    return found
+
+
+def _strided(_: str, x: Tensor) -> Tensor:
+    """Return a tensor with a gap behind each element."""
+    if not x.dim():
+        return x
+    wide = torch.empty((*x.shape, 2), dtype=x.dtype, device=x.device)
+    wide[..., 0] = x
+    wide[..., 1] = x
+    return wide[..., 0]
+
+
+def _channels_last(_: str, x: Tensor) -> Tensor:
+    if x.dim() not in (4, 5):
+        return x
+    return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)

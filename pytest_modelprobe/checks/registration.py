@@ -1,0 +1,260 @@
+"""What a model is made of: registered, initialised, and whole after it was stored, copied or pickled."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.memory import has_bytes
+from pytest_modelprobe.record import ROOT, qualified
+from pytest_modelprobe.report.text import count
+
+from .agreement import COLUMNS, disagreements, rows
+from .check import check_as_it_is
+from .outcome import Break, NotApplicableError
+from .trial import Trace, Trial
+
+_DEEPEST = 3
+
+
+@check_as_it_is
+def registered(trial: Trial) -> Break | str:
+    """Check that no module and no parameter is in a plain list, and that no tensor should be a buffer.
+
+    What is not registered is in no optimizer and no state_dict, and stays behind when the model moves.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> print(checks.registered(ModelProbe(), model))
+    registered holds for Sequential: 2 modules
+    >>> model.extra = [nn.Linear(2, 2)]
+    >>> print(checks.registered.outcome(ModelProbe(), model).layer)
+    extra[0]
+    """
+    known = {id(m) for m in trial.model.modules()}
+    known |= {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
+    # What FSDP and weight norms compute of the parameters is no state of its own.
+    found = [
+        (where, what)
+        for name, module in trial.layers.modules.items()
+        for key, value in vars(module).items()
+        if not key.startswith("_") or isinstance(value, (list, tuple, dict))
+        for where, what in _unregistered(qualified(name, key), value, known, _DEEPEST)
+    ]
+    if not found:
+        return count(sum(1 for _ in trial.model.modules()), "module")
+    where, what = found[0]
+    return Break(
+        layer=where,
+        line=f"{where} is {what} that the model does not know of",
+        columns=("where", "what"),
+        rows=tuple(found),
+        advice="Modules go in an nn.ModuleList or nn.ModuleDict, parameters in an nn.ParameterList; "
+        "self.register_buffer takes other tensors, persistent=False for those that are computed again.",
+    )
+
+
+def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(value, nn.Module):
+        if id(value) not in known:
+            yield where, f"a module ({type(value).__name__})"
+    elif isinstance(value, nn.Parameter):
+        if id(value) not in known:
+            yield where, "a parameter"
+    elif isinstance(value, Tensor):
+        if id(value) not in known and value.is_leaf and value.numel() > 1:
+            yield where, "a tensor"
+    elif depth and type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _unregistered(f"{where}[{i}]", item, known, depth - 1)
+    elif depth and type(value) is dict and not where.rpartition(".")[2].startswith(("_modules", "_param", "_buf")):
+        for key, item in value.items():
+            if "hook" not in where.rpartition(".")[2]:
+                yield from _unregistered(f"{where}[{key!r}]", item, known, depth - 1)
+
+
+@check_as_it_is
+def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
+    """Check that every parameter and buffer was given a value.
+
+    Without a factory only what memory betrays is seen: numbers that are not finite. With one the model is made again
+    while fresh memory is filled with NaN, and what still is NaN was never written to.
+
+    Args:
+        trial: The model.
+        factory: Makes such a model.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> def broken():
+    ...     model = nn.Linear(2, 2)
+    ...     model.scale = nn.Parameter(torch.empty(2))
+    ...     return model
+    >>> print(checks.initialised.outcome(ModelProbe(), broken(), factory=broken).layer)
+    scale
+    """
+    model = trial.model if factory is None else _made_in_nan(factory)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    floating = [(name, t) for name, t in tensors if t.is_floating_point() and has_bytes(t)]
+    if not floating:
+        raise NotApplicableError("the model has no floating parameters or buffers")
+    found = [
+        (name, int((~t.detach().isfinite()).sum()), t.numel())
+        for name, t in floating
+        # Masks are made of -inf.
+        if bool((t.isnan() if factory is not None or not isinstance(t, nn.Parameter) else ~t.isfinite()).any())
+    ]
+    if not found:
+        return f"{count(len(floating), 'parameters and buffer')}" + ("" if factory else ", as far as memory tells")
+    name, missing, numel = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} is not initialised: {missing:,} of {numel:,} elements were never written to",
+        columns=("name", "not finite", "elements"),
+        rows=tuple(found),
+        advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
+    )
+
+
+def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
+    was = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        return factory()
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        memory.fill_uninitialized_memory = filled
+
+
+@check_as_it_is
+def state_dict_round_trip(trial: Trial) -> Break | str:
+    """Check that another model with the state_dict of this one gives out the same, and that ties are kept.
+
+    The state_dict goes through `torch.save`; it is loaded, strictly, into a copy whose every number was replaced.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.state_dict_round_trip(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    state_dict_round_trip holds for Linear: 2 keys, 1 output
+    """
+    one = trial.reference(mode="eval")
+    stored = io.BytesIO()
+    torch.save(trial.model.state_dict(), stored)
+    stored.seek(0)
+    other = _copied(trial)
+    with torch.no_grad():
+        for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
+            if tensor.is_floating_point():
+                tensor.copy_(trial.randn_like(tensor, name))
+    try:
+        state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
+        other.load_state_dict(state)
+    except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
+        return Break(layer=ROOT, line=f"{trial.name} does not take its own state_dict: {_line(error)}")
+    lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
+    if lost:
+        first, second = lost[0]
+        return Break(
+            layer=second,
+            line=f"{second} is not tied to {first} any more after load_state_dict",
+            columns=("parameter", "was tied to"),
+            rows=tuple((b, a) for a, b in lost),
+            advice="Tie the parameters again after loading, or keep one module for both.",
+        )
+    return _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
+
+
+@check_as_it_is
+def copy_and_pickle(trial: Trial) -> Break | str:
+    """Check that a deep copy, and a model that was pickled, give out the same.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.copy_and_pickle(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    copy_and_pickle holds for Linear: 1 output
+    """
+    one = trial.reference(mode="eval")
+    found = _compared(one, trial.run(mode="eval", model=_copied(trial)), "copy.deepcopy", "")
+    if isinstance(found, Break):
+        return found
+    try:
+        again = pickle.loads(pickle.dumps(trial.model))
+    except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
+        where = next((name for name, m in trial.layers.modules.items() if name != ROOT and not _pickles(m)), ROOT)
+        return Break(
+            layer=where,
+            line=f"{where} cannot be pickled: {_line(error)}",
+            advice="Look for a lambda, a local class or an open file among its attributes.",
+        )
+    return _compared(one, trial.run(mode="eval", model=again), "pickle", "")
+
+
+def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
+    if two.error is not None:
+        return Break(layer=two.raised_in, line=f"{two.raised_in} does not run after {by}: {two.failure}")
+    found = disagreements(one, two, tolerance=0.0, integers=True)
+    if not found:
+        return f"{said}{count(len(one.given), 'output')}"
+    first = found[0]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} is another after {by}: {first.given.path} changed by {first.row[1]}",
+        columns=COLUMNS,
+        rows=rows(found),
+        advice="Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
+        "model: a bound method, a closure.",
+    )
+
+
+def _copied(trial: Trial) -> nn.Module:
+    try:
+        return copy.deepcopy(trial.model)
+    except Exception as error:
+        raise NotApplicableError(f"the model cannot be copied: {_line(error)}") from error
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    stored = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the names of parameters that are one, in pairs."""
+    first: dict[int, str] = {}
+    return [
+        (first[id(p)], name)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(p), name) != name
+    ]
+
+
+def _tied(model: nn.Module, a: str, b: str) -> bool:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named[a].data_ptr() == named[b].data_ptr()
+
+
+def _pickles(module: nn.Module) -> bool:
+    try:
+        pickle.dumps(module)
+    except Exception:  # noqa: BLE001 - whatever cannot be pickled
+        return False
+    return True
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}{f': {text}' if text else ''}"

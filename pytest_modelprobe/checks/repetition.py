@@ -1,0 +1,153 @@
+"""Whether a run can be repeated: with the same random numbers, with others, in evaluation mode."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pytest_modelprobe.report.text import count, listed
+
+from .agreement import COLUMNS, Disagreement, change, disagreements, rows
+from .check import check
+from .outcome import Break, NotApplicableError
+from .trial import Trial
+
+_Dropout = nn.modules.dropout._DropoutNd
+
+
+@check
+def deterministic(trial: Trial) -> Break | str:
+    """Check that two runs with the same inputs and the same random numbers agree bit for bit.
+
+    What breaks it: a layer that draws from a generator of its own, from the clock or from uninitialised memory, and one
+    that keeps something from its last forward.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.deterministic(ModelProbe(), nn.Linear(2, 2), torch.ones(3, 2)))
+    deterministic holds for Linear: 1 output in 2 runs
+    """
+    one = trial.reference()
+    found = disagreements(one, trial.run(), tolerance=0.0, integers=True)
+    if not found:
+        return f"{count(len(one.given), 'output')} in 2 runs"
+    first = found[0]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} is not deterministic: {first.given.path} changed by {first.row[1]} with one seed",
+        columns=COLUMNS,
+        rows=rows(found),
+        advice="Look for a random generator of its own, the clock, uninitialised memory, or something kept of its "
+        "last forward.",
+    )
+
+
+@check
+def eval_stable(trial: Trial) -> Break | str:
+    """Check that in evaluation mode the output does not depend on the random numbers drawn.
+
+    What breaks it: dropout that is on in evaluation mode, as ``F.dropout(x)`` without ``self.training`` is.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.eval_stable(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
+    eval_stable holds for Dropout: 1 output in 3 runs, each with other random numbers
+    """
+    one = trial.reference(mode="eval")
+    found: list[Disagreement] = []
+    for seed in ("second", "third"):
+        found = found or disagreements(one, trial.run(mode="eval", seed=seed), tolerance=0.0, integers=True)
+    if not found:
+        return f"{count(len(one.given), 'output')} in 3 runs, each with other random numbers"
+    first = found[0]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} is random in evaluation mode: {first.given.path} changed by {first.row[1]} with "
+        "another seed",
+        columns=COLUMNS,
+        rows=rows(found),
+        advice="Look for dropout that does not ask for self.training, or noise that is always added.",
+    )
+
+
+@check
+def train_eval_differ(trial: Trial) -> Break | str:
+    """Check that dropout is on in training mode and off in evaluation mode, and a BatchNorm goes by the batch in one.
+
+    Each such layer has to give out something else in the other mode.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.train_eval_differ(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
+    train_eval_differ holds for Dropout: 1 layer
+    >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
+    train_eval_differ is not applicable to Dropout: no layer does anything else in training: there is nothing to check
+    """
+    wanted = [
+        name
+        for name, module in trial.layers.modules.items()
+        if (isinstance(module, _Dropout) and 0 < module.p < 1)
+        or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
+    ]
+    if not wanted:
+        raise NotApplicableError("no layer does anything else in training: there is nothing to check")
+    train, evaluated = trial.reference(mode="train"), trial.reference(mode="eval")
+    there = {given.where: given for given in evaluated.given}
+    pairs = [(given, there[given.where]) for given in train.given if given.layer in wanted and given.where in there]
+    if not pairs:
+        raise NotApplicableError(f"{listed(wanted)} are never called")
+    same = [one for one, other in pairs if change(one.tensor, other.tensor) == 0 and bool(one.tensor.any())]
+    if not same:
+        return count(len({one.layer for one, _ in pairs}), "layer")
+    first = same[0]
+    return Break(
+        layer=first.layer,
+        line=f"{first.layer} does the same in training and in evaluation mode",
+        columns=("layer", "type"),
+        rows=tuple((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
+        advice="Look for a train() or eval() that is overridden, and for one that is called in the forward.",
+    )
+
+
+@check
+def seeded(trial: Trial) -> Break | str:
+    """Check that in training mode one seed gives one result, and that two seeds, as of two workers, give two.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.seeded(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 20)))
+    seeded holds for Dropout: 1 layer that draws random numbers
+    """
+    one, again, other = (trial.reference(mode="train", seed=seed) for seed in ("one", "one", "another"))
+    found = disagreements(one, again, tolerance=0.0, integers=True)
+    if found:
+        first = found[0]
+        return Break(
+            layer=first.given.layer,
+            line=f"{first.given.layer} does not go by the seed: {first.given.path} changed by {first.row[1]} with one "
+            "seed",
+            columns=COLUMNS,
+            rows=rows(found),
+            advice="Look for a random generator of its own, or the clock.",
+        )
+    drawn = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
+    random = [
+        name for name, module in trial.layers.modules.items() if isinstance(module, _Dropout) and 0 < module.p < 1
+    ]
+    called = {given.layer for given in one.given if bool(given.tensor.any())}
+    fixed = [name for name in random if name in called and name not in drawn]
+    if fixed:
+        return Break(
+            layer=fixed[0],
+            line=f"{fixed[0]} draws the same numbers under any seed: ranks and workers repeat each other",
+            columns=("layer",),
+            rows=tuple((name,) for name in fixed),
+            advice="Look for torch.manual_seed in the forward.",
+        )
+    if not drawn:
+        raise NotApplicableError("no layer draws random numbers: there is nothing to check")
+    first_drawn = [name for name in trial.layers.modules if name in drawn and trial.layers.is_leaf(name)] or list(drawn)
+    return f"{count(len(first_drawn), 'layer')} that {'draws' if len(first_drawn) == 1 else 'draw'} random numbers"

@@ -1,0 +1,269 @@
+"""Positions of a sequence: which may know of which others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import count, listed
+
+from .agreement import COLUMNS, Disagreement, Pairs, change, disagreements, limit, rows
+from .check import check
+from .outcome import Break, NotApplicableError
+from .trial import Trace, Trial
+
+
+@check
+def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+    """Check that no position knows of later ones: those before a change of the inputs give out what they gave out.
+
+    The second half of the first input is replaced. Of each layer the axis as long as the sequence is looked at.
+
+    Args:
+        trial: The model and its inputs.
+        axis: Which axis of the first input its positions are along.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, model = ModelProbe(), nn.LSTM(4, 8, batch_first=True)
+    >>> print(checks.causal(probe, model, probe.randn(2, 6, 4)))
+    causal holds for LSTM: 1 layer at the first 3 of 6 positions
+    >>> print(checks.causal.outcome(probe, nn.LSTM(4, 8, batch_first=True, bidirectional=True), probe.randn(2, 6, 4)))
+    ... # doctest: +ELLIPSIS
+    (root) knows of later positions: ...
+    """
+    path, tensor = _sequence(trial, axis)
+    length = tensor.shape[axis]
+    before = (length + 1) // 2
+
+    def vary(name: str, x: Tensor) -> Tensor:
+        if name != path:
+            return x
+        return torch.cat([x.narrow(axis, 0, before), other(trial, x).narrow(axis, before, length - before)], axis)
+
+    one = trial.reference(mode="eval")
+    two = trial.other(mode="eval", vary=vary)
+    pairs = _first(before, length)
+    found = disagreements(one, two, pairs=pairs, tolerance=tolerance)
+    looked_at = _looked_at(one, pairs, length)
+    if not found:
+        return f"{count(looked_at, 'layer')} at the first {before} of {length} positions"
+    return _broken(
+        found,
+        f"knows of later positions: the first {before} of {length} changed by {{by}} with the others",
+        "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken over "
+        "all positions: a norm, a mean.",
+    )
+
+
+@check
+def padding_invariant(
+    trial: Trial, *, mask: str | None = None, axis: int = 1, tolerance: float | None = None
+) -> Break | str:
+    """Check that what stands at masked positions does not matter to the others.
+
+    The last quarter of the positions is masked, and what stands there is replaced.
+
+    Args:
+        trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions).
+        mask: Its name; None: the one argument whose name ends with ``mask``. Where that contains ``padding``, as in
+            ``src_key_padding_mask``, and it is of bools, True marks what is masked, else what is not.
+        axis: Which axis of the first input its positions are along.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, layer = ModelProbe(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> x, mask = probe.randn(2, 8, 8), torch.zeros(2, 8, dtype=torch.bool)
+    >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask))
+    padding_invariant holds for TransformerEncoderLayer: 9 layers at the first 6 of 8 positions
+    """
+    path, tensor = _sequence(trial, axis)
+    length = tensor.shape[axis]
+    kept = length - max(1, length // 4)
+    name = mask or _mask_name(trial)
+
+    def masked(given: Tensor) -> Tensor:
+        given = given.clone()
+        padding = given.dtype == torch.bool and "padding" in name
+        given[..., kept:] = 1 if padding else 0
+        return given
+
+    def vary(another: bool) -> Callable[[str, Tensor], Tensor]:
+        def varied(where: str, x: Tensor) -> Tensor:
+            if where == name:
+                return masked(x)
+            if another and where == path:
+                return torch.cat([x.narrow(axis, 0, kept), other(trial, x).narrow(axis, kept, length - kept)], axis)
+            return x
+
+        return varied
+
+    one = trial.reference(mode="eval", vary=vary(another=False))
+    two = trial.other(mode="eval", vary=vary(another=True))
+    pairs = _first(kept, length)
+    found = disagreements(one, two, pairs=pairs, tolerance=tolerance)
+    looked_at = _looked_at(one, pairs, length)
+    if not found:
+        return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions"
+    return _broken(
+        found,
+        f"sees masked positions: the first {kept} of {length} changed by {{by}} with what stands behind the mask",
+        "Look at whether the mask reaches the attention, and at what is taken over all positions: a norm, a mean.",
+    )
+
+
+@check
+def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+    """Check that the order of the elements does not matter: other order in, the same in that order out.
+
+    Args:
+        trial: The model and its inputs.
+        axis: Which axis of the first input its elements are along.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, layer = ModelProbe(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> print(checks.permutation_equivariant(probe, layer, probe.randn(2, 5, 8)))
+    permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in another order
+    """
+    path, tensor = _sequence(trial, axis)
+    length = tensor.shape[axis]
+    order = torch.arange(length, device=trial.probe.device).roll(1)
+    order[: length - 1] = order[: length - 1].flip(0)
+
+    def vary(name: str, x: Tensor) -> Tensor:
+        return x.index_select(axis, order) if name == path else x
+
+    one, two = trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    back = torch.argsort(order)
+
+    def restored(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+        axes = _axes(x, length)
+        if not axes or x.shape != y.shape:
+            return [(x, y)] if axes else []
+        found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
+        for axis in axes:  # as of attention weights
+            y = y.index_select(axis, back.to(y.device))
+        return [*found, (x, y)]
+
+    found = disagreements(one, two, pairs=restored, tolerance=tolerance)
+    looked_at = _looked_at(one, restored, length)
+    if not found:
+        return f"{count(looked_at, 'layer')} of {length} elements in another order"
+    return _broken(
+        found,
+        "depends on the order of its elements: changed by {by} beyond that",
+        "Look for positions that are added, and for what is taken over neighbours: a convolution, a recurrence.",
+    )
+
+
+@check
+def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+    """Check that the output does not depend on the order of the elements: a set goes in.
+
+    Args:
+        trial: The model and its inputs.
+        axis: Which axis of the first input its elements are along.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randn(2, 5, 8)).verdict)
+    broken
+    """
+    path, tensor = _sequence(trial, axis)
+    order = torch.arange(tensor.shape[axis], device=trial.probe.device).flip(0)
+
+    def vary(name: str, x: Tensor) -> Tensor:
+        return x.index_select(axis, order) if name == path else x
+
+    one, two = trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    for where, value in one.final.items():
+        again = two.final.get(where)
+        far = math.inf if again is None else change(value, again)
+        if value.is_floating_point() and not far <= (limit(value) if tolerance is None else tolerance):
+            return Break(
+                layer=ROOT,
+                line=f"{ROOT} depends on the order of its elements: {where} changed by {percent(far)}",
+                advice="Look for positions that are added, and for a last step that picks one element.",
+            )
+    return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
+
+
+def other(trial: Trial, tensor: Tensor) -> Tensor:
+    """Return other numbers of the kind of a tensor: floats of its scale, integers that it holds, not where they are.
+
+    Raises:
+        NotApplicableError: All integers are the same: which others the model takes is not known.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
+        return trial.randn_like(tensor, "other") * (scale if scale > 0 else 1) + tensor.mean()
+    known = tensor.unique()
+    if len(known) == 1:
+        raise NotApplicableError("all elements of the first input are the same: which others there may be is not known")
+    another: Tensor = known[(torch.searchsorted(known, tensor) + 1) % len(known)]
+    return another
+
+
+def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
+    """Return the first input that has positions."""
+    for path, tensor in trial.inputs:
+        if tensor.dim() > axis and tensor.shape[axis] > 1 and tensor.dtype != torch.bool:
+            return path, tensor
+    raise NotApplicableError(f"no input has more than one position along axis {axis}")
+
+
+def _mask_name(trial: Trial) -> str:
+    found = [path for path, tensor in trial.inputs if path.endswith("mask") and tensor.dim() == 2]
+    if not found:
+        raise NotApplicableError("no argument of shape (batch, positions) is called a mask: give mask= its name")
+    if len(found) > 1:
+        raise UsageError(f"there are several masks, {listed(found)}: give mask= the name of one")
+    return found[0]
+
+
+def _axes(tensor: Tensor, length: int) -> list[int]:
+    return [axis for axis, n in enumerate(tensor.shape) if n == length]
+
+
+def _first(before: int, length: int) -> Pairs:
+    """Return what takes the first positions of two tensors, along each axis that may be theirs."""
+
+    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        axes = _axes(one, length)
+        if axes and one.shape != other.shape:
+            return [(one, other)]
+        return [(one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
+
+    return pairs
+
+
+def _looked_at(trace: Trace, pairs: Pairs, length: int) -> int:
+    floating = (given for given in trace.given if given.tensor.is_floating_point())
+    layers = {given.layer for given in floating if pairs(given.tensor, given.tensor)}
+    if not layers:
+        raise NotApplicableError(f"no layer gives out anything along an axis of {count(length, 'position')}")
+    return len(layers)
+
+
+def _broken(found: list[Disagreement], said: str, advice: str) -> Break:
+    first = found[0]
+    by = first.row[1]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} {said.format(by=by)}",
+        columns=COLUMNS,
+        rows=rows(found),
+        advice=advice,
+    )

@@ -1,0 +1,300 @@
+"""Training: gradients that add up and are right, parameters that an optimizer has, a loss that goes down."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.restoring import preserved
+
+from .agreement import change
+from .batch import batched, size_of
+from .check import check, check_as_it_is
+from .outcome import Break, NotApplicableError
+from .trial import Trial
+
+
+@check
+def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-3) -> Break | str:
+    """Check that the gradients of a batch are the mean of those of its rows, in evaluation mode.
+
+    With a loss that is a mean over all tokens, rows of different lengths break it: each step of accumulation divides by
+    its own number.
+
+    Args:
+        trial: The model and its inputs. Without a loss, the mean of the output's projection is taken.
+        axis: Which axis of the inputs the batch is along.
+        tolerance: Largest relative change of a gradient.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.gradient_accumulation(probe, nn.Linear(3, 2), probe.randn(4, 3), loss=lambda y: y.pow(2).mean()))
+    gradient_accumulation holds for Linear: 2 parameters, a batch of 4 in 4 parts
+    """
+    if not trial.has_loss:
+        raise NotApplicableError("without loss= it is not known how the loss goes with the size of the batch")
+    size = size_of(trial, axis)
+    if size < 2:
+        raise NotApplicableError("the batch has one row: give it two or more")
+    rows_of = batched(trial, size, axis)
+    whole = trial.reference(mode="eval", backward=True)
+    parts = []
+    for i in range(size):
+
+        def part(path: str, x: Tensor, i: int = i) -> Tensor:
+            return x.narrow(axis, i, 1).clone() if path in rows_of else x
+
+        parts.append(trial.other(mode="eval", backward=True, vary=part))
+    found = []
+    for name, gradient in whole.gradients.items():
+        pieces = [g for g in (p.gradients.get(name) for p in parts) if g is not None]
+        if gradient is None or not pieces:
+            continue
+        mean = torch.stack(pieces).sum(0) / size
+        far = change(gradient, mean)
+        norm = gradient.norm().item()
+        if not far <= tolerance and not math.isclose(norm, 0.0, abs_tol=1e-7 * max(1.0, mean.norm().item())):
+            found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
+    if not found:
+        return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
+    name, far_by, _ = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} gets another gradient in {size} parts than from the batch of {size}: {far_by} away",
+        columns=("parameter", "changed by", "norm, times"),
+        rows=tuple(found),
+        advice="Look at the loss: a sum is divided by nothing, a mean over tokens by the tokens of each part.",
+    )
+
+
+@check
+def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> Break | str:
+    """Check each parameter's gradient, and each floating input's, against differences of the loss, in float64.
+
+    Along one random direction each: ``(loss(x + step d) - loss(x - step d)) / 2 step`` is to be the gradient times d.
+
+    Args:
+        trial: The model and its inputs.
+        tolerance: Largest difference, relative to the gradient's norm.
+        step: How far the loss is looked at from there.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    gradcheck holds for Linear: 3 gradients
+    """
+    model = copy.deepcopy(trial.model).double()
+
+    def wide(_: str, x: Tensor) -> Tensor:
+        return x.double() if x.is_floating_point() else x
+
+    one = trial.run(mode="eval", model=model, vary=wide, backward=True)
+    if one.error is not None:
+        raise NotApplicableError(f"the model does not run in float64: {one.failure}")
+
+    def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
+        def moved(where: str, x: Tensor) -> Tensor:
+            x = wide(where, x)
+            return x + by * direction if where == path else x
+
+        parameter = dict(model.named_parameters()).get(tensor_name or "")
+        if parameter is None:
+            trace = trial.run(mode="eval", model=model, vary=moved, backward=True)
+        else:
+            before = parameter.detach().clone()
+            with torch.no_grad():
+                parameter.add_(by * direction)
+            trace = trial.run(mode="eval", model=model, vary=moved, backward=True)
+            with torch.no_grad():
+                parameter.copy_(before)
+        if trace.error is not None or trace.loss is None:
+            raise NotApplicableError(f"the model does not run close by: {trace.failure}")
+        return trace.loss.item()
+
+    found: list[tuple[str, str, str]] = []
+    looked_at = 0
+    wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
+    for name, path, gradient in wanted:
+        if gradient is None or not gradient.numel():
+            continue
+        looked_at += 1
+        direction = trial.randn_like(gradient, f"direction {name or path}")
+        direction = direction / direction.norm()
+        near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
+        exact = (gradient * direction).sum().item()
+        scale = max(gradient.norm().item(), 1e-6)
+        if not abs(near - exact) <= tolerance * scale:
+            found.append((name or path or "", number(exact), number(near)))
+    if not looked_at:
+        raise NotApplicableError("nothing has a gradient")
+    if not found:
+        return count(looked_at, "gradient")
+    name_first, exact_said, near_said = found[0]
+    return Break(
+        layer=name_first,
+        line=f"{name_first} has a wrong gradient: {exact_said}, where the loss grows by {near_said}",
+        columns=("of", "gradient", "differences"),
+        rows=tuple(found),
+        advice="Look for an autograd.Function with a wrong backward, for .detach(), .data and no_grad; and for a kink "
+        "right there, as of a ReLU at 0.",
+    )
+
+
+@check_as_it_is
+def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break | str:
+    """Check that the optimizer has every parameter that requires a gradient, once, and no other model's.
+
+    Args:
+        trial: The model.
+        optimizer: The optimizer.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+    >>> print(checks.optimizer_covers.outcome(ModelProbe(), model, optimizer=optimizer).layer)
+    1.weight
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer is a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = dict(trial.model.named_parameters())
+    missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
+    if missing:
+        return Break(
+            layer=missing[0],
+            line=f"{missing[0]} is in no group of the optimizer: it is never trained",
+            columns=("parameter",),
+            rows=tuple((name,) for name in missing),
+            advice="Make the optimizer after the model is whole, and on the device where it stays.",
+        )
+    foreign = len(held - {id(p) for p in named.values()})
+    if foreign:
+        return Break(
+            layer="(optimizer)",
+            line=f"(optimizer) has {count(foreign, 'tensor')} that the model has not",
+            advice="Was a part of the model replaced after the optimizer was made?",
+        )
+    return count(len(held), "parameter")
+
+
+@check_as_it_is
+def overfits_batch(
+    trial: Trial,
+    *,
+    steps: int = 100,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    below: float = 0.5,
+) -> Break | str:
+    """Check that training on this one batch brings the loss down: the least that a model has to do.
+
+    Args:
+        trial: The model and its inputs, with a loss.
+        steps: How many.
+        optimizer: Makes one of the parameters; None: Adam with a step of 1e-2.
+        below: The share of the first loss that is to be reached.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.overfits_batch(probe, nn.Linear(3, 1), probe.randn(4, 3), loss=lambda y: y.pow(2).mean()))
+    ... # doctest: +ELLIPSIS
+    overfits_batch holds for Linear: loss ... in ... steps
+    """
+    if not trial.has_loss:
+        raise NotApplicableError("without loss= there is nothing to bring down")
+    first = last = math.nan
+    parameters = [p for p in trial.model.parameters() if p.requires_grad]
+    if not parameters:
+        raise NotApplicableError("no parameter requires a gradient")
+    steps_done = 0
+    with trial.lasting():
+        step = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2)
+        before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
+        for i in range(steps):
+            args, kwargs = trial.copied_inputs()
+            loss = trial.loss(trial.model(*args, **kwargs))
+            last = loss.item()
+            first = last if i == 0 else first
+            steps_done = i + 1
+            if first > 0 and last <= below * first and i:
+                break
+            step.zero_grad()
+            loss.backward()
+            step.step()
+        still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
+    if first > 0 and last <= below * first:
+        return f"loss {number(first)} → {number(last)} in {count(steps_done, 'step')}"
+    name = still[0] if still else "(root)"
+    moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
+    return Break(
+        layer=name,
+        line=f"{name if still else '(root)'} does not learn one batch: loss {number(first)} → {number(last)} in "
+        f"{count(steps, 'step')}{moved}",
+        columns=("never moved",) if still else (),
+        rows=tuple((one,) for one in still),
+        advice="Look for a part that is detached or frozen, a softmax before a cross entropy, targets that do not go "
+        "with the inputs; or give it more steps=, another optimizer=.",
+    )
+
+
+@check_as_it_is
+def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Callable[[], object]) -> Break | str:
+    """Check that an averaged model follows: each parameter by ``average += (1 - decay) (model - average)``.
+
+    The model's parameters are moved, the average is updated once, and both are put back.
+
+    Args:
+        trial: The model that is averaged.
+        average: The averaged one: an `AveragedModel`, or a copy.
+        decay: Of the average.
+        updates: Brings the average up to date.
+
+    >>> from torch import nn
+    >>> from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> model = nn.Linear(2, 2)
+    >>> ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    >>> ema.update_parameters(model)
+    >>> print(
+    ...     checks.ema_tracks(ModelProbe(), model, average=ema, decay=0.9, updates=lambda: ema.update_parameters(model))
+    ... )
+    ema_tracks holds for Linear: 2 parameters
+    """
+    inner = getattr(average, "module", average)
+    with preserved(average):
+        before = {name: p.detach().clone() for name, p in inner.named_parameters()}
+        with torch.no_grad():
+            for name, p in trial.model.named_parameters():
+                p.add_(trial.randn_like(p, name))
+        updates()
+        found = []
+        for name, p in trial.model.named_parameters():
+            now = dict(inner.named_parameters()).get(name)
+            if now is None:
+                found.append((name, "not in the average"))
+                continue
+            wanted = before[name] + (1 - decay) * (p.detach() - before[name])
+            far = change(wanted - before[name], now.detach() - before[name])
+            if not far <= 1e-3:
+                found.append((name, percent(far)))
+    if not found:
+        return count(len(before), "parameter")
+    name, what = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} is not followed by the average: its step is {what} off",
+        columns=("parameter", "step off by"),
+        rows=tuple(found),
+        advice="Look at which model the average is updated from, and when.",
+    )

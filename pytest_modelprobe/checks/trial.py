@@ -1,0 +1,320 @@
+"""A model and its inputs, run again and again in variations; each run shows what every layer gave out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import seeding
+from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
+from pytest_modelprobe.layers import Layers, check_supported
+from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.record import ROOT, qualified
+from pytest_modelprobe.restoring import ModelState
+
+from .outcome import NotApplicableError
+
+Loss: TypeAlias = Callable[[Any], Tensor]
+Vary: TypeAlias = Callable[[str, Tensor], Tensor]
+Mode = Literal["train", "eval"]
+
+_WOKEN = 0.02
+"""Standard deviation given to layers that start from zero: of the size that initialisations of transformers have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """One tensor that a layer gave out."""
+
+    layer: str
+    call: int
+    path: str
+    tensor: Tensor
+    """A copy: the layers after it may write into the original."""
+
+    @property
+    def where(self) -> str:
+        """Its address, as messages say it: ``fc1 (call 2) output``."""
+        return f"{self.layer} (call {self.call + 1}) {self.path}" if self.call else f"{self.layer} {self.path}"
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """What one run showed."""
+
+    given: list[Given] = field(default_factory=list)
+    """In the order in which the calls ended: a layer comes after the layers inside it."""
+    output: Any = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Of each parameter that requires one, by its full name; None where none arrived. Empty without a backward."""
+    input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Of each floating input, by its path."""
+    loss: Tensor | None = None
+    error: Exception | None = None
+    raised_in: str = ""
+    """The innermost layer that was running when the model raised."""
+
+    @property
+    def final(self) -> dict[str, Tensor]:
+        """The tensors that the model itself gave out, each with its path."""
+        return {path: tensor.detach() for path, tensor in flatten("output", self.output).tensors}
+
+    @property
+    def failure(self) -> str:
+        """What the model raised, in one line."""
+        text = str(self.error).strip().partition("\n")[0]
+        return f"{self.raised_in} raised {type(self.error).__name__}{f': {text}' if text else ''}"
+
+
+class Trial:
+    """A model and its inputs, on the device of the probe, for the time of a check.
+
+    As a context it leaves no trace: parameters, buffers, gradients, modes, attributes and random states are put back
+    after each run and at the end. Layers whose own parameters are all zero, as heads and gates may be at the start,
+    get small random ones meanwhile: they would hide whatever is wrong before them.
+
+    Args:
+        probe: Gives the device and the seed.
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        loss: Of the output; None: a fixed random projection of all floating outputs, which no softmax makes constant.
+        wake: Whether to give layers that start from zero random parameters.
+    """
+
+    def __init__(
+        self,
+        probe: ModelProbe,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        loss: Loss | None = None,
+        wake: bool = True,
+    ) -> None:
+        check_supported(model)
+        self.probe, self.model = probe, model
+        self.args, self.kwargs = args, dict(kwargs or {})
+        self.layers = Layers(model)
+        self.name = type(next(iter(self.layers.modules.values()))).__name__
+        self._loss = loss
+        self._wake = wake
+        self._exit = ExitStack()
+        self._state: ModelState | None = None
+        self._lasting = False
+
+    @property
+    def inputs(self) -> list[tuple[str, Tensor]]:
+        """The tensors among the arguments, each with its path, as messages say it."""
+        return flatten_call(self.args, self.kwargs).tensors
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss was given."""
+        return self._loss is not None
+
+    def __enter__(self) -> Trial:
+        if any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
+            raise NotApplicableError("the model is on the meta device and has no numbers")
+        with ExitStack() as stack:
+            stack.enter_context(ModelState(self.model))
+            stack.enter_context(seeding.forked_rng())
+            stack.enter_context(torch.enable_grad())
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            self.model.to(self.probe.device)
+            if self._wake:
+                self._wake_up()
+            self._state = ModelState(self.model)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *,
+        vary: Vary | None = None,
+        mode: Mode | None = None,
+        seed: str = "run",
+        backward: bool = False,
+        model: nn.Module | None = None,
+        traced: bool = True,
+    ) -> Trace:
+        """Return what a run shows; afterwards the model is as it was before.
+
+        Args:
+            vary: Takes the path of an input and a copy of it, returns what to give in its place.
+            mode: ``"train"`` or ``"eval"``; None: as the model is.
+            seed: Runs of one seed draw the same random numbers.
+            backward: Whether to run backward too.
+            model: Runs in the place of the model: a copy of it, say.
+            traced: Whether to look at each layer; a compiled model has none.
+        """
+        trace = Trace()
+        assert self._state is not None, "a trial is a context: with Trial(...) as trial"
+        try:
+            with seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}")), torch.set_grad_enabled(backward):
+                self._run(trace, self.model if model is None else model, vary, mode, backward=backward, traced=traced)
+        finally:
+            if not self._lasting:
+                self._state.restore()
+        return trace
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Let runs leave behind what they do to the model, until the end of the block."""
+        assert self._state is not None
+        self._lasting = True
+        try:
+            yield
+        finally:
+            self._lasting = False
+            self._state.restore()
+
+    def reference(self, **options: Any) -> Trace:
+        """Return a run on the inputs as they are given, which has to succeed.
+
+        Raises:
+            NotApplicableError: The model raised.
+        """
+        trace = self.run(**options)
+        if trace.error is not None:
+            raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        return trace
+
+    def other(self, **options: Any) -> Trace:
+        """Return a run on other inputs than those given, which the model may refuse.
+
+        Raises:
+            NotApplicableError: The model raised.
+        """
+        trace = self.run(**options)
+        if trace.error is not None:
+            raise NotApplicableError(f"the model does not run on other inputs: {trace.failure}") from trace.error
+        return trace
+
+    def loss(self, output: Any) -> Tensor:
+        """Return the loss of an output, which has a gradient.
+
+        Raises:
+            NotApplicableError: Nothing in the output has a gradient.
+        """
+        found = self._loss(output) if self._loss is not None else self._projection(output)
+        if not found.requires_grad:
+            raise NotApplicableError("the loss has no gradient: the model is frozen, or its output detached")
+        return found
+
+    def copied_inputs(self, vary: Vary | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the arguments on the device, varied; floating ones require a gradient where it is on."""
+        paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
+        copies: dict[int, Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copy = tensor.detach().clone().to(self.probe.device)
+                if vary is not None and id(tensor) in paths:
+                    copy = vary(paths[id(tensor)], copy)
+                copies[id(tensor)] = copy.requires_grad_(torch.is_grad_enabled() and copy.is_floating_point())
+            return copies[id(tensor)]
+
+        return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
+
+    def randn_like(self, tensor: Tensor, name: str) -> Tensor:
+        """Return normal numbers of a tensor's shape, dtype and device that depend on the seed and the name alone."""
+        drawn = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"check {name}", device=tensor.device)
+        return drawn.to(tensor.dtype)
+
+    def _run(
+        self,
+        trace: Trace,
+        model: nn.Module,
+        vary: Vary | None,
+        mode: Mode | None,
+        *,
+        backward: bool,
+        traced: bool,
+    ) -> None:
+        args, kwargs = self.copied_inputs(vary)
+        if mode is not None:
+            model.train(mode == "train")
+        with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
+            try:
+                trace.output = model(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+                trace.error = error
+                return
+        if backward:
+            trace.loss = self.loss(trace.output)
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            inputs = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad}
+            trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            trace.gradients = {name: _taken(p) for name, p in parameters.items()}
+            trace.input_gradients = {path: _taken(x) for path, x in inputs.items()}
+
+    def _projection(self, output: Any) -> Tensor:
+        terms = []
+        for path, tensor in flatten("output", output).tensors:
+            if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+                weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
+                terms.append((tensor * weights.to(tensor.dtype)).sum() / tensor.numel() ** 0.5)
+        if not terms:
+            raise NotApplicableError("no floating output requires a gradient")
+        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+    def _wake_up(self) -> None:
+        for name, module in self.layers.modules.items():
+            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
+            if own and not any(bool(p.any()) for _, p in own):
+                for parameter_name, parameter in own:
+                    full = qualified(name, parameter_name)
+                    with torch.no_grad():
+                        parameter.copy_(self.randn_like(parameter, full) * _WOKEN)
+
+
+def _taken(leaf: Tensor) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+@contextmanager
+def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Take down what each layer gives out, and where the model raises."""
+    running: list[str] = []
+    counts: dict[str, int] = defaultdict(int)
+    handles = []
+
+    def begin(name: str) -> Callable[..., None]:
+        return lambda module, args: running.append(name)
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            while running and running.pop() != name:
+                pass
+            for path, tensor in flatten("output", output).tensors:
+                trace.given.append(Given(name, counts[name], path, tensor.detach().clone()))
+            counts[name] += 1
+
+        return hook
+
+    for name, module in modules.items():
+        if not isinstance(module, torch.jit.ScriptModule):
+            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name))]
+    try:
+        yield
+    finally:
+        trace.raised_in = running[-1] if running else ROOT
+        for handle in handles:
+            handle.remove()
