@@ -140,13 +140,14 @@ class _Builder:
         return found
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
+        results = self.capture.results.get(name, ())
         leaf = self.capture.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
         return Layer(
             name=name,
             type=type_name(module),
             leaf=leaf,
             training=module.training,
-            attributes=attributes(module),
+            attributes={k: v for k, v in attributes(module).items() if k not in results},
             aliases=tuple(self.capture.layers.aliases.get(name, ())),
             parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
             buffers=tuple(self._parameter(name, own, tensor) for own, tensor in own_buffers(module, atomic=leaf)),

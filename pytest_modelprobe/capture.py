@@ -25,7 +25,7 @@ from . import statistics
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import FunctionalMode
-from .layers import Layers, type_name
+from .layers import Layers, attributes, type_name
 from .observation import (
     Contents,
     Forward,
@@ -37,7 +37,7 @@ from .observation import (
     identity,
     plain_name,
 )
-from .record import ROOT, Dimension, qualified
+from .record import ROOT, Dimension, Plain, qualified
 from .units import unit_axis
 
 
@@ -69,6 +69,8 @@ class Capture:
         self.functional_types: dict[str, str] = {}
         self.parameters: dict[str, ParameterGradient] = {}
         """Gradients of parameters by full name, of all backward passes."""
+        self.results: dict[str, set[str]] = {}
+        """Plain attributes that a forward set, by layer: they tell what came out, not how the layer was made."""
         self.forwards = 0
         self.backwards = 0
         self.changes = 0
@@ -78,6 +80,8 @@ class Capture:
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._mode = FunctionalMode(self) if functionals else None
+        # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
+        self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
         # The calls that run, outermost first, all in one thread.
         self._stack: list[_Frame] = []
         self._thread = 0
@@ -149,6 +153,7 @@ class Capture:
         self.attached = False
         self._stack.clear()
         self._recomputing.clear()
+        self._attributes = {}
         self._leave_forward()
         for hook in list(self._living_hooks):
             hook.handle.remove()
@@ -294,7 +299,9 @@ class Capture:
         self._recomputing.clear()
         self._recomputed = None
         self._views.settle()
-        self.newest = Forward(self.forwards, (name, module.training))
+        kind = name, module.training
+        self._attributes = {} if kind in self.totals else dict(self._attributes_inside(name))
+        self.newest = Forward(self.forwards, kind)
         self.first = self.first or self.newest
         self.forwards += 1
         self.kept = {}
@@ -303,6 +310,24 @@ class Capture:
     def _leave_forward(self) -> None:
         if self._mode is not None:
             self._mode.leave()
+        self.note_results()
+
+    def _attributes_inside(self, root: str) -> Iterator[tuple[str, tuple[type, dict[str, Plain]]]]:
+        for name, module in self.layers.modules.items():
+            if name in self.selected and (root in (ROOT, name) or name.startswith(f"{root}.")):
+                yield name, (type(module), attributes(module))
+
+    def note_results(self) -> None:
+        """Note which plain attributes were set since the newest forward began, if it is the first of its kind."""
+        for name, (kind, before) in self._attributes.items():
+            module = self.layers.modules[name]
+            if type(module) is not kind:
+                continue  # a lazy module became what it is
+            for key, now in attributes(module).items():
+                then = before.get(key)
+                # A number that was computed again may be equal, but is another object; a sequence is text made anew.
+                if now is not then and not (type(now) is str and now == then):
+                    self.results.setdefault(name, set()).add(key)
 
     # --- tensors --------------------------------------------------------------------------------------------------
 

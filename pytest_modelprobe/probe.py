@@ -547,6 +547,7 @@ class _Run:
             if move is not None:
                 move.parameters(self.model)
             self._step(move)
+            watch._capture.note_results()  # again: a hook of the backward may set some too
             record = assemble(watch._capture, seed=self.seed, loss=_loss_name(self.loss), before=before)
         return record, watch.kept
 

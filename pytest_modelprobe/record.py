@@ -294,7 +294,7 @@ class Layer:
     training: bool = False
     attributes: Mapping[str, Plain] = field(default_factory=dict)
     """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``. A public tuple or list
-    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``."""
+    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``. What a forward set is a result, and left out."""
     aliases: tuple[str, ...] = ()
     """Other names of the same module."""
     parameters: tuple[Parameter, ...] = ()

@@ -563,6 +563,58 @@ def test_another_dilation_is_a_difference_of_the_architecture(probe: ModelProbe)
     assert (found.kind, found.what, found.actual, found.expected) == ("attribute", "dilation", "(2, 2)", "(1, 1)")
 
 
+class Noting(nn.Module):
+    """Keeps results in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls, self.losses = 2.0, 0, [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        self.calls += 1
+        self.last = float(y.sum())
+        self.losses.append(self.last)
+        return y
+
+
+def test_what_a_forward_sets_is_no_attribute(probe: ModelProbe) -> None:
+    model = nn.Sequential(Noting())
+    assert probe.run(model, torch.ones(3))["0"].attributes == {"scale": 2.0}
+    model(torch.ones(3))  # so that a run finds what it sets
+    assert probe.run(model, torch.ones(3))["0"].attributes == {"scale": 2.0}
+
+
+def test_what_a_hook_of_the_backward_sets_is_no_attribute(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 1)
+    names = [*probe.run(model, torch.ones(3, 2))["(root)"].attributes]
+    model.weight.register_hook(lambda gradient: setattr(model, "norm", float(gradient.norm())))
+    assert [*probe.run(model, torch.ones(3, 2), loss="random")["(root)"].attributes] == names
+
+
+def test_a_watch_tells_of_attributes_that_the_test_sets_and_not_of_those_that_a_forward_sets(probe: ModelProbe) -> None:
+    model = nn.Sequential(Noting())
+    watch = probe.watch(model)
+    model(torch.ones(3))
+    model[0].scale = 3.0
+    model(torch.ones(3))
+    assert watch.record["0"].attributes == {"scale": 3.0}
+
+
+def test_attributes_that_a_part_sets_when_it_is_called_alone_are_no_attributes(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(Noting()))
+    watch = probe.watch(model)
+    for part in model:
+        part(torch.ones(3))
+    assert watch.record["1.0"].attributes == {"scale": 2.0}
+
+
+def test_a_lazy_layer_has_the_attributes_that_its_first_run_gave_it(probe: ModelProbe) -> None:
+    model = nn.LazyLinear(2)
+    records = [probe.run(model, torch.ones(1, 3)) for _ in range(2)]
+    assert [r["(root)"].attributes for r in records] == [{"in_features": 3, "out_features": 2}] * 2
+
+
 def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
     model = nn.BatchNorm1d(3)
     with probe.watch(model) as watch:
