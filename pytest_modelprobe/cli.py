@@ -173,7 +173,7 @@ def _headline(snapshot: Snapshot) -> str:
 def _uncalled(record: Record) -> tuple[list[str], list[list[str | int | float | None]]]:
     """Return columns and rows of a record without a forward."""
     rows: list[list[str | int | float | None]] = [
-        [layer.name, layer.type_name, ", ".join(f"{p.name} {tuple(p.shape)}" for p in layer.parameters) or "-"]
+        [layer.name, layer.type_name, listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters]) or "-"]
         for layer in record.layers.values()
     ]
     return ["layer", "type", "parameters"], rows

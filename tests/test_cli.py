@@ -79,7 +79,8 @@ def write(record: Record, path: str = PATH, **declaration: str) -> str:
     texts = encode(record, **declaration)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{path}.arch.json").write_text(texts.architecture, "utf-8", newline="")
-    Path(f"{path}.probe.json").write_text(texts.numbers, "utf-8", newline="")
+    if texts.numbers is not None:
+        Path(f"{path}.probe.json").write_text(texts.numbers, "utf-8", newline="")
     return architecture_digest(texts.architecture)
 
 
@@ -259,9 +260,7 @@ def test_the_way_back_to_the_base_runs_whatever_the_name_is(git: Git, modelprobe
 
 
 def test_the_way_back_names_only_files_that_were_there(git: Git, modelprobe: Run) -> None:
-    write(net())
-    Path(f"{PATH}.probe.json").unlink()
-    Path(f"{PATH}.arch.json").write_text(encode(structure_of(net())).architecture, "utf-8")
+    write(structure_of(net()))
     base = commit(git)
     write(net(3))
     assert commands_in(modelprobe("check", "--base", "main")[1])[0] == (
@@ -501,6 +500,17 @@ def test_a_snapshot_is_shown_as_a_table(branch: str, modelprobe: Run) -> None:
         "layer    type   calls   output   mean   std   min   max   zeros   dead units\n"
         "(root)   Net        1   (2, 4)      1     1     0     2      0%            -\n"
     )
+
+
+def test_of_many_parameters_three_are_shown(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = tuple(
+        Parameter(name=f"weight_{i}", shape=(16, 4), dtype="float32", device="cpu", requires_grad=True)
+        for i in range(16)
+    )
+    write(structure_of(Record(model="Net", layers={"a": Layer(name="a", type="LSTM", parameters=weights)})))
+    out = modelprobe("show", PATH)[1]
+    assert out.splitlines()[-1] == "a       LSTM   weight_0 (16, 4), weight_1 (16, 4), weight_2 (16, 4) and 13 more"
 
 
 def test_a_snapshot_is_shown_as_it_was(git: Git, branch: str, modelprobe: Run) -> None:

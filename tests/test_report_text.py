@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,40 @@ def test_rows_beyond_the_most_are_counted() -> None:
 
 def test_rows_that_are_not_shown_widen_no_column() -> None:
     assert table(["n", "m"], [["a", 1], ["b" * 50, 2]], most=1)[1] == "a   1"
+
+
+LSTM = [f"{kind}_l{i}" for i in range(4) for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+
+
+def test_a_cell_shows_three_of_many_names() -> None:
+    cell = f"lstm: weights changed by 0.08 % ({', '.join(LSTM)})"
+    assert table(["cause", "class"], [[cell, "weights"]])[1] == (
+        "lstm: weights changed by 0.08 % (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 13 more)   weights"
+    )
+
+
+def test_a_cell_shows_both_ends_of_what_is_long() -> None:
+    (line,) = table(["cause"], [[f"norm.mode {'left ' * 50}→ {'right ' * 50}end"]])[1:]
+    assert len(line) == 100
+    assert re.fullmatch(r"norm\.mode left left .*….* right end", line)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "tests/models/__modelprobe__/test_transformers/test_of_a_long_name[with an id of several words].arch.json",
+        "model.vision.encoder: own code feeds patch_embedding output to layers.0 input, not position output",
+        "(1, 2, 3, 4, 5, 6)",
+    ],
+)
+def test_a_cell_of_usual_length_is_whole(cell: str) -> None:
+    assert table(["cell"], [[cell]])[1] == cell
+
+
+def test_a_long_name_in_a_cell_is_whole() -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.original_module.weight"
+    assert table(["cell"], [[f"{name}: {'changed ' * 50}"]])[1].startswith(f"{name}: changed")
+    assert table(["cell"], [[f"{name}.{name[:30]}"]])[1] == f"{name}.{name[:30]}"
 
 
 def test_lines_have_no_blanks_at_their_end() -> None:

@@ -306,7 +306,7 @@ def text(verdict: Verdict) -> str:
     tables = (f"{heading}\n{_indented(table(COLUMNS, cells))}" for heading, cells in detail_tables(verdict))
     return "\n\n".join(
         [
-            failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict)),
+            failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
             *tables,
             *map(printable, reasons(verdict)),
             *("\n".join(printable(line, LONGEST_LINE) for line in step.split("\n")) for step in next_steps(verdict)),

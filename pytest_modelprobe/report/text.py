@@ -11,6 +11,9 @@ from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics,
 MOST_ROWS = 20
 """Rows of a table before the rest is only counted."""
 
+WIDEST = 100
+"""Signs of a cell of several words before some in its middle are left out."""
+
 Cell = str | int | float | None
 
 
@@ -99,8 +102,40 @@ def printable(text: str, longest: int = 120) -> str:
 _NOT_PRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
+def shortened(text: str, widest: int = WIDEST) -> str:
+    """Return text that is not too wide: of a list of names the first three, then less of its middle.
+
+    Its first word, which is a layer's name most often, stays whole.
+
+    >>> shortened("lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0, weight_ih_l1)", 80)
+    'lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 2 more)'
+    >>> shortened("norm.mode left to right and top to bottom → right to left and bottom to top", 60)
+    'norm.mode left to right and top to bottom → rig…ottom to top'
+    """
+    if len(text) <= widest:
+        return text
+    text = _LIST.sub(lambda names: listed(names[0].split(", ")), text)
+    first, _, rest = text.partition(" ")
+    room = max(widest - len(first) - 1, widest // 2)
+    if len(text) <= widest or len(rest) <= room:
+        return text
+    end = room // 4
+    return f"{first} {rest[: room - end - 1]}…{rest[-end:]}"
+
+
+_LIST = re.compile(r"[^\W\d][\w.]*(?:, [^\W\d][\w.]*){4,}")
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS, widest: int = WIDEST
+) -> list[str]:
     r"""Return the lines of an aligned table, columns of numbers to the right; rows beyond ``most`` are counted.
+
+    Args:
+        columns: Their heads.
+        rows: Their cells.
+        most: Rows that are shown.
+        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
     layer    zeros
@@ -108,7 +143,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
     relu    12,544
     """
     rows = [list(row) for row in rows]
-    shown = [[_text(cell) for cell in row] for row in rows[:most]]
+    shown = [[_text(cell, widest) for cell in row] for row in rows[:most]]
     right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
     widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
     lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
@@ -117,8 +152,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
     return lines
 
 
-def _text(cell: Cell) -> str:
-    return printable(cell) if isinstance(cell, str) else number(cell)
+def _text(cell: Cell, widest: int) -> str:
+    return shortened(printable(cell), widest) if isinstance(cell, str) else number(cell)
 
 
 _NUMBER = re.compile(r"[-+\d][-+.,/%e\d]*|nan|inf")
@@ -129,7 +164,9 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool])
     return "   ".join(padded).rstrip()
 
 
-def failure(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str) -> str:
+def failure(
+    first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str, widest: int = WIDEST
+) -> str:
     """Return the text of a failure: a line that stands alone, the table of all findings, what to do next.
 
     >>> print(failure("fc1 is dead", ["layer"], [["fc1"]], "Look at its bias."))
@@ -140,7 +177,8 @@ def failure(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], 
     <BLANKLINE>
     Look at its bias.
     """
-    parts = [printable(first), "\n".join(table(columns, rows)), *(printable(step) for step in next_steps if step)]
+    lines = table(columns, rows, widest=widest)
+    parts = [printable(first), "\n".join(lines), *(printable(step) for step in next_steps if step)]
     return "\n\n".join(parts)
 
 
