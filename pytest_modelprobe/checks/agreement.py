@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
@@ -90,6 +91,15 @@ def change(one: Tensor, other: Tensor) -> float:
     distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
+
+
+def from_the_loss(names: Iterable[str], trace: Trace) -> list[str]:
+    """Return names of parameters in the order in which a backward gets to their layers: what runs last comes first.
+
+    When the model's own code uses a parameter of the model itself is not known: those come at the end.
+    """
+    last = {given.layer: i for i, given in enumerate(trace.given) if given.layer != ROOT}
+    return sorted(names, key=lambda name: -last.get(name.rpartition(".")[0], -1))
 
 
 COLUMNS = ("given out by", "changed by")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_modelprobe.flatten import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, change, disagreements, rows
+from .agreement import COLUMNS, change, disagreements, from_the_loss, rows
 from .check import check
 from .outcome import Break, NotApplicableError
 from .trial import Given, Trace, Trial
@@ -44,7 +44,7 @@ def device_parity(trial: Trial, *, device: str = "cuda", tolerance: float = _PAR
     except Exception as error:
         raise NotApplicableError(f"there is no device {device}") from error
     one = trial.reference(mode="eval")
-    other = _copied(trial).to(device)
+    other = trial.copied().to(device)
     two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(device))
     return _parity(one, two, f"on {device}", tolerance)
 
@@ -69,14 +69,14 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     dtype_parity holds for Linear: 1 output in float64
     """
     one = trial.reference(mode="eval")
-    other = _copied(trial).to(dtype)
+    other = trial.copied().to(dtype)
     two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(dtype) if x.is_floating_point() else x)
     name = str(dtype).removeprefix("torch.")
     if two.error is None:
         own = {given.where: given.tensor.dtype for given in one.given}
         kept = [
             given
-            for given in two.given
+            for given in two.outputs
             if given.tensor.is_floating_point() and given.tensor.dtype != dtype and own.get(given.where) != dtype
         ]
         if kept:
@@ -114,7 +114,7 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         if isinstance(found, Break):
             return found
         said = said or found
-    return f"{count(len(one.given), 'output')} with inputs {', and '.join(layouts)}"
+    return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
 @check
@@ -135,7 +135,7 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         raise NotApplicableError("the model has no children that could be checkpointed")
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
-        other = _copied(trial)
+        other = trial.copied()
         for name in parts:
             module = other.get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
@@ -156,6 +156,10 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
 
 
 def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+    if use_reentrant and not any(x.is_floating_point() for _, x in flatten("", args).tensors):
+        return forward(
+            *args, **kwargs
+        )  # an embedding, which nobody checkpoints: its ids have no gradient to start from
     return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
 
 
@@ -179,7 +183,7 @@ def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float
     one = trial.reference(mode="eval", backward=True)
     torch.compiler.reset()
     try:
-        compiled: Any = torch.compile(_copied(trial), backend=backend)
+        compiled: Any = torch.compile(trial.copied(), backend=backend)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             two = trial.run(mode="eval", backward=True, model=compiled, traced=False)
@@ -204,7 +208,7 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     export_parity holds for Linear: 1 output
     """
     one = trial.reference(mode="eval")
-    other = _copied(trial).eval()
+    other = trial.copied().eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args, kwargs = trial.copied_inputs()
@@ -231,7 +235,7 @@ def _parity(one: Trace, two: Trace, how: str, tolerance: float | None) -> Break 
         return Break(layer=two.raised_in, line=f"{two.failure}, {how}")
     found = disagreements(one, two, tolerance=tolerance)
     if not found:
-        return f"{count(len(one.given), 'output')} {how}"
+        return f"{count(len(one.outputs), 'output')} {how}"
     first = found[0]
     return Break(
         layer=first.given.layer,
@@ -263,6 +267,9 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Bre
             found.append((name, percent(far)))
     if not found:
         return None
+    if any(what != "none arrives" for _, what in found):  # wrong from somewhere on back; a lost one begins in front
+        order = from_the_loss([name for name, _ in found], one)
+        found.sort(key=lambda row: order.index(row[0]))
     name, what = found[0]
     return Break(
         layer=name,
@@ -278,13 +285,6 @@ def _limit(tolerance: float | None) -> float:
 
 def _dtype(given: Given) -> str:
     return str(given.tensor.dtype).removeprefix("torch.")
-
-
-def _copied(trial: Trial) -> nn.Module:
-    try:
-        return copy.deepcopy(trial.model)
-    except Exception as error:
-        raise NotApplicableError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _parts(trial: Trial) -> list[str]:

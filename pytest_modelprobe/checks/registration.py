@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -154,7 +153,7 @@ def state_dict_round_trip(trial: Trial) -> Break | str:
     stored = io.BytesIO()
     torch.save(trial.model.state_dict(), stored)
     stored.seek(0)
-    other = _copied(trial)
+    other = trial.copied()
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
             if tensor.is_floating_point():
@@ -188,7 +187,7 @@ def copy_and_pickle(trial: Trial) -> Break | str:
     copy_and_pickle holds for Linear: 1 output
     """
     one = trial.reference(mode="eval")
-    found = _compared(one, trial.run(mode="eval", model=_copied(trial)), "copy.deepcopy", "")
+    found = _compared(one, trial.run(mode="eval", model=trial.copied()), "copy.deepcopy", "")
     if isinstance(found, Break):
         return found
     try:
@@ -208,7 +207,7 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
         return Break(layer=two.raised_in, line=f"{two.raised_in} does not run after {by}: {two.failure}")
     found = disagreements(one, two, tolerance=0.0, integers=True)
     if not found:
-        return f"{said}{count(len(one.given), 'output')}"
+        return f"{said}{count(len(one.outputs), 'output')}"
     first = found[0]
     return Break(
         layer=first.given.layer,
@@ -218,13 +217,6 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
         advice="Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
         "model: a bound method, a closure.",
     )
-
-
-def _copied(trial: Trial) -> nn.Module:
-    try:
-        return copy.deepcopy(trial.model)
-    except Exception as error:
-        raise NotApplicableError(f"the model cannot be copied: {_line(error)}") from error
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ def deterministic(trial: Trial) -> Break | str:
     one = trial.reference()
     found = disagreements(one, trial.run(), tolerance=0.0, integers=True)
     if not found:
-        return f"{count(len(one.given), 'output')} in 2 runs"
+        return f"{count(len(one.outputs), 'output')} in 2 runs"
     first = found[0]
     return Break(
         layer=first.given.layer,
@@ -59,7 +59,7 @@ def eval_stable(trial: Trial) -> Break | str:
     for seed in ("second", "third"):
         found = found or disagreements(one, trial.run(mode="eval", seed=seed), tolerance=0.0, integers=True)
     if not found:
-        return f"{count(len(one.given), 'output')} in 3 runs, each with other random numbers"
+        return f"{count(len(one.outputs), 'output')} in 3 runs, each with other random numbers"
     first = found[0]
     return Break(
         layer=first.given.layer,
@@ -93,9 +93,10 @@ def train_eval_differ(trial: Trial) -> Break | str:
     ]
     if not wanted:
         raise NotApplicableError("no layer does anything else in training: there is nothing to check")
-    train, evaluated = trial.reference(mode="train"), trial.reference(mode="eval")
+    with trial.lasting():  # so that what an eval() switches off for good is off in the training after it
+        evaluated, train = trial.reference(mode="eval"), trial.reference(mode="train")
     there = {given.where: given for given in evaluated.given}
-    pairs = [(given, there[given.where]) for given in train.given if given.layer in wanted and given.where in there]
+    pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
         raise NotApplicableError(f"{listed(wanted)} are never called")
     same = [one for one, other in pairs if change(one.tensor, other.tensor) == 0 and bool(one.tensor.any())]
@@ -137,7 +138,7 @@ def seeded(trial: Trial) -> Break | str:
     random = [
         name for name, module in trial.layers.modules.items() if isinstance(module, _Dropout) and 0 < module.p < 1
     ]
-    called = {given.layer for given in one.given if bool(given.tensor.any())}
+    called = {given.layer for given in one.outputs if bool(given.tensor.any())}
     fixed = [name for name in random if name in called and name not in drawn]
     if fixed:
         return Break(

@@ -27,8 +27,14 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     >>> print(checks.state_unchanged_by_forward(probe, model, probe.randn(4, 3)))
-    state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 2 forwards
+    state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 3 forwards
     """
+    rows_of = {path: x for path, x in trial.inputs if x.dim() and x.shape[0] > 1}
+
+    def rolled(path: str, x: Tensor) -> Tensor:
+        return x.roll(1, 0) if path in rows_of else x
+
+    fresh = trial.run(mode="eval", vary=rolled)
     with trial.lasting():
         before = {name: tensor.detach().clone() for name, tensor in _state(trial.model)}
         kept = _attributes(trial)
@@ -44,19 +50,23 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
                 advice="Look for running statistics that do not ask for self.training, and for writes into a buffer.",
             )
         two = trial.other(mode="eval")
-    found = disagreements(one, two, tolerance=0.0, integers=True)
+        found = disagreements(one, two, tolerance=0.0, integers=True)
+        if (
+            not found and fresh.error is None
+        ):  # of other inputs: what was kept of the first may be of use for them alone
+            found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
     if found:
         first_given = found[0].given
         now = {name for name, value in _attributes(trial).items() if value != kept.get(name)}
         what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
         return Break(
             layer=first_given.layer,
-            line=f"{first_given.layer} gives out another {first_given.path} in a second forward, by {found[0].row[1]}",
+            line=f"{first_given.layer} gives out another {first_given.path} after a forward, by {found[0].row[1]}",
             columns=COLUMNS,
             rows=rows(found),
             advice=f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
-    return f"{count(len(before), 'parameters and buffer')}, 2 forwards"
+    return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
 
 
 @check
@@ -80,19 +90,30 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
         versions[path] = x._version
         return x
 
-    def look(name: str) -> Any:
+    running: list[str] = []
+
+    def look() -> None:
+        for path, x in given.items():
+            if x._version != versions[path]:
+                versions[path] = x._version
+                blamed.append((running[-1], path))
+
+    def begin(name: str) -> Any:
         def hook(*_: Any) -> None:
-            for path, x in given.items():
-                if x._version != versions[path]:
-                    versions[path] = x._version
-                    blamed.append((name, path))
+            look()  # the code of the layer around
+            running.append(name)
 
         return hook
 
+    def end(*_: Any) -> None:
+        look()
+        running.pop()
+
     handles = [
-        module.register_forward_hook(look(name))
+        handle
         for name, module in trial.layers.modules.items()
         if not isinstance(module, torch.jit.ScriptModule)
+        for handle in (module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end))
     ]
     try:
         trial.reference(mode="eval", vary=remember)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, number
 from pytest_modelprobe.restoring import preserved
 
-from .agreement import change
+from .agreement import change, from_the_loss
 from .batch import batched, size_of
 from .check import check, check_as_it_is
 from .outcome import Break, NotApplicableError
@@ -93,7 +93,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     gradcheck holds for Linear: 3 gradients
     """
-    model = copy.deepcopy(trial.model).double()
+    model = trial.copied().double()
 
     def wide(_: str, x: Tensor) -> Tensor:
         return x.double() if x.is_floating_point() else x
@@ -123,30 +123,36 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
 
     found: list[tuple[str, str, str]] = []
     looked_at = 0
+    at = one.loss.item() if one.loss is not None else 0.0
+    tensors = {**dict(trial.inputs), **dict(model.named_parameters())}
+    tensors = {name: x.to(trial.probe.device, torch.float64) for name, x in tensors.items() if x.is_floating_point()}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
-        if gradient is None or not gradient.numel():
+        known = tensors[name or path or ""] if gradient is None else gradient
+        if not known.numel():
             continue
         looked_at += 1
-        direction = trial.randn_like(gradient, f"direction {name or path}")
+        direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
-        exact = (gradient * direction).sum().item()
-        scale = max(gradient.norm().item(), 1e-6)
+        exact = 0.0 if gradient is None else (gradient * direction).sum().item()
+        scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
         if not abs(near - exact) <= tolerance * scale:
-            found.append((name or path or "", number(exact), number(near)))
+            found.append((name or path or "", "none" if gradient is None else number(exact), number(near)))
     if not looked_at:
         raise NotApplicableError("nothing has a gradient")
     if not found:
         return count(looked_at, "gradient")
+    order = from_the_loss([name for name, *_ in found], one)
+    found.sort(key=lambda row: order.index(row[0]))
     name_first, exact_said, near_said = found[0]
     return Break(
         layer=name_first,
         line=f"{name_first} has a wrong gradient: {exact_said}, where the loss grows by {near_said}",
         columns=("of", "gradient", "differences"),
         rows=tuple(found),
-        advice="Look for an autograd.Function with a wrong backward, for .detach(), .data and no_grad; and for a kink "
-        "right there, as of a ReLU at 0.",
+        advice="It goes wrong between there and the loss. Look for an autograd.Function with a wrong backward, for "
+        ".detach(), .data and no_grad; and for a kink right there, as of a ReLU at 0.",
     )
 
 
@@ -218,22 +224,28 @@ def overfits_batch(
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
     steps_done = 0
-    with trial.lasting():
+    with trial.lasting(), seeding.seeded(seeding.derive(trial.probe.seed, "check batch")):
         step = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
         for i in range(steps):
             args, kwargs = trial.copied_inputs()
-            loss = trial.loss(trial.model(*args, **kwargs))
+            try:
+                output = trial.model(*args, **kwargs)
+            except Exception as error:
+                raise NotApplicableError(f"the model does not run on these inputs: {error}") from error
+            loss = trial.loss(output)
             last = loss.item()
             first = last if i == 0 else first
+            if first <= 0:
+                raise NotApplicableError(f"the loss begins at {number(first)}: what share of it to reach is not known")
             steps_done = i + 1
-            if first > 0 and last <= below * first and i:
+            if last <= below * first and i:
                 break
             step.zero_grad()
             loss.backward()
             step.step()
         still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
-    if first > 0 and last <= below * first:
+    if last <= below * first:
         return f"loss {number(first)} → {number(last)} in {count(steps_done, 'step')}"
     name = still[0] if still else "(root)"
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,13 +32,15 @@ _WOKEN = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """One tensor that a layer gave out."""
+    """One tensor that a layer gave out, or that its own code made for a layer inside it."""
 
     layer: str
     call: int
     path: str
     tensor: Tensor
     """A copy: the layers after it may write into the original."""
+    inside: bool = False
+    """Whether the layer handed it to one inside it, and did not get it as it is from another."""
 
     @property
     def where(self) -> str:
@@ -50,7 +53,7 @@ class Trace:
     """What one run showed."""
 
     given: list[Given] = field(default_factory=list)
-    """In the order in which the calls ended: a layer comes after the layers inside it."""
+    """In the order in which they were made: what a layer gives out comes after what the layers inside it give out."""
     output: Any = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Of each parameter that requires one, by its full name; None where none arrived. Empty without a backward."""
@@ -60,6 +63,11 @@ class Trace:
     error: Exception | None = None
     raised_in: str = ""
     """The innermost layer that was running when the model raised."""
+
+    @property
+    def outputs(self) -> list[Given]:
+        """What was given out, without what own code made on the way."""
+        return [given for given in self.given if not given.inside]
 
     @property
     def final(self) -> dict[str, Tensor]:
@@ -77,8 +85,8 @@ class Trial:
     """A model and its inputs, on the device of the probe, for the time of a check.
 
     As a context it leaves no trace: parameters, buffers, gradients, modes, attributes and random states are put back
-    after each run and at the end. Layers whose own parameters are all zero, as heads and gates may be at the start,
-    get small random ones meanwhile: they would hide whatever is wrong before them.
+    after each run and at the end. Weights that are all zero, as those of heads and gates may be at the start, are
+    small random ones meanwhile: they would hide whatever is wrong before them.
 
     Args:
         probe: Gives the device and the seed.
@@ -224,13 +232,24 @@ class Trial:
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in copies:
-                copy = tensor.detach().clone().to(self.probe.device)
+                given = tensor.detach().clone().to(self.probe.device)
                 if vary is not None and id(tensor) in paths:
-                    copy = vary(paths[id(tensor)], copy)
-                copies[id(tensor)] = copy.requires_grad_(torch.is_grad_enabled() and copy.is_floating_point())
+                    given = vary(paths[id(tensor)], given)
+                copies[id(tensor)] = given.requires_grad_(torch.is_grad_enabled() and given.is_floating_point())
             return copies[id(tensor)]
 
         return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
+
+    def copied(self) -> nn.Module:
+        """Return a deep copy of the model.
+
+        Raises:
+            NotApplicableError: It cannot be copied.
+        """
+        try:
+            return copy.deepcopy(self.model)
+        except Exception as error:
+            raise NotApplicableError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers of a tensor's shape, dtype and device that depend on the seed and the name alone."""
@@ -277,8 +296,10 @@ class Trial:
     def _wake_up(self) -> None:
         for name, module in self.layers.modules.items():
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
-            if own and not any(bool(p.any()) for _, p in own):
-                for parameter_name, parameter in own:
+            zero = [(n, p) for n, p in own if not p.any()]
+            # A bias hides nothing, unless there is nothing but zeros.
+            if len(zero) == len(own) or any(not n.endswith("bias") for n, _ in zero):
+                for parameter_name, parameter in zero:
                     full = qualified(name, parameter_name)
                     with torch.no_grad():
                         parameter.copy_(self.randn_like(parameter, full) * _WOKEN)
@@ -296,14 +317,31 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     counts: dict[str, int] = defaultdict(int)
     handles = []
 
+    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
+
+    def is_news(tensor: Tensor) -> bool:
+        version = 0 if tensor.is_inference() else tensor._version
+        there = known.get(id(tensor))
+        known[id(tensor)] = tensor, version
+        return there is None or there[1] != version
+
     def begin(name: str) -> Callable[..., None]:
-        return lambda module, args: running.append(name)
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = f" (call {counts[name] + 1})" if counts[name] else ""
+            for path, tensor in flatten_call(args, kwargs).tensors:
+                if is_news(tensor) and running:
+                    made = f"{path} of {name}{call}"
+                    trace.given.append(Given(running[-1], counts[running[-1]], made, tensor.detach().clone(), True))
+            running.append(name)
+
+        return hook
 
     def end(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             while running and running.pop() != name:
                 pass
             for path, tensor in flatten("output", output).tensors:
+                is_news(tensor)
                 trace.given.append(Given(name, counts[name], path, tensor.detach().clone()))
             counts[name] += 1
 
@@ -311,7 +349,10 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
     for name, module in modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
-            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name))]
+            handles += [
+                module.register_forward_pre_hook(begin(name), with_kwargs=True),
+                module.register_forward_hook(end(name)),
+            ]
     try:
         yield
     finally:
