@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
@@ -77,7 +77,7 @@ class Watch:
         """Number of the first hook that torch gave out since the watch began."""
         self._seed = seed
         self._loss: str | None = None
-        self._records: dict[Which, tuple[tuple[int, int], Record]] = {}
+        self._records: dict[Which, tuple[Hashable, Record]] = {}
         self._capture = Capture(
             found,
             select(found.modules, layers),
@@ -125,8 +125,9 @@ class Watch:
         return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
 
     def _record(self, which: Which) -> Record:
-        # Writing into a parameter is a change too, as an optimizer's step does.
-        now = self._capture.changes, sum(p._version for p in (*self.model.parameters(), *self.model.buffers()))
+        # Writing into a parameter is a change too, as an optimizer's step does, and putting another in its place.
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        now = self._capture.changes, tuple((id(tensor), tensor._version) for tensor in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed, loss=self._loss)

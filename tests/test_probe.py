@@ -623,6 +623,21 @@ def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
     assert (mean.reading, mean.after) == (reading_of(torch.full((3,), 0.2)), None)
 
 
+def owned_by(record: Record) -> list[Reading]:
+    return [p.reading for layer in record.layers.values() for p in (*layer.parameters, *layer.buffers)]
+
+
+def test_a_record_tells_of_a_parameter_that_took_the_place_of_another(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    watch = probe.watch(model)
+    model(torch.ones(4, 3))
+    assert watch.record.forwards == 1
+    with torch.no_grad():
+        model.weight += 1
+    model.bias = nn.Parameter(torch.ones(2))
+    assert owned_by(watch.record) == [reading_of(p) for p in model.parameters()]
+
+
 def reading_of(tensor: torch.Tensor) -> Reading:
     (reading,) = collect([reduce(tensor)])
     return reading
