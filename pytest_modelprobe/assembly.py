@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy
@@ -14,11 +13,14 @@ from torch.nn.parameter import is_lazy
 from . import statistics
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
-from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, identity, plain_name
+from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
+from .owned import Owned, contents, tensors
 from .record import Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
 from .statistics import Reduced
 
 Which = Literal["all", "first", "last"]
+
+_CHANGED = "changed after this forward"
 
 
 def assemble(
@@ -37,7 +39,8 @@ def assemble(
         seed: Stored in the record.
         loss: Stored in the record.
         before: What `owned` returned before the forward: parameters and buffers are recorded as they were then, and
-            those that changed as they are now, too.
+            those that changed as they are now, too. Without it they are recorded as they are; with the first forward
+            as it left them.
     """
     capture.check()
     with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
@@ -57,7 +60,7 @@ def _assembled(
     model = next(iter(capture.layers.modules.values()))
     return Record(
         model=type(model).__qualname__,
-        layers=_Builder(capture, parts, gradients, before).layers(),
+        layers=_Builder(capture, which, parts, gradients, before).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
         device=next((str(p.device) for p in model.parameters()), "cpu"),
@@ -68,48 +71,11 @@ def _assembled(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Owned:
-    """What a parameter or buffer was when it was read."""
-
-    tensor: torch.Tensor
-    identity: Identity | None
-    reduced: Reduced
-
-    def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is still what was read. Buffers are written to through ``.data``, which counts nothing."""
-        return self.tensor is tensor and isinstance(tensor, nn.Parameter) and self.identity == _identity(tensor)
-
-
-def owned(capture: Capture) -> dict[str, Owned]:
-    """Return the parameters and buffers of the selected layers as they are, by full name; each is read once."""
-    read: dict[int, Owned] = {}
-    found: dict[str, Owned] = {}
-    with torch._C.DisableTorchFunction():
-        for name, tensor in _tensors(capture):
-            if id(tensor) not in read:
-                read[id(tensor)] = Owned(tensor, _identity(tensor), statistics.reduce(tensor))
-            found[name] = read[id(tensor)]
-    return found
-
-
-def _identity(tensor: torch.Tensor) -> Identity | None:
-    return None if is_lazy(tensor) else identity(tensor)
-
-
-def _tensors(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of the selected layers with their full names."""
-    for name, module in capture.layers.modules.items():
-        if name in capture.selected:
-            atomic = capture.layers.is_leaf(name)
-            for own, tensor in (*own_parameters(module, atomic=atomic), *own_buffers(module, atomic=atomic)):
-                yield qualified(name, own), tensor
-
-
 class _Builder:
     def __init__(
         self,
         capture: Capture,
+        which: Which,
         parts: dict[Kind, Totals],
         gradients: Mapping[str, ParameterGradient],
         before: Mapping[str, Owned],
@@ -122,7 +88,7 @@ class _Builder:
         self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
         """Of parameters and buffers, by full name: as they were before the forward, and now if that may differ."""
-        self._read_owned(before)
+        self._read_owned(which, before)
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
         self.numbers: dict[tuple[int, int], int] = {}
@@ -221,18 +187,32 @@ class _Builder:
         unique = {id(reduced): reduced for reduced in self._reduced()}
         return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
 
-    def _read_owned(self, before: Mapping[str, Owned]) -> None:
+    def _read_owned(self, which: Which, before: Mapping[str, Owned]) -> None:
+        after_first = self.capture.after_first if which == "first" else None
         read: dict[int, Reduced] = {}
-        for name, tensor in _tensors(self.capture):
-            then = before.get(name)
-            if then is not None and then.is_unchanged(tensor):
-                self.own[name] = then.reduced, None
-                continue
+
+        def now(tensor: torch.Tensor) -> Reduced:
             if id(tensor) not in read:
                 read[id(tensor)] = statistics.reduce(tensor)
-            now = read[id(tensor)]
-            # One that was lazy had no numbers before.
-            self.own[name] = (now, None) if then is None or then.reduced.reason else (then.reduced, now)
+            return read[id(tensor)]
+
+        for name, tensor in tensors(self.capture.layers, self.capture.selected):
+            then = before.get(name)
+            if after_first is not None:
+                self.own[name] = self._left_by_first(name, tensor, after_first.get(name), now), None
+            elif then is None or then.reduced.reason:  # one that was lazy had no numbers before
+                self.own[name] = now(tensor), None
+            else:
+                self.own[name] = then.reduced, None if then.is_unchanged(tensor) else now(tensor)
+
+    def _left_by_first(
+        self, name: str, tensor: torch.Tensor, left: Identity | None, now: Callable[[torch.Tensor], Reduced]
+    ) -> Reduced:
+        """Return a parameter or buffer as the first forward left it, if it was read before it changed."""
+        read = (self.capture.before_training or {}).get(name)
+        if read is not None and read.identity == left:
+            return read.reduced
+        return now(tensor) if contents(tensor) == left else Reduced(reason=_CHANGED)
 
     def _reduced(self) -> Iterable[Reduced]:
         for then, now in self.own.values():

@@ -29,6 +29,7 @@ from .layers import Layers, attributes, type_name
 from .observation import (
     Contents,
     Forward,
+    Identity,
     Observed,
     ObservedCall,
     ParameterGradient,
@@ -37,6 +38,7 @@ from .observation import (
     identity,
     plain_name,
 )
+from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
 from .units import unit_axis
 
@@ -69,6 +71,10 @@ class Capture:
         self.functional_types: dict[str, str] = {}
         self.parameters: dict[str, ParameterGradient] = {}
         """Gradients of parameters by full name, of all backward passes."""
+        self.before_training: dict[str, Owned] | None = None
+        """Parameters and buffers by full name, read before the first step of an optimizer that has one of them."""
+        self.after_first: dict[str, Identity | None] | None = None
+        """What tells parameters and buffers, by full name, as the first forward left them from later ones."""
         self.results: dict[str, set[str]] = {}
         """Plain attributes that a forward set, by layer: they tell what came out, not how the layer was made."""
         self.forwards = 0
@@ -93,7 +99,7 @@ class Capture:
         self._living_hooks: WeakSet[_TensorHook] = WeakSet()
         self._views = _Views()
         self._forwards: WeakSet[Forward] = WeakSet()
-        # Parameters: where they are looked up, those that are hooked, the model's own storages.
+        # Parameters and buffers: where they are looked up; of parameters those that are hooked; the model's storages.
         self._owners: list[tuple[str, nn.Module]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._storages: frozenset[int] = frozenset()
@@ -115,7 +121,7 @@ class Capture:
                 tensors = (*self.layers.modules[root].parameters(), *self.layers.modules[root].buffers())
                 self._storages = frozenset(key[0] for tensor in tensors if (key := identity(tensor)) is not None)
                 self._hook_parameters()
-                self._exit.callback(register_optimizer_step_pre_hook(self._note_scaler).remove)
+                self._exit.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         except BaseException:
             self.detach()
             raise
@@ -139,14 +145,17 @@ class Capture:
                     continue  # `functional_call` puts plain tensors here
                 if parameter.requires_grad and parameter.is_leaf:
                     self._parameters[prefix + name] = parameter
-                    hooks = (parameter._backward_hooks or {}).values()
-                    hook = next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
+                    hook = self._hook_on(parameter)
                     if hook is None:
                         hook = _ParameterHook(self)
                         self._exit.callback(parameter.register_hook(hook).remove)
                         accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
                         self._exit.callback(accumulated.remove)
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
+
+    def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
+        hooks = (parameter._backward_hooks or {}).values()
+        return next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
 
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
@@ -311,6 +320,14 @@ class Capture:
         if self._mode is not None:
             self._mode.leave()
         self.note_results()
+        if self.after_first is None and self.first is not None:
+            self.after_first = {
+                prefix + name: contents(tensor)
+                for prefix, owner in self._owners
+                for own in (owner._parameters, owner._buffers)
+                for name, tensor in own.items()
+                if tensor is not None
+            }
 
     def _attributes_inside(self, root: str) -> Iterator[tuple[str, tuple[type, dict[str, Plain]]]]:
         for name, module in self.layers.modules.items():
@@ -441,12 +458,22 @@ class Capture:
         self._count_backward()
         return self._backward
 
-    def _note_scaler(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that gradients were seen before a `GradScaler` took its factor out: it is what calls the step then."""
-        if _is_stepped_by_scaler(sys._getframe(1)):
-            owned = {id(parameter) for parameter in self._parameters.values()}
-            if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
-                self.notes["gradients are those of the loss as a GradScaler scaled it"] = None
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Read what the first step will change, and note whether a `GradScaler` calls it.
+
+        Then gradients were seen before it took its factor out.
+        """
+        with self.guard, torch._C.DisableTorchFunction():
+            scaled = _is_stepped_by_scaler(sys._getframe(1))
+            if (scaled or self.before_training is None) and self._is_stepped_by(optimizer):
+                if scaled:
+                    self.notes["gradients are those of the loss as a GradScaler scaled it"] = None
+                if self.before_training is None:
+                    self.before_training = owned(self.layers, self.selected)
+
+    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has a parameter of a selected layer."""
+        return any(self._hook_on(p) is not None for group in optimizer.param_groups for p in group["params"])
 
     def _count_backward(self) -> bool:
         """Count the backward pass if it is new; return whether it runs inside a forward."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import architecture as _architecture
 from . import initialisation, noise, seeding
-from .assembly import Which, assemble, owned
+from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors
@@ -24,6 +24,7 @@ from .isolation import isolate, noisy
 from .layers import Layers, attributes, check_supported
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
+from .owned import owned
 from .record import Layer, Reading, Record, Response
 from .restoring import preserved
 from .selection import Selector, nearest, select
@@ -94,7 +95,10 @@ class Watch:
 
     @property
     def first(self) -> Record:
-        """The first forward alone, with the gradients that reached it."""
+        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
+
+        They are read before the first step of an optimizer. What had changed by then, or without one, has no numbers.
+        """
         return self._record("first")
 
     @property
@@ -544,7 +548,7 @@ class _Run:
         """Return the record of one step, its numbers moved by ``move``, and the tensors kept."""
         __tracebackhide__ = True
         with self._prepared(), self._watch(keep) as watch:
-            before = owned(watch._capture)
+            before = owned(watch._capture.layers, watch._capture.selected)
             if move is not None:
                 move.parameters(self.model)
             self._step(move)

@@ -274,7 +274,8 @@ class Parameter:
     tied_to: str | None = None
     """Full name of the parameter, earlier in the model, with which it shares its storage."""
     reading: Reading = field(default_factory=Reading)
-    """Of the values: of a `run` as they were before, of a watch as they are when the record is made."""
+    """Of the values: of a `run` as they were before, of a watch as they are when the record is made, or, in that of its
+    first forward, as that one left them."""
     after: Reading | None = None
     """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
     gradient: Reading | None = None

@@ -833,6 +833,12 @@ def test_numbers_are_short(given_number: float, text: str) -> None:
     assert float(text) == pytest.approx(given_number, rel=1e-5)
 
 
+def test_a_weight_without_numbers_comes_back_with_the_reason() -> None:
+    weight = dataclasses.replace(small()["fc1"].parameters[0], reading=Reading(reason="changed after this forward"))
+    (back,) = there_and_back(edited(small(), "fc1", parameters=(weight,)))["fc1"].parameters
+    assert back.reading == weight.reading
+
+
 # --- size and speed -----------------------------------------------------------------------------------------------
 
 

@@ -627,6 +627,14 @@ def owned_by(record: Record) -> list[Reading]:
     return [p.reading for layer in record.layers.values() for p in (*layer.parameters, *layer.buffers)]
 
 
+def descend(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(12.0).reshape(4, 3)).pow(2).sum().backward()
+        optimizer.step()
+
+
 def test_a_record_tells_of_a_parameter_that_took_the_place_of_another(probe: ModelProbe) -> None:
     model = nn.Linear(3, 2)
     watch = probe.watch(model)
@@ -636,6 +644,79 @@ def test_a_record_tells_of_a_parameter_that_took_the_place_of_another(probe: Mod
         model.weight += 1
     model.bias = nn.Parameter(torch.ones(2))
     assert owned_by(watch.record) == [reading_of(p) for p in model.parameters()]
+
+
+def test_the_first_forward_of_a_watch_has_the_weights_from_before_the_training(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    before = [reading_of(p.detach().clone()) for p in model.parameters()]
+    watch = probe.watch(model)
+    descend(model)
+    assert owned_by(watch.first) == before
+    now = [reading_of(p) for p in model.parameters()]
+    assert now != before
+    assert owned_by(watch.record) == owned_by(watch.last) == now
+
+
+def test_the_first_forward_of_a_watch_has_the_buffers_that_it_left(probe: ModelProbe) -> None:
+    model = nn.BatchNorm1d(3)
+    once = copy.deepcopy(model)
+    descend(once, steps=1)
+    watch = probe.watch(model)
+    descend(model)
+    assert [b.reading for b in watch.first["(root)"].buffers] == [reading_of(b) for b in once.buffers()]
+
+
+def test_weights_are_read_before_a_step_that_calls_the_model_itself(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    before = [reading_of(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.LBFGS(model.parameters())
+    watch = probe.watch(model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert watch.first.forwards == 1
+    assert owned_by(watch.first) == before
+
+
+def test_weights_that_changed_without_an_optimizer_are_not_told_of_the_first_forward(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    watch = probe.watch(model)
+    model(torch.ones(4, 3))
+    unchanged = watch.first
+    with torch.no_grad():
+        model.weight += 1
+    model.bias = nn.Parameter(torch.ones(2))
+    assert owned_by(watch.first) == [Reading(reason="changed after this forward")] * 2
+    assert not compare(watch.first, unchanged).differences
+    descend(model)
+    assert owned_by(watch.first) == [Reading(reason="changed after this forward")] * 2
+
+
+def test_weights_that_changed_before_the_first_forward_are_told_of_it(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    watch = probe.watch(model)
+    other = copy.deepcopy(model)
+    descend(other)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    model.load_state_dict(other.state_dict())
+    model(torch.ones(4, 3))
+    assert owned_by(watch.first) == [reading_of(p) for p in other.parameters()]
+
+
+def test_weights_are_read_for_no_optimizer_but_their_own(probe: ModelProbe) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    watch = probe.watch(model)
+    model(torch.ones(4, 3))
+    descend(other)
+    assert watch._capture.before_training is None
+    descend(model)
+    assert watch._capture.before_training is not None
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:
