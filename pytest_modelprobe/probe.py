@@ -131,7 +131,7 @@ class Watch:
     def _record(self, which: Which) -> Record:
         # Writing into a parameter is a change too, as an optimizer's step does, and putting another in its place.
         tensors = (*self.model.parameters(), *self.model.buffers())
-        now = self._capture.changes, tuple((id(tensor), tensor._version) for tensor in tensors)
+        now = self._capture.changes, tuple((id(t), not t.is_inference() and t._version) for t in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed, loss=self._loss)

@@ -646,6 +646,14 @@ def test_a_record_tells_of_a_parameter_that_took_the_place_of_another(probe: Mod
     assert owned_by(watch.record) == [reading_of(p) for p in model.parameters()]
 
 
+def test_a_model_made_in_inference_mode_whose_tensors_count_no_changes_is_watched(probe: ModelProbe) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+        watch = probe.watch(model)
+        model(torch.ones(4, 3))
+    assert owned_by(watch.record) == owned_by(watch.first) == [reading_of(p) for p in model.parameters()]
+
+
 def test_the_first_forward_of_a_watch_has_the_weights_from_before_the_training(probe: ModelProbe) -> None:
     model = nn.Linear(3, 2)
     before = [reading_of(p.detach().clone()) for p in model.parameters()]
