@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .assertions import (
+        assert_activation_range,
+        assert_activation_scale,
         assert_all_params_have_grad,
         assert_called,
+        assert_devices,
         assert_dtypes,
         assert_finite,
+        assert_fits_dtype,
+        assert_frozen,
         assert_grad_finite,
         assert_grad_flow,
         assert_no_dead_layers,
         assert_no_leftover_hooks,
+        assert_not_saturated,
+        assert_param_count,
+        assert_params_updated,
         assert_same_behaviour,
         assert_shapes,
+        assert_tied,
+        assert_update_ratio,
     )
     from .exceptions import (
         ModelProbeError,
@@ -41,16 +51,26 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "Watch",
+    "assert_activation_range",
+    "assert_activation_scale",
     "assert_all_params_have_grad",
     "assert_called",
+    "assert_devices",
     "assert_dtypes",
     "assert_finite",
+    "assert_fits_dtype",
+    "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
     "assert_no_dead_layers",
     "assert_no_leftover_hooks",
+    "assert_not_saturated",
+    "assert_param_count",
+    "assert_params_updated",
     "assert_same_behaviour",
     "assert_shapes",
+    "assert_tied",
+    "assert_update_ratio",
 ]
 
 _ROOMS = {

@@ -3,17 +3,36 @@
 from .activations import assert_finite, assert_no_dead_layers
 from .behaviour import assert_same_behaviour
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
+from .parameters import (
+    assert_devices,
+    assert_frozen,
+    assert_param_count,
+    assert_params_updated,
+    assert_tied,
+    assert_update_ratio,
+)
+from .ranges import assert_activation_range, assert_activation_scale, assert_fits_dtype, assert_not_saturated
 from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, assert_shapes
 
 __all__ = [
+    "assert_activation_range",
+    "assert_activation_scale",
     "assert_all_params_have_grad",
     "assert_called",
+    "assert_devices",
     "assert_dtypes",
     "assert_finite",
+    "assert_fits_dtype",
+    "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
     "assert_no_dead_layers",
     "assert_no_leftover_hooks",
+    "assert_not_saturated",
+    "assert_param_count",
+    "assert_params_updated",
     "assert_same_behaviour",
     "assert_shapes",
+    "assert_tied",
+    "assert_update_ratio",
 ]

@@ -27,6 +27,10 @@ class WatchLike(Protocol):
         """All forwards merged."""
 
     @property
+    def first(self) -> Record:
+        """The first forward alone, with the parameters as they were before the first step."""
+
+    @property
     def last(self) -> Record:
         """The newest forward alone."""
 

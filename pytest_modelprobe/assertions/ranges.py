@@ -1,0 +1,330 @@
+"""How large activations are: saturated, out of a range, off scale, too large or too small for a dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, address, qualified
+from pytest_modelprobe.report.text import Cell, count, failure, number
+from pytest_modelprobe.selection import Selector
+
+from .evidence import Subject, numbers, record_of, with_numbers
+
+# --- saturated ----------------------------------------------------------------------------------------------------
+
+_AT_BOUNDS = {"Hardtanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0), "Hardsigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0),
+              "ReLU6": (0.0, 6.0), "relu6": (0.0, 6.0)}  # fmt: skip
+"""Functions that are flat outside of a range, by the name of the layer, and the range of what they give out."""
+
+
+def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope: float = 0.05) -> None:
+    """Assert that no sigmoid, tanh or softmax works where it is flat: no gradient passes there.
+
+    The slope is averaged over all outputs y, and is given as a share of the greatest that the function has: of sigmoid
+    ``4 mean(y - y²)``, of tanh ``mean(1 - y²)``, of a softmax over n classes ``(1 - sum(y²)) / (1 - 1/n)``, which is 0
+    where every row is one-hot. All follow from mean and mean square. Of hardtanh, hardsigmoid and ReLU6 the slope is
+    the share of units that are not at one bound all the time. Functional calls are seen under ``functionals=True``.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record.
+        layers: Which layers to look at; others than those named are left out.
+        min_slope: The least share, from 0 to 1.
+
+    Raises:
+        AssertionError: A layer is saturated.
+        NothingObservedError: No selected layer is such a function.
+        UsageError: ``min_slope`` is no share.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    >>> assert_not_saturated(ModelProbe().run(model, torch.ones(4, 2)))
+    """
+    __tracebackhide__ = True
+    if not 0 <= min_slope <= 1:
+        raise UsageError(f"min_slope is a share of the greatest slope, from 0 to 1; got {min_slope!r}")
+    record = record_of(subject)
+    slopes = [found for layer in with_numbers(record, layers) if (found := _slope(layer)) is not None]
+    if not slopes:
+        raise NothingObservedError(
+            "none of the selected layers is a sigmoid, tanh or softmax: nothing was looked at (functional calls are "
+            "recorded with functionals=True)"
+        )
+    bad = sorted((s for s in slopes if s.share < min_slope), key=lambda s: s.share)
+    if bad:
+        first = bad[0]
+        raise AssertionError(
+            failure(
+                f"{first.layer.name} is saturated: its slope is {first.share:.2%} of the greatest; "
+                f"{len(bad):,} of {count(len(slopes), 'layer')} looked at",
+                ["layer", "type", "slope", "outputs", "mean", "min", "max"],
+                [_slope_row(s) for s in bad],
+                f"What {first.layer.name} takes in is too large: look at the scale of the layer before it, "
+                "a missing norm, or a missing 1/sqrt(d).",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Slope:
+    layer: Layer
+    share: float
+    statistics: Statistics
+
+
+def _slope(layer: Layer) -> _Slope | None:
+    """Return the mean slope of a layer as a share of the greatest, over all of its calls; None if it is none such."""
+    kind = layer.type_name.lower()
+    found: list[tuple[float, int]] = []
+    merged: Statistics | None = None
+    for call, value in layer.outputs:
+        statistics = numbers(value)
+        if statistics is None or statistics.rms is None or statistics.mean is None:
+            continue
+        share = _share(kind, layer, call, value, statistics)
+        if share is not None:
+            found.append((max(0.0, share), statistics.finite))
+            merged = statistics if merged is None else merged.merge(statistics)
+    if merged is None:
+        return None
+    total = sum(n for _, n in found)
+    return _Slope(layer, sum(share * n for share, n in found) / total, merged)
+
+
+def _share(kind: str, layer: Layer, call: Call, value: Value, s: Statistics) -> float | None:
+    assert s.mean is not None
+    assert s.rms is not None
+    if kind == "sigmoid":
+        return 4 * (s.mean - s.rms**2)
+    if kind == "tanh":
+        return 1 - s.rms**2
+    if kind in ("softmax", "softmax2d"):
+        classes = _classes(kind, layer, call, value)
+        return None if classes is None or classes < 2 else (1 - classes * s.rms**2) / (1 - 1 / classes)
+    if layer.type_name in _AT_BOUNDS and value.forward.units is not None:
+        units = value.forward.units
+        least, most = _AT_BOUNDS[layer.type_name]
+        least = _number(layer.attributes.get("min_val"), least)
+        most = _number(layer.attributes.get("max_val"), most)
+        stuck = sum(low >= most or high <= least for low, high in zip(units.low, units.high, strict=True))
+        return 1 - stuck / len(units)
+    return None
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, (int, float)) else default
+
+
+def _classes(kind: str, layer: Layer, call: Call, value: Value) -> int | None:
+    """Return how many a softmax shares 1 among."""
+    if kind == "softmax2d":
+        axis: object = -3
+    else:
+        arguments = call.arguments
+        axis = layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
+    if type(axis) is not int or not -len(value.shape) <= axis < len(value.shape):
+        return None
+    size = value.shape[axis]
+    return size if isinstance(size, int) else None
+
+
+def _slope_row(slope: _Slope) -> list[Cell]:
+    s = slope.statistics
+    return [slope.layer.name, slope.layer.type_name, f"{slope.share:.2%}", s.count, s.mean, s.min, s.max]
+
+
+# --- range and scale ----------------------------------------------------------------------------------------------
+
+
+def assert_activation_range(subject: Subject, low: float, high: float, *, layers: Selector = "**") -> None:
+    """Assert that every output of the layers is from ``low`` to ``high``.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record.
+        low: The least allowed.
+        high: The most allowed.
+        layers: Which layers to look at.
+
+    Raises:
+        AssertionError: An output is outside, or not a number.
+        NothingObservedError: No selected layer was called or gave out numbers.
+        UsageError: ``low`` is above ``high``.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid())
+    >>> assert_activation_range(ModelProbe().run(model, torch.ones(4, 2)), 0, 1, layers="1")
+    """
+    __tracebackhide__ = True
+    if not low <= high:
+        raise UsageError(f"low is not above high; got {low!r} and {high!r}")
+    record = record_of(subject)
+    looked_at = with_numbers(record, layers)
+    bad = [
+        (layer, call, value, s)
+        for layer, call, value, s in _outputs(looked_at)
+        if s.min is None or s.max is None or s.min < low or s.max > high or s.nonfinite
+    ]
+    if bad:
+        layer, call, value, s = bad[0]
+        raise AssertionError(
+            failure(
+                f"{address(layer.name, call, value.path)} leaves {_between(low, high)}: it is from {number(s.min)} to "
+                f"{number(s.max)}{_not_finite(s)}; {len({x[0].name for x in bad}):,} of "
+                f"{count(len(looked_at), 'layer')} looked at",
+                ["value", "type", "min", "max", "mean", "not finite"],
+                [[address(a.name, c, v.path), a.type_name, t.min, t.max, t.mean, t.nonfinite] for a, c, v, t in bad],
+            )
+        )
+
+
+def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float = 1e3, layers: Selector = "**") -> None:
+    """Assert that the root mean square of every layer's outputs is from ``low`` to ``high``.
+
+    Scale that grows or shrinks from block to block is what initialisation and norms are there to prevent.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record.
+        low: The least allowed.
+        high: The most allowed.
+        layers: Which layers to look at.
+
+    Raises:
+        AssertionError: A layer's outputs are smaller or larger.
+        NothingObservedError: No selected layer was called or gave out numbers.
+        UsageError: ``low`` is above ``high``, or negative.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> assert_activation_scale(ModelProbe().run(nn.LayerNorm(8), torch.randn(4, 8)), low=0.5, high=2)
+    """
+    __tracebackhide__ = True
+    if not 0 <= low <= high:
+        raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
+    record = record_of(subject)
+    looked_at = with_numbers(record, layers)
+    bad = [x for x in _outputs(looked_at) if not low <= (x[3].rms or 0.0) <= high]
+    if bad:
+        layer, call, value, s = bad[0]
+        size = "large" if (s.rms or 0.0) > high else "small"
+        before = [x for x in _outputs(looked_at) if x[1].finished < call.started]
+        was = ""
+        if before:
+            last_layer, last_call, last_value, last = before[-1]
+            was = f"; {address(last_layer.name, last_call, last_value.path)} had {number(last.rms)}"
+        raise AssertionError(
+            failure(
+                f"{address(layer.name, call, value.path)} is too {size}: its rms is {number(s.rms)}, not from "
+                f"{number(low)} to {number(high)}{was}; {len({x[0].name for x in bad}):,} of "
+                f"{count(len(looked_at), 'layer')} looked at",
+                ["value", "type", "rms", "mean", "min", "max"],
+                [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
+                "Look at the initialisation of the first of them, and at a norm or a residual that is missing.",
+            )
+        )
+
+
+def _outputs(layers: list[Layer]) -> Iterator[tuple[Layer, Call, Value, Statistics]]:
+    """Yield the floating outputs in order of execution."""
+    found = [(layer, call, value) for layer in layers for call, value in layer.outputs]
+    for layer, call, value in sorted(found, key=lambda x: x[1].finished):
+        statistics = numbers(value)
+        if statistics is not None:
+            yield layer, call, value, statistics
+
+
+def _between(low: float, high: float) -> str:
+    return f"[{number(low)}, {number(high)}]"
+
+
+def _not_finite(s: Statistics) -> str:
+    return f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+_LIMITS = {
+    "float32": (3.4028e38, 1.1755e-38), "float16": (65504.0, 6.1035e-5), "bfloat16": (3.3895e38, 1.1755e-38),
+    "float8_e4m3fn": (448.0, 0.015625), "float8_e5m2": (57344.0, 6.1035e-5),
+    "float8_e4m3fnuz": (240.0, 0.0078125), "float8_e5m2fnuz": (57344.0, 3.0518e-5),
+}  # fmt: skip
+"""The largest number of a dtype, and the smallest with all of its digits, as `torch.finfo` has them."""
+
+
+def assert_fits_dtype(
+    subject: Subject, dtype: Any = "float16", *, headroom: float = 2.0, layers: Selector = "**"
+) -> None:
+    """Assert that outputs, gradients and parameters fit in another dtype, with room to spare.
+
+    A run in float32 says what would overflow or vanish in a narrower dtype, before it does.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record.
+        dtype: ``torch.float16``, ``"bfloat16"``, ``"float8_e4m3fn"``, ...
+        headroom: How many times larger the numbers may become before they overflow.
+        layers: Which layers to look at.
+
+    Raises:
+        AssertionError: The largest number times ``headroom`` overflows, or the root mean square is below the smallest
+            number that has all its digits.
+        NothingObservedError: No selected layer was called or gave out numbers.
+        UsageError: There is no such dtype, or ``headroom`` is below 1.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> assert_fits_dtype(ModelProbe().run(nn.Linear(4, 4), torch.randn(4, 4), loss="random"), torch.bfloat16)
+    """
+    __tracebackhide__ = True
+    name = str(dtype).removeprefix("torch.")
+    if name not in _LIMITS:
+        raise UsageError(f"the limits of {dtype!r} are not known: there are {', '.join(_LIMITS)}")
+    if not headroom >= 1:
+        raise UsageError(f"headroom is how many times larger numbers may become, 1 or more; got {headroom!r}")
+    most, least = _LIMITS[name]
+    record = record_of(subject)
+    looked_at = with_numbers(record, layers)
+    seen = 0
+    found: list[tuple[str, str, str, float, float | None, str]] = []
+    for where, kind, s in _all(record, looked_at):
+        seen += 1
+        largest = max(abs(s.min or 0.0), abs(s.max or 0.0))
+        if s.nonfinite or largest * headroom > most:
+            room = most / largest if largest else math.inf
+            found.append((where, kind, "overflows", largest, s.rms, "none" if s.nonfinite else f"{room:.3g} x"))
+        elif s.rms and s.rms < least:
+            found.append((where, kind, "vanishes", largest, s.rms, f"{s.rms / least:.2g} of the smallest"))
+    if found:
+        where, kind, what, largest, rms, _ = found[0]
+        size = f"up to {number(largest)}" if what == "overflows" else f"rms {number(rms)}"
+        limit = f"{name} ends at {number(most)}" if what == "overflows" else f"{name} needs {number(least)}"
+        raise AssertionError(
+            failure(
+                f"{where} {what} in {name}: its {kind} is {size}, and {limit}; "
+                f"{len(found):,} of {count(seen, 'value')} looked at",
+                ["value", "what", "in the dtype", "largest", "rms", "room"],
+                found,
+                "Look at the scale before it; gradients want a loss scale, outputs a norm or a wider dtype there.",
+            )
+        )
+
+
+def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
+    for layer, call, value, s in _outputs(layers):
+        yield address(layer.name, call, value.path), "output", s
+        if value.gradient is not None and value.gradient.count:
+            yield address(layer.name, call, value.path), "gradient", value.gradient
+    for layer in layers:
+        for parameter in layer.parameters:
+            if parameter.dtype.startswith(("float", "bfloat")):
+                readings = (("parameter", parameter.reading), ("gradient", parameter.gradient))
+                for kind, reading in readings:
+                    if reading is not None and reading.statistics is not None and reading.statistics.count:
+                        yield qualified(layer.name, parameter.name), kind, reading.statistics

@@ -1,0 +1,272 @@
+"""Assertions on parameters: counts, ties, devices, and what training does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    UsageError,
+    Watch,
+    assert_devices,
+    assert_frozen,
+    assert_param_count,
+    assert_params_updated,
+    assert_tied,
+    assert_update_ratio,
+)
+
+PROBE = ModelProbe()
+X = PROBE.randn(16, 8)
+
+
+def net() -> nn.Sequential:
+    return PROBE.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+
+
+def normless() -> nn.Sequential:
+    return PROBE.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+# --- static facts -------------------------------------------------------------------------------------------------
+
+SUBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "a module": lambda model, x: model,
+    "a record": lambda model, x: PROBE.run(model, x),
+    "a record of structure": lambda model, x: PROBE.architecture(model),
+}
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_parameters_are_counted(subject: str) -> None:
+    assert_param_count(SUBJECTS[subject](net(), X), 72 + 16 + 18)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_tied_ones_count_once(subject: str) -> None:
+    assert_param_count(SUBJECTS[subject](tied(), torch.ones(2, 4)), 2 * 16 + 3 * 4)
+
+
+def test_another_number_is_told_with_the_layers_that_have_most() -> None:
+    line = r"^the model has 106 parameters, not 100: 6 too many\n\nlayer +parameters\n0 +72"
+    with pytest.raises(AssertionError, match=line):
+        assert_param_count(net(), 100)
+
+
+def test_a_range_will_do() -> None:
+    assert_param_count(net(), (100, 110))
+    with pytest.raises(AssertionError, match="not 110 to 120: 4 too few"):
+        assert_param_count(net(), (110, 120))
+
+
+def test_frozen_and_trainable_ones_are_told_apart() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    assert_param_count(model, 34, trainable=True)
+    assert_param_count(model, 72, trainable=False)
+
+
+def test_some_layers_alone_can_be_counted() -> None:
+    assert_param_count(PROBE.run(net(), X), 18, layers="2")
+
+
+@pytest.mark.parametrize("expected", ["many", (3, 2), 1.5])
+def test_what_is_no_number_is_refused(expected: object) -> None:
+    with pytest.raises(UsageError, match="a number of elements"):
+        assert_param_count(net(), expected)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_tie_is_seen(subject: str) -> None:
+    assert_tied(SUBJECTS[subject](tied(), torch.ones(2, 4)), "0.weight", "2.weight")
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_lost_tie_names_the_parameter(subject: str) -> None:
+    model = tied()
+    model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(AssertionError, match=r"^2.weight is not tied to 0.weight: they are two parameters"):
+        assert_tied(SUBJECTS[subject](model, torch.ones(2, 4)), "0.weight", "2.weight")
+
+
+def test_a_parameter_that_is_not_there_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"there is no parameter '0.wieght'; nearest: 0.weight"):
+        assert_tied(tied(), "0.wieght", "2.weight")
+
+
+def test_a_tie_needs_two() -> None:
+    with pytest.raises(UsageError, match="two or more"):
+        assert_tied(tied(), "0.weight")
+
+
+def test_everything_is_on_its_device() -> None:
+    assert_devices(PROBE.run(net(), X), "cpu")
+
+
+def test_a_tensor_elsewhere_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is on cpu, not on cuda; 2 of 3 tensors looked at|; 3 of 3"):
+        assert_devices(PROBE.run(net(), X), {"0": "cuda"})
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_any_cuda_device_is_cuda() -> None:
+    probe = ModelProbe(device="cuda")
+    assert_devices(probe.run(net(), X), "cuda")
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def trained(
+    model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None, steps: int = 2
+) -> Watch:
+    made = optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), 0.1)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        for _ in range(steps):
+            made.zero_grad()
+            model(X).square().mean().backward()
+            made.step()
+        assert watch.record.backwards == steps
+        return watch
+
+
+def test_what_the_optimizer_has_not_is_frozen() -> None:
+    model = net()
+    assert_frozen(trained(model, lambda m: torch.optim.SGD(m[2].parameters(), 0.1)), layers="0")
+
+
+def test_weight_decay_moves_what_is_only_without_a_gradient() -> None:
+    model = net()
+
+    def decaying(m: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5)
+        m[0].requires_grad_(False)
+        for parameter in m[0].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return made
+
+    made = decaying(model)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(X).square().mean().backward()
+        made.step()
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by 5") as error:
+        assert_frozen(watch, layers="0")
+    assert "weight decay" in str(error.value)
+
+
+def test_a_parameter_that_learns_is_not_frozen() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by"):
+        assert_frozen(trained(net()), layers="0")
+
+
+def test_running_statistics_are_to_be_frozen_too() -> None:
+    model = net()
+    model[1].requires_grad_(False)
+    watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1))
+    with pytest.raises(AssertionError, match=r"^1.running_mean is not frozen") as error:
+        assert_frozen(watch, layers="1")
+    assert "put it in evaluation mode" in str(error.value)
+
+
+def test_a_norm_in_training_mode_is_not_frozen_after_one_step_either() -> None:
+    model = net()
+    watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1), steps=1)
+    with pytest.raises(AssertionError, match=r"^1"):
+        assert_frozen(watch, layers="1")
+
+
+def test_a_norm_in_evaluation_mode_is_frozen() -> None:
+    model = net()
+    model[1].requires_grad_(False).eval()
+    assert_frozen(trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1)), layers="1")
+
+
+def test_a_step_written_by_hand_is_seen() -> None:
+    model = net().eval()
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(X).square().mean().backward()
+        with torch.no_grad():
+            model[0].weight.sub_(0.1 * model[0].weight.grad)
+        with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 1 of 2"):
+            assert_frozen(watch, layers="0")
+
+
+def test_without_a_step_nothing_is_shown() -> None:
+    model = net().eval()
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(X)
+        with pytest.raises(NothingObservedError, match="nothing in the model has changed"):
+            assert_frozen(watch, layers="0")
+
+
+def test_a_record_is_of_one_moment() -> None:
+    with pytest.raises(UsageError, match="give the watch that was open while the optimizer stepped"):
+        assert_frozen(PROBE.run(net(), X))
+
+
+def test_all_parameters_are_updated() -> None:
+    assert_params_updated(trained(normless()))
+
+
+def test_a_bias_before_a_norm_is_told_to_have_no_use() -> None:
+    with pytest.raises(AssertionError, match=r"^0.bias was not updated; 1 of 6 parameters looked at") as error:
+        assert_params_updated(trained(net()))
+    assert "but rounding" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (lambda m: None, "in no group of the optimizer"),
+        (lambda m: m[2].register_forward_hook(lambda *_: torch.zeros(16, 2, requires_grad=True)), "No gradient"),
+    ],
+    ids=["not in the optimizer", "no gradient"],
+)
+def test_one_that_is_not_updated_is_named_with_the_reason(edit: Callable[[nn.Module], object], why: str) -> None:
+    model = normless()
+    handle = edit(model)
+    watch = trained(model, lambda m: torch.optim.SGD(m[0].parameters(), 0.1))
+    with pytest.raises(AssertionError, match=r"was not updated; \d of 4 parameters looked at") as error:
+        assert_params_updated(watch)
+    assert why in str(error.value)
+    assert handle is None or handle.remove() is None
+
+
+def test_a_step_of_usual_size_passes() -> None:
+    assert_update_ratio(trained(normless(), lambda m: torch.optim.SGD(m.parameters(), 0.01)))
+
+
+def test_a_step_that_is_too_large_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"changed by .* of its norm, not 1e-06 to 0.1") as error:
+        assert_update_ratio(trained(net(), lambda m: torch.optim.SGD(m.parameters(), 100.0)))
+    assert "too large" in str(error.value)
+
+
+def test_a_step_that_is_too_small_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"changed by .* of its norm") as error:
+        assert_update_ratio(trained(net(), lambda m: torch.optim.SGD(m.parameters(), 1e-7)), low=1e-3)
+    assert "too small" in str(error.value)
+
+
+def test_the_ratio_is_that_of_the_parameters() -> None:
+    model = nn.Linear(8, 2, bias=False)
+    before = model.weight.detach().clone()
+    watch = trained(model, lambda m: torch.optim.SGD(m.parameters(), 0.01))
+    exact = ((model.weight.detach() - before).norm() / before.norm()).item()
+    assert_update_ratio(watch, low=exact / 1.8, high=exact * 1.8)
