@@ -1102,6 +1102,12 @@ def test_an_attribute_that_is_no_size_is_told_beside_another_shape() -> None:
     assert [cause.what for cause in diagnose(compare(new, old)).causes] == ["weight", "groups"]
 
 
+@pytest.mark.parametrize("make", [nn.LayerNorm, lambda n: nn.Conv2d(2, 2, n)], ids=["norm", "conv"])
+def test_sizes_that_the_weight_tells_are_not_told_again(make: Callable[[int], nn.Module]) -> None:
+    old, new = (PROBE.architecture(make(size)) for size in (3, 5))
+    assert [cause.what for cause in diagnose(compare(new, old)).causes] == ["weight"]
+
+
 def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
     def named(name: str) -> nn.Module:
         return nn.Sequential(OrderedDict([("fc1", nn.Linear(8, 8)), (name, nn.Linear(8, 8))]))

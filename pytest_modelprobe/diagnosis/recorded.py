@@ -163,7 +163,9 @@ def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
     shapes = [d for d in found if d.kind in ("parameter shape", "buffer shape")]
 
     def within(value: Plain, shape: Plain) -> bool:
-        return type(value) is int and str(value) in re.findall(r"\d+", str(shape))
+        sized = type(value) is int or (isinstance(value, str) and value.startswith("("))
+        sizes = re.findall(r"\d+", str(shape))
+        return sized and all(size in sizes for size in re.findall(r"\d+", str(value)))
 
     return any(within(attribute.actual, d.actual) and within(attribute.expected, d.expected) for d in shapes)
 
