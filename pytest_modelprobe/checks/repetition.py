@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from pytest_modelprobe.report.text import count, listed
 
@@ -93,13 +98,21 @@ def train_eval_differ(trial: Trial) -> Break | str:
     ]
     if not wanted:
         raise NotApplicableError("no layer does anything else in training: there is nothing to check")
-    with trial.lasting():  # so that what an eval() switches off for good is off in the training after it
-        evaluated, train = trial.reference(mode="eval"), trial.reference(mode="train")
+    with trial.lasting(), _switched(trial, wanted) as on:  # lasting: what an eval() switches off for good stays off
+        evaluated = trial.reference(mode="eval")
+        on_in_eval = on.copy()
+        on.clear()
+        train = trial.reference(mode="train")
     there = {given.where: given for given in evaluated.given}
     pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
         raise NotApplicableError(f"{listed(wanted)} are never called")
-    same = [one for one, other in pairs if change(one.tensor, other.tensor) == 0 and bool(one.tensor.any())]
+    same = [
+        one
+        for one, other in pairs
+        if (one.layer in on and on[one.layer] == on_in_eval.get(one.layer))
+        or (change(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+    ]
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
     first = same[0]
@@ -110,6 +123,40 @@ def train_eval_differ(trial: Trial) -> Break | str:
         rows=tuple((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
         advice="Look for a train() or eval() that is overridden, and for one that is called in the forward.",
     )
+
+
+@contextmanager
+def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]:
+    """Tell of layers that are called whether they are on: dropout that drops, a norm in training mode."""
+    on: dict[str, bool] = {}
+    given: dict[str, Tensor] = {}
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            given[name] = args[0].detach().clone() if args else torch.empty(0)
+
+        return hook
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not isinstance(module, _Dropout):
+                on[name] = module.training
+            elif bool(given[name].any()):  # of zeros nothing can be dropped
+                on[name] = on.get(name, False) or change(given[name], output) > 0
+
+        return hook
+
+    handles = [
+        handle
+        for name in names
+        for module in [trial.layers.modules[name]]
+        for handle in (module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name)))
+    ]
+    try:
+        yield on
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @check
