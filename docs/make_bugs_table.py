@@ -1,0 +1,50 @@
+"""Writes docs/bugs-and-what-shows-them.md from tests/bugs.py.
+
+Run it with ``python docs/make_bugs_table.py`` after a change there.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent / "bugs-and-what-shows-them.md"
+TABLE = Path(__file__).parents[1] / "tests" / "bugs.py"
+
+HEAD = """\
+# Bugs, and what shows them
+
+Made by `docs/make_bugs_table.py` of `tests/bugs.py`. Each row is a kind of bug that public models had. Most break a
+property, which a check or an assertion names without knowing a better model. The others make of one sound model
+another sound one: those a snapshot shows, and the kill matrix (`benchmarks/kill_matrix`) plants them under the title
+given here.
+"""
+
+
+def page(families: dict[str, list[Any]]) -> str:
+    """Return the page."""
+    bugs = [bug for family in families.values() for bug in family]
+    shown = [bug for bug in bugs if bug.by]
+    alone = [bug for bug in shown if bug.where != "kill matrix"]
+    by_snapshot, by_none = len(shown) - len(alone), len(bugs) - len(shown)
+    parts = [
+        HEAD,
+        f"Of {len(bugs)} kinds {len(alone)} need nothing to compare with, {by_snapshot} a snapshot; {by_none} are missed.\n",
+    ]
+    for family, rows in families.items():
+        parts += [f"## {family}\n", "| | bug | shown by | test |", "|---|---|---|---|"]
+        parts += [_row(bug) for bug in rows if bug.by]
+        parts.append("")
+    parts += ["## Not shown\n", "| | bug | why |", "|---|---|---|"]
+    parts += [f"| {bug.row} | {bug.fault} | {bug.why} |" for bug in bugs if not bug.by]
+    return "\n".join(parts) + "\n"
+
+
+def _row(bug: Any) -> str:
+    test = f"kill matrix: {bug.test}" if bug.where == "kill matrix" else f"`{bug.where}`: `{bug.test}`"
+    return f"| {bug.row} | {bug.fault} | `{bug.by}` | {test} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(runpy.run_path(str(TABLE))["FAMILIES"]), "utf-8")

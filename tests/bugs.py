@@ -1,0 +1,153 @@
+"""Bugs that models really had, and what shows each: the table behind ``docs/bugs-and-what-shows-them.md``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHECKS, ACTIVATIONS, GRADIENTS = "test_checks.py", "test_assert_activations.py", "test_assert_gradients.py"
+STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_parameters.py", "test_assert_ranges.py"
+MATRIX = "kill matrix"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One kind of bug."""
+
+    row: str
+    """Its number in the collection."""
+    fault: str
+    by: str = ""
+    """The check, the assertion or the snapshot that shows it; empty: nothing does."""
+    where: str = ""
+    """The file of the test, or the kill matrix."""
+    test: str = ""
+    """The name of the test; of the kill matrix, the title of the fault."""
+    why: str = ""
+    """Why nothing shows it."""
+
+
+def snapshot(row: str, fault: str, title: str) -> Bug:
+    """Return a bug that has no property of its own to break: a comparison with a record shows it."""
+    return Bug(row, fault, "modelprobe_snapshot", MATRIX, title)
+
+
+FAMILIES: dict[str, list[Bug]] = {
+    "Attention and positions": [
+        Bug("B01", "softmax taken over the queries", "checks.causal", CHECKS,
+            "test_a_softmax_over_the_queries_knows_of_later_ones"),
+        Bug("B02", "softmax taken over the batch", "checks.batch_independent", CHECKS,
+            "test_a_softmax_over_the_batch_mixes_it"),
+        snapshot("B03", "scores not divided by the root of the head's width", "attention without scale"),
+        snapshot("B04", "scores divided by the width of the model, not of a head", "scale of the model's width"),
+        Bug("B05", "heads put together without turning the axes back", "checks.causal", CHECKS,
+            "test_heads_merged_without_a_transpose_know_of_later_positions"),
+        Bug("B06", "heads taken apart by a view alone", "checks.causal", CHECKS,
+            "test_heads_split_by_view_know_of_later_positions"),
+        Bug("B07", "attention weights the wrong way round", "checks.causal", CHECKS,
+            "test_attention_transposed_knows_of_later_positions"),
+        Bug("B08", "causal mask one diagonal too wide", "checks.causal", CHECKS,
+            "test_a_mask_that_shows_the_next_token_is_named"),
+        Bug("B09", "causal mask left out", "checks.causal", CHECKS, "test_a_causal_mask_left_out_is_named"),
+        snapshot("B11", "sliding window set but not applied", "window ignored"),
+        Bug("B12", "padding mask taken and not used", "checks.padding_invariant", CHECKS,
+            "test_a_padding_mask_that_is_ignored_is_named"),
+        snapshot("B13", "positions counted from the padding on the left", "positions ignore the padding"),
+        snapshot("B15", "rotary angles computed in half precision", "rotary angles in bfloat16"),
+        snapshot("B16", "rotary embedding pairs other elements than the weights expect", "rotary pairs neighbours"),
+        snapshot("B18", "queries, keys or values swapped", "queries and keys swapped"),
+        Bug("B19", "dropout inside attention goes on in evaluation", "checks.eval_stable", CHECKS,
+            "test_attention_that_drops_out_in_evaluation_is_random"),
+        Bug("B20", "an evaluation switches dropout off, and no training switches it on again",
+            "checks.train_eval_differ", CHECKS,
+            "test_dropout_that_an_evaluation_switches_off_for_good_is_named"),
+        Bug("B21", "dropout of one's own that does not know the mode", "checks.eval_stable", CHECKS,
+            "test_dropout_that_is_always_on_is_random_in_evaluation"),
+        Bug("B22", "a row of scores with everything masked", "assert_finite", ACTIVATIONS,
+            "test_a_row_masked_throughout_is_blamed_on_the_softmax"),
+    ],
+    "Blocks, norms and activations": [
+        snapshot("B23", "the residual is not added", "residual missing"),
+        Bug("B28", "a write in place into what the backward needs",
+            why="torch raises an error of its own, which names the operation"),
+        snapshot("B29", "the norm after the branch and not before it", "post-norm for pre-norm"),
+        snapshot("B30", "no norm before the head", "final norm missing"),
+        snapshot("B31", "the epsilon of another framework", "eps of a neighbour's convention"),
+        snapshot("B32", "no epsilon at all", "eps lost"),
+        snapshot("B33", "the other formula of GELU", "GELU by tanh, in code"),
+        snapshot("B34", "a norm that rounds before it multiplies by its weight",
+                 "norm rounded to bfloat16 before its weight"),
+        snapshot("B36", "an activation forgotten, replaced or doubled", "activation forgotten"),
+        snapshot("B37", "a bias too many or too few", "bias removed"),
+        snapshot("B38", "another dropout rate", "dropout of 0.5"),
+        Bug("B39", "kernel, stride or dilation of another size", "assert_shapes", STRUCTURE,
+            "test_a_shape_that_differs_is_told_with_the_layer_that_bound_the_dimension"),
+        Bug("B41", "statistics of a norm taken over the batch", "checks.batch_independent", CHECKS,
+            "test_a_norm_over_the_batch_mixes_it"),
+        Bug("B43", "units that no input can switch on", "assert_no_dead_layers", ACTIVATIONS,
+            "test_a_dead_layer_is_named_with_what_feeds_it"),
+        Bug("B44", "a sigmoid or tanh fed far beyond its slope", "assert_not_saturated", RANGES,
+            "test_one_that_is_fed_too_much_is_named"),
+        Bug("B46", "a layer that is built and not called", "assert_called", STRUCTURE,
+            "test_a_layer_that_is_never_called_is_named"),
+    ],
+    "Registration, ties, initialisation and loading": [
+        Bug("B48", "layers kept in a plain list", "checks.registered", CHECKS,
+            "test_a_block_in_a_plain_list_is_named"),
+        Bug("B49", "a tensor that is a mere attribute", "checks.registered", CHECKS,
+            "test_a_tensor_that_is_no_buffer_is_named"),
+        Bug("B50", "loading leaves two tensors where one was shared", "checks.state_dict_round_trip", CHECKS,
+            "test_a_tie_lost_in_loading_is_named"),
+        snapshot("B51", "two weights shared that should not be", "tie forced"),
+        Bug("B52", "a weight that no initialisation reaches", "checks.initialised", CHECKS,
+            "test_a_weight_that_nothing_wrote_to_is_named"),
+        snapshot("B53", "weights drawn from another distribution", "uniform for normal, same deviation"),
+        snapshot("B55", "weights drawn a second time over the first", "initialised twice"),
+        Bug("B57", "a key renamed, and loading that does not mind", "checks.state_dict_round_trip", CHECKS,
+            "test_a_renamed_key_that_leaves_random_weights_is_named"),
+        snapshot("B59", "a head that starts out far too sure", "over-confident head"),
+    ],
+    "Gradients, optimizers and the step": [
+        Bug("B60", "gradients of the last step added to those of this one",
+            why="it is the training loop's, and shows from the second step on; a check runs steps of its own"),
+        snapshot("B61", "everything frozen but a few layers", "all frozen but the head"),
+        Bug("B62", "a layer that was to be frozen learns", "assert_frozen", PARAMETERS,
+            "test_a_parameter_that_learns_is_not_frozen"),
+        Bug("B64", "the graph cut off by .detach() or .data", "checks.gradcheck", CHECKS,
+            "test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it"),
+        Bug("B65", "a part that runs under no_grad", "assert_all_params_have_grad", GRADIENTS,
+            "test_no_grad_is_named_by_the_layer_that_ran_under_it"),
+        Bug("B67", "an optimizer's step that changes nothing", "checks.overfits_batch", CHECKS,
+            "test_a_step_that_does_nothing_does_not_learn"),
+        Bug("B68", "backward, step and zero_grad in another order",
+            why="the order is the training loop's; what it leads to, parameters that do not move, "
+            "assert_params_updated shows"),
+        snapshot("B69", "finite values with a gradient of NaN", "gradient of NaN through where"),
+        Bug("B70", "activation checkpointing computes something else", "checks.checkpoint_parity", CHECKS,
+            "test_a_path_that_is_taken_without_gradients_alone_is_named"),
+        Bug("B71", "each accumulated part divided by its own number of tokens", "checks.gradient_accumulation", CHECKS,
+            "test_a_mean_over_tokens_is_no_mean_over_rows"),
+        Bug("B73", "hooks of data parallelism lost in a move", why="it takes several processes"),
+        Bug("B74", "an operation that autocast passes by", "assert_dtypes", STRUCTURE, "test_autocast_is_seen"),
+        Bug("B75", "weight decay on biases and norms", why="which parameters decay is a choice and not a property"),
+    ],
+    "Loss, numbers and data": [
+        Bug("B77", "probabilities given to a loss that wants logits", "checks.overfits_batch", CHECKS,
+            "test_a_softmax_before_a_cross_entropy_does_not_learn"),
+        Bug("B78", "a sum over the batch for a mean", "checks.gradient_accumulation", CHECKS,
+            "test_a_loss_that_is_a_sum_grows_with_the_batch"),
+        Bug("B79", "a column broadcast against a row in the loss",
+            why="torch warns of it; with warnings as errors the test fails at that line"),
+        snapshot("B80", "labels not shifted, or shifted twice", "labels shifted twice"),
+        snapshot("B81", "padding that counts in the loss", "padding counted in the loss"),
+        Bug("B82", "numbers beyond the end of half precision", "checks.dtype_parity", CHECKS,
+            "test_an_overflow_of_half_precision_is_named"),
+        Bug("B83", "a kernel that loses digits", why="it is no change of the model; device_parity bounds it"),
+        snapshot("B85", "workers that draw the same numbers, so that rows repeat", "duplicate rows in the batch"),
+        Bug("B86", "a BatchNorm that stays in training mode", "checks.train_eval_differ", CHECKS,
+            "test_a_norm_that_stays_in_training_mode_is_named"),
+        Bug("B87", "a mask or a counter kept from the last call", "checks.state_unchanged_by_forward", CHECKS,
+            "test_a_mask_kept_of_another_batch_is_named"),
+    ],
+}  # fmt: skip
+
+BUGS = [bug for bugs in FAMILIES.values() for bug in bugs]
