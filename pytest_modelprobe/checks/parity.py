@@ -143,13 +143,17 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
             warnings.simplefilter("ignore")
             try:
                 two = trial.run(backward=True, model=other)
+            except NotApplicableError:  # nothing has a gradient any more
+                two = Trace()
             except RuntimeError as error:
                 line = str(error).partition("\n")[0]
                 return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}")
         if two.error is not None:
             return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})")
-        found = _gradients(one, two, tolerance, f"under checkpointing ({how})")
-        if found is not None:
+        found = _parity(one, two, f"under checkpointing ({how})", _limit(tolerance)) if two.given else None
+        if not isinstance(found, Break):
+            found = _gradients(one, two, tolerance, f"under checkpointing ({how})")
+        if isinstance(found, Break):
             return found
     modules = count(len(parts), "module")
     return f"{count(len(one.gradients), 'parameter')}, {modules} checkpointed, reentrant and not"

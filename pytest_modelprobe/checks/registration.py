@@ -162,7 +162,7 @@ def state_dict_round_trip(trial: Trial) -> Break | str:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Break(layer=ROOT, line=f"{trial.name} does not take its own state_dict: {_line(error)}")
+        return Break(layer=ROOT, line=f"{ROOT} does not take its own state_dict: {_line(error)}")
     lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
     if lost:
         first, second = lost[0]
@@ -193,7 +193,8 @@ def copy_and_pickle(trial: Trial) -> Break | str:
     try:
         again = pickle.loads(pickle.dumps(trial.model))
     except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
-        where = next((name for name, m in trial.layers.modules.items() if name != ROOT and not _pickles(m)), ROOT)
+        bad = [name for name, m in trial.layers.modules.items() if name != ROOT and not _pickles(m)]
+        where = next((name for name in bad if not any(other.startswith(f"{name}.") for other in bad)), ROOT)
         return Break(
             layer=where,
             line=f"{where} cannot be pickled: {_line(error)}",

@@ -51,13 +51,11 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
             )
         two = trial.other(mode="eval")
         found = disagreements(one, two, tolerance=0.0, integers=True)
-        if (
-            not found and fresh.error is None
-        ):  # of other inputs: what was kept of the first may be of use for them alone
+        if not found and fresh.error is None:  # what was kept of the first inputs may do for them alone
             found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
+        now = {name for name, value in _attributes(trial).items() if value != kept.get(name)}
     if found:
         first_given = found[0].given
-        now = {name for name, value in _attributes(trial).items() if value != kept.get(name)}
         what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
         return Break(
             layer=first_given.layer,
