@@ -27,10 +27,11 @@ def page(families: dict[str, list[Any]]) -> str:
     bugs = [bug for family in families.values() for bug in family]
     shown = [bug for bug in bugs if bug.by]
     alone = [bug for bug in shown if bug.where != "kill matrix"]
-    by_snapshot, by_none = len(shown) - len(alone), len(bugs) - len(shown)
+    by_snapshot, missed = len(shown) - len(alone), len(bugs) - len(shown)
     parts = [
         HEAD,
-        f"Of {len(bugs)} kinds {len(alone)} need nothing to compare with, {by_snapshot} a snapshot; {by_none} are missed.\n",
+        f"Of {len(bugs)}, {len(alone)} need no other model, {by_snapshot} a snapshot; {missed} go unseen.",
+        "",
     ]
     for family, rows in families.items():
         parts += [f"## {family}\n", "| | bug | shown by | test |", "|---|---|---|---|"]
