@@ -37,6 +37,34 @@ def preserved(model: nn.Module, *, values: bool = True) -> ModelState:
     return ModelState(model, values=values)
 
 
+@contextmanager
+def hooks_preserved(model: nn.Module) -> Iterator[None]:
+    """Take away on exit the hooks that came meanwhile, which a `ModelState` leaves alone.
+
+    A model that registers hooks in its first forward, as those of transformers do, says so in an attribute: where that
+    is put back, the hooks have to go too, or the next forward registers them twice.
+
+    >>> model = nn.Linear(2, 2)
+    >>> with hooks_preserved(model):
+    ...     _ = model.register_forward_hook(lambda *_: None)
+    >>> len(model._forward_hooks)
+    0
+    """
+    containers = [
+        value
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key in _HOOKS and isinstance(value, dict)
+    ]
+    before = [set(hooks) for hooks in containers]
+    try:
+        yield
+    finally:
+        for hooks, known in zip(containers, before, strict=True):
+            for key in hooks.keys() - known:
+                del hooks[key]
+
+
 class ModelState:
     """What a model is at this moment, to be put back with `restore`, any number of times.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,7 @@ def change(one: Tensor, other: Tensor) -> float:
     >>> change(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1
     """
+    one, other = _dense(one), _dense(other)
     if one.shape != other.shape:
         return math.inf
     if torch.equal(one, other):
@@ -91,6 +92,22 @@ def change(one: Tensor, other: Tensor) -> float:
     distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
+
+
+def negligible(gradients: Mapping[str, Tensor | None]) -> float:
+    """Return the norm up to which a gradient is nothing but rounding of what cancels, as before a norm or a softmax."""
+    return 1e-6 * max((g.norm().item() for g in gradients.values() if g is not None), default=0.0)
+
+
+def upheld(found: list[Disagreement], one: Trace, pairs: Pairs) -> list[Disagreement]:
+    """Return what disagrees; nothing where what the model itself gives out along the axis in question agrees.
+
+    Inside it an axis may be as long by chance: that of the tokens routed to an expert, say.
+    """
+    final = [given for given in one.outputs if given.layer == ROOT and given.tensor.is_floating_point()]
+    along = any(pairs(given.tensor, given.tensor) for given in final)
+    broken = any(one.given.layer == ROOT and not one.given.inside for one in found)
+    return found if broken or not along else []
 
 
 def from_the_loss(names: Iterable[str], trace: Trace) -> list[str]:
@@ -110,8 +127,21 @@ def rows(found: Iterable[Disagreement]) -> tuple[tuple[Cell, ...], ...]:
     return tuple(one.row for one in found)
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan)
+        return padded
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    wide = tensor.to(torch.float64)
+    if not tensor.is_floating_point():
+        return wide
+    # Masks of attention are made of the least number that a dtype has.
+    return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
 
 
 def limit(tensor: Tensor) -> float:

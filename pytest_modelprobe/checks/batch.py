@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, Pairs, disagreements, rows
+from .agreement import COLUMNS, Disagreement, Pairs, disagreements, rows, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Trial
+from .trial import Trace, Trial
 
 
 @check
@@ -36,21 +36,18 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     size = size_of(trial, axis)
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
-    varied = batched(trial, size, axis)
-
-    def vary(path: str, x: Tensor) -> Tensor:
-        if path not in varied or x.dtype == torch.bool or path.endswith("mask"):
-            return x
-        return torch.cat([x.narrow(axis, 0, 1), other(trial, x).narrow(axis, 1, size - 1)], axis)
-
-    one, two = trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    one = trial.reference(mode="eval")
     first_rows = _first_rows(size, size)
-    layers = {given.layer for given in one.given if first_rows(given.tensor, given.tensor)}
+    layers = {given.layer for given in one.outputs if first_rows(given.tensor, given.tensor)}
     if not layers:
         raise NotApplicableError(f"no layer gives out anything along an axis of {count(size, 'row')}")
-    found = disagreements(one, two, pairs=first_rows, tolerance=tolerance)
+    found = _mixed(trial, one, size, axis, tolerance)
     if not found:
         return f"the first of {count(size, 'row')}, in {count(len(layers), 'layer')}"
+    if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
+        raise NotApplicableError(
+            f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
+        )
     first = found[0]
     return Break(
         layer=first.given.layer,
@@ -80,24 +77,21 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     (root)
     """
     size = size_of(trial, axis)
-    varied = batched(trial, size, axis)
-
-    def sized(n: int) -> Callable[[str, Tensor], Tensor]:
-        def vary(path: str, x: Tensor) -> Tensor:
-            return x.index_select(axis, torch.arange(n, device=x.device) % size) if path in varied else x
-
-        return vary
-
     one = trial.reference(mode="eval")
     for n in sorted({1, size + 1} - {size}):
-        two = trial.run(mode="eval", vary=sized(n))
+        two = trial.run(mode="eval", vary=_sized(trial, size, n, axis))
         if two.error is not None:
+            if size > 1 and _mixed(trial, one, size, axis, tolerance):
+                raise NotApplicableError(
+                    f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
+                )
             return Break(
                 layer=two.raised_in,
                 line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
         found = disagreements(one, two, pairs=_first_rows(size, n), tolerance=tolerance)
+        found = upheld(found, one, _first_rows(size, size))
         if found:
             first = found[0]
             return Break(
@@ -114,15 +108,51 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
 
 def size_of(trial: Trial, axis: int) -> int:
     """Return the number of rows of the batch."""
-    for _, tensor in trial.inputs:
-        if tensor.dim() > axis:
-            return tensor.shape[axis]
-    raise NotApplicableError(f"no input has an axis {axis}, of a batch")
+    having = [tensor for _, tensor in trial.dense if tensor.dim() > axis]
+    if not having:
+        raise NotApplicableError(f"no input has an axis {axis}, of a batch")
+    if all(tensor.dim() == 1 and tensor.is_floating_point() for tensor in having):
+        raise NotApplicableError("the inputs have one axis, which is more likely of features than of a batch")
+    if not having[0].shape[axis]:
+        raise NotApplicableError("the batch has no rows")
+    return having[0].shape[axis]
 
 
 def batched(trial: Trial, size: int, axis: int) -> set[str]:
     """Return the paths of the inputs that have a row for each of the batch."""
-    return {path for path, tensor in trial.inputs if tensor.dim() > axis and tensor.shape[axis] == size}
+    return {path for path, tensor in trial.dense if tensor.dim() > axis and tensor.shape[axis] == size}
+
+
+def _sized(trial: Trial, size: int, n: int, axis: int) -> Callable[[str, Tensor], Tensor]:
+    """Return what makes of a batch one of n rows: the first ones, over and over."""
+    varied = batched(trial, size, axis)
+
+    def vary(path: str, x: Tensor) -> Tensor:
+        return x.index_select(axis, torch.arange(n, device=x.device) % size) if path in varied else x
+
+    return vary
+
+
+def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | None) -> list[Disagreement]:
+    """Return what the first row gives out otherwise when all other rows are replaced."""
+    varied = batched(trial, size, axis)
+    replaced = []
+
+    def vary(path: str, x: Tensor) -> Tensor:
+        if path not in varied or x.dtype == torch.bool or path.endswith("mask"):
+            return x
+        try:
+            others = other(trial, x).narrow(axis, 1, size - 1)
+        except NotApplicableError:  # token types that are all 0, say
+            return x
+        replaced.append(path)
+        return torch.cat([x.narrow(axis, 0, 1), others], axis)
+
+    two = trial.other(mode="eval", vary=vary)
+    if not replaced:
+        raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
+    pairs = _first_rows(size, size)
+    return upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
 
 
 def _first_rows(size: int, n: int) -> Pairs:

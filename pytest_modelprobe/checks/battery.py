@@ -193,4 +193,5 @@ def _chosen(skip: Collection[str], only: Collection[str]) -> list[str]:
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs
-    return (inputs, {}) if isinstance(inputs, tuple) else ((inputs,), {})
+    plain = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
+    return (inputs, {}) if plain else ((inputs,), {})

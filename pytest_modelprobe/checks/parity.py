@@ -15,10 +15,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, change, disagreements, from_the_loss, rows
+from .agreement import COLUMNS, change, disagreements, from_the_loss, negligible, rows
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Given, Trace, Trial
+from .trial import Given, Trace, Trial, Vary
 
 _PARITY = 1e-3
 """Relative change between devices: kernels differ, TensorFloat-32 rounds to 1e-3."""
@@ -69,15 +69,22 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     dtype_parity holds for Linear: 1 output in float64
     """
     one = trial.reference(mode="eval")
-    other = trial.copied().to(dtype)
-    two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(dtype) if x.is_floating_point() else x)
+    two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")
-    if two.error is None:
+    if two.error is not None:  # a dtype that is written into the code is another than any; a kernel may lack just one
+        another = torch.float64 if dtype == torch.bfloat16 else torch.bfloat16
+        if _in_dtype(trial, another).error is None:
+            raise NotApplicableError(f"an operation knows no {name}: {two.failure}")
+    else:
         own = {given.where: given.tensor.dtype for given in one.given}
         kept = [
             given
             for given in two.outputs
-            if given.tensor.is_floating_point() and given.tensor.dtype != dtype and own.get(given.where) != dtype
+            if given.tensor.is_floating_point()
+            and given.tensor.dtype != dtype
+            and own.get(given.where) != dtype
+            # A loss is summed up in float32 on purpose.
+            and not (given.layer == ROOT and not given.tensor.dim())
         ]
         if kept:
             first = kept[0]
@@ -88,8 +95,21 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
                 rows=tuple((given.where, _dtype(given)) for given in kept),
                 advice="Look for a dtype that is written into the code, and for tensors that are made without one.",
             )
-    limit = max(_PARITY, 8 * torch.finfo(dtype).eps) if tolerance is None else tolerance
+    narrow = max(
+        torch.finfo(x).eps for x in {dtype, *(g.tensor.dtype for g in one.given if g.tensor.is_floating_point())}
+    )
+    limit = max(_PARITY, 8 * narrow) if tolerance is None else tolerance
     return _parity(one, two, f"in {name}", limit)
+
+
+def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
+    def cast(_: str, x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x.to(dtype.to_complex()) if x.is_complex() else x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # .to() looks at the gradients of what a copied ScriptModule has
+        other = trial.copied().to(dtype)
+    return trial.run(mode="eval", model=other, vary=cast)
 
 
 @check
@@ -103,14 +123,19 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     layout_parity holds for Conv2d: 1 output with inputs channels last, and not contiguous
     """
     layouts = {"not contiguous": _strided}
-    if any(x.dim() in (4, 5) for _, x in trial.inputs):
+    if any(x.dim() in (4, 5) for _, x in trial.dense):
         layouts = {"channels last": _channels_last, **layouts}
-    if not any(x.dim() for _, x in trial.inputs):
+    if not any(x.dim() for _, x in trial.dense):
         raise NotApplicableError("no input has a layout")
     one = trial.reference(mode="eval")
     said = ""
+    dense = {path for path, _ in trial.dense}
     for name, layout in layouts.items():
-        found = _parity(one, trial.run(mode="eval", vary=layout), f"with inputs {name}", tolerance)
+
+        def vary(path: str, x: Tensor, layout: Vary = layout) -> Tensor:
+            return layout(path, x) if path in dense else x
+
+        found = _parity(one, trial.run(mode="eval", vary=vary), f"with inputs {name}", tolerance)
         if isinstance(found, Break):
             return found
         said = said or found
@@ -121,7 +146,8 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
-    Each child of the model that takes and gives tensors is checkpointed: of a `ModuleList`, each of its modules.
+    Each child of the model that gives out a tensor or a tuple of tensors is checkpointed: of a `ModuleList`, each of
+    its modules; of a child that gives out something else, which reentrant checkpoints cannot, its own children.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -129,7 +155,12 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
-    one = trial.reference(backward=True)
+    wanted = True
+    try:
+        one = trial.reference(backward=True, input_gradients=True)
+    except NotApplicableError:  # it may want inputs without
+        wanted = False
+        one = trial.reference(backward=True)
     parts = _parts(trial)
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
@@ -142,12 +173,15 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                two = trial.run(backward=True, model=other)
+                two = trial.run(backward=True, input_gradients=wanted, model=other)
             except NotApplicableError:  # nothing has a gradient any more
                 two = Trace()
             except RuntimeError as error:
                 line = str(error).partition("\n")[0]
                 return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}")
+        if reentrant and "incompatible with .grad()" in two.failure:
+            how = "not reentrant"
+            break  # its forward takes gradients itself, as of an energy
         if two.error is not None:
             return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})")
         found = _parity(one, two, f"under checkpointing ({how})", _limit(tolerance)) if two.given else None
@@ -155,16 +189,20 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
             found = _gradients(one, two, tolerance, f"under checkpointing ({how})")
         if isinstance(found, Break):
             return found
-    modules = count(len(parts), "module")
-    return f"{count(len(one.gradients), 'parameter')}, {modules} checkpointed, reentrant and not"
+    else:
+        how = "reentrant and not"
+    return f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
 
 
 def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-    if use_reentrant and not any(x.is_floating_point() for _, x in flatten("", args).tensors):
-        return forward(
-            *args, **kwargs
-        )  # an embedding, which nobody checkpoints: its ids have no gradient to start from
-    return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
+    given = (*args, *kwargs.values())  # reentrant ones look for gradients among the positional arguments alone
+
+    def call(*again: Any) -> Any:
+        return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
+
+    if use_reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in given):
+        return forward(*args, **kwargs)  # an embedding, which nobody checkpoints: a gradient cannot begin at its ids
+    return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 
 @check
@@ -263,11 +301,14 @@ def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break
 def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
     limit = _limit(tolerance)
     found = []
+    zero = negligible(one.gradients)
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
         if (gradient is None) != (other is None):
             found.append((name, "none arrives" if other is None else "one arrives"))
-        elif gradient is not None and other is not None and not (far := change(gradient, other)) <= limit:
+        elif gradient is None or other is None or max(gradient.norm(), other.norm()) <= zero:
+            continue
+        elif not (far := change(gradient, other)) <= limit:
             found.append((name, percent(far)))
     if not found:
         return None
@@ -292,14 +333,37 @@ def _dtype(given: Given) -> str:
 
 
 def _parts(trial: Trial) -> list[str]:
-    """Return the names, in the model itself, of its children; of a list, of what is in it."""
-    found = []
-    for name, child in trial.model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += [f"{name}.{inner}" for inner, _ in child.named_children()]
-        else:
-            found.append(name)
-    return found
+    """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
+    simple: dict[nn.Module, bool] = {}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = (output,) if isinstance(output, Tensor) else output
+        plain = (
+            type(tensors) is tuple
+            and all(isinstance(x, Tensor) or not flatten("", x).tensors for x in tensors)
+            and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        )
+        simple[module] = simple.get(module, True) and plain
+
+    hooked = [m for m in trial.layers.modules.values() if not isinstance(m, torch.jit.ScriptModule)]
+    handles = [module.register_forward_hook(look) for module in hooked]
+    try:
+        trial.reference(backward=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    def parts(name: str, module: nn.Module) -> list[str]:
+        if simple.get(module) and name:
+            return [name]
+        inside = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations")
+        return (
+            []
+            if inside
+            else [part for key, m in module.named_children() for part in parts(f"{name}.{key}" if name else key, m)]
+        )
+
+    return parts("", trial.model)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

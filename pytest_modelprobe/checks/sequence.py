@@ -13,7 +13,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import COLUMNS, Disagreement, Pairs, change, disagreements, limit, rows
+from .agreement import COLUMNS, Disagreement, Pairs, change, disagreements, limit, rows, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
@@ -51,7 +51,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     one = trial.reference(mode="eval")
     two = trial.other(mode="eval", vary=vary)
     pairs = _first(before, length)
-    found = disagreements(one, two, pairs=pairs, tolerance=tolerance)
+    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
     looked_at = _looked_at(one, pairs, length)
     if not found:
         return f"{count(looked_at, 'layer')} at the first {before} of {length} positions"
@@ -109,7 +109,7 @@ def padding_invariant(
     one = trial.reference(mode="eval", vary=vary(another=False))
     two = trial.other(mode="eval", vary=vary(another=True))
     pairs = _first(kept, length)
-    found = disagreements(one, two, pairs=pairs, tolerance=tolerance)
+    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
     looked_at = _looked_at(one, pairs, length)
     if not found:
         return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions"
@@ -218,14 +218,14 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
 
 def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
-    for path, tensor in trial.inputs:
+    for path, tensor in trial.dense:
         if tensor.dim() > axis and tensor.shape[axis] > 1 and tensor.dtype != torch.bool:
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
 def _mask_name(trial: Trial) -> str:
-    found = [path for path, tensor in trial.inputs if path.endswith("mask") and tensor.dim() == 2]
+    found = [path for path, tensor in trial.dense if path.endswith("mask") and tensor.dim() == 2]
     if not found:
         raise NotApplicableError("no argument of shape (batch, positions) is called a mask: give mask= its name")
     if len(found) > 1:

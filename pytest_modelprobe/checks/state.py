@@ -29,7 +29,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
     >>> print(checks.state_unchanged_by_forward(probe, model, probe.randn(4, 3)))
     state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 3 forwards
     """
-    rows_of = {path: x for path, x in trial.inputs if x.dim() and x.shape[0] > 1}
+    rows_of = {path: x for path, x in trial.dense if x.dim() and x.shape[0] > 1}
 
     def rolled(path: str, x: Tensor) -> Tensor:
         return x.roll(1, 0) if path in rows_of else x

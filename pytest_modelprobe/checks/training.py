@@ -15,11 +15,11 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, number
 from pytest_modelprobe.restoring import preserved
 
-from .agreement import change, from_the_loss
+from .agreement import change, disagreements, from_the_loss, negligible
 from .batch import batched, size_of
 from .check import check, check_as_it_is
 from .outcome import Break, NotApplicableError
-from .trial import Trial
+from .trial import Trace, Trial
 
 
 @check
@@ -45,27 +45,14 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     size = size_of(trial, axis)
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
-    rows_of = batched(trial, size, axis)
     whole = trial.reference(mode="eval", backward=True)
-    parts = []
-    for i in range(size):
-
-        def part(path: str, x: Tensor, i: int = i) -> Tensor:
-            return x.narrow(axis, i, 1).clone() if path in rows_of else x
-
-        parts.append(trial.other(mode="eval", backward=True, vary=part))
-    found = []
-    for name, gradient in whole.gradients.items():
-        pieces = [g for g in (p.gradients.get(name) for p in parts) if g is not None]
-        if gradient is None or not pieces:
-            continue
-        mean = torch.stack(pieces).sum(0) / size
-        far = change(gradient, mean)
-        norm = gradient.norm().item()
-        if not far <= tolerance and not math.isclose(norm, 0.0, abs_tol=1e-7 * max(1.0, mean.norm().item())):
-            found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
+    found = _accumulated(trial, whole, size, axis, tolerance)
+    if found:
+        found = _beyond_rounding(trial, size, axis, tolerance, found)
     if not found:
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
+    if disagreements(whole, trial.other(mode="eval", seed="another"), tolerance=0.0):
+        raise NotApplicableError("the model is random in evaluation mode: each part draws other numbers")
     name, far_by, _ = found[0]
     return Break(
         layer=name,
@@ -74,6 +61,48 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
         rows=tuple(found),
         advice="Look at the loss: a sum is divided by nothing, a mean over tokens by the tokens of each part.",
     )
+
+
+def _accumulated(
+    trial: Trial, whole: Trace, size: int, axis: int, tolerance: float, model: nn.Module | None = None
+) -> list[tuple[str, str, str]]:
+    """Return the rows of a table of parameters whose gradient is another in as many parts as there are rows."""
+    rows_of = batched(trial, size, axis)
+    parts = []
+    for i in range(size):
+
+        def part(path: str, x: Tensor, i: int = i) -> Tensor:
+            x = x if model is None else _wide(path, x)
+            return x.narrow(axis, i, 1).clone() if path in rows_of else x
+
+        parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+    found = []
+    zero = negligible(whole.gradients)
+    for name, gradient in whole.gradients.items():
+        pieces = [g for g in (p.gradients.get(name) for p in parts) if g is not None]
+        if gradient is None or not pieces:
+            continue
+        mean = torch.stack(pieces).sum(0) / size
+        far, norm = change(gradient, mean), gradient.norm().item()
+        if not far <= tolerance and not max(norm, mean.norm().item()) <= zero:
+            found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
+    return found
+
+
+def _beyond_rounding(
+    trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
+) -> list[tuple[str, str, str]]:
+    """Return what is found in float64; what was found before where the model does not run in it."""
+    try:
+        wide = trial.copied().double()
+        whole = trial.other(mode="eval", backward=True, model=wide, vary=_wide)
+    except NotApplicableError:
+        return found
+    return _accumulated(trial, whole, size, axis, tolerance, wide)
+
+
+def _wide(_: str, x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
 
 
 @check
@@ -95,26 +124,23 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     """
     model = trial.copied().double()
 
-    def wide(_: str, x: Tensor) -> Tensor:
-        return x.double() if x.is_floating_point() else x
-
-    one = trial.run(mode="eval", model=model, vary=wide, backward=True)
+    one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
-            x = wide(where, x)
+            x = _wide(where, x)
             return x + by * direction if where == path else x
 
         parameter = dict(model.named_parameters()).get(tensor_name or "")
         if parameter is None:
-            trace = trial.run(mode="eval", model=model, vary=moved, backward=True)
+            trace = trial.run(mode="eval", model=model, vary=moved, backward=True, input_gradients=True)
         else:
             before = parameter.detach().clone()
             with torch.no_grad():
                 parameter.add_(by * direction)
-            trace = trial.run(mode="eval", model=model, vary=moved, backward=True)
+            trace = trial.run(mode="eval", model=model, vary=moved, backward=True, input_gradients=True)
             with torch.no_grad():
                 parameter.copy_(before)
         if trace.error is not None or trace.loss is None:
@@ -220,6 +246,8 @@ def overfits_batch(
     if not trial.has_loss:
         raise NotApplicableError("without loss= there is nothing to bring down")
     first = last = math.nan
+    if trial.inputs and not any(x.numel() for _, x in trial.inputs):
+        raise NotApplicableError("the inputs hold nothing")
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.restoring import ModelState
+from pytest_modelprobe.restoring import ModelState, hooks_preserved
 
 from .outcome import NotApplicableError
 
@@ -117,11 +119,20 @@ class Trial:
         self._exit = ExitStack()
         self._state: ModelState | None = None
         self._lasting = False
+        self._graph = False
 
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The tensors among the arguments, each with its path, as messages say it."""
         return flatten_call(self.args, self.kwargs).tensors
+
+    @property
+    def dense(self) -> list[tuple[str, Tensor]]:
+        """Those of them whose axes can be cut: not the sparse, nested and packed ones."""
+        given = (*self.args, *self.kwargs.values())
+        packed = {id(x) for value in given if isinstance(value, nn.utils.rnn.PackedSequence) for x in value}
+        dense = [(path, x) for path, x in self.inputs if x.layout is torch.strided and not x.is_nested]
+        return [(path, x) for path, x in dense if id(x) not in packed]
 
     @property
     def has_loss(self) -> bool:
@@ -131,8 +142,11 @@ class Trial:
     def __enter__(self) -> Trial:
         if any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
             raise NotApplicableError("the model is on the meta device and has no numbers")
+        if any(is_lazy(t) for t in (*self.model.parameters(), *self.model.buffers())):
+            raise NotApplicableError("the model is lazy and has seen no input: run it once before")
         with ExitStack() as stack:
             stack.enter_context(ModelState(self.model))
+            stack.enter_context(hooks_preserved(self.model))
             stack.enter_context(seeding.forked_rng())
             stack.enter_context(torch.enable_grad())
             for parameter in self.model.parameters():
@@ -158,6 +172,7 @@ class Trial:
         mode: Mode | None = None,
         seed: str = "run",
         backward: bool = False,
+        input_gradients: bool = False,
         model: nn.Module | None = None,
         traced: bool = True,
     ) -> Trace:
@@ -168,14 +183,18 @@ class Trial:
             mode: ``"train"`` or ``"eval"``; None: as the model is.
             seed: Runs of one seed draw the same random numbers.
             backward: Whether to run backward too.
+            input_gradients: Whether floating inputs require a gradient too. Some models want their inputs without.
             model: Runs in the place of the model: a copy of it, say.
             traced: Whether to look at each layer; a compiled model has none.
         """
         trace = Trace()
         assert self._state is not None, "a trial is a context: with Trial(...) as trial"
+        hooks = hooks_preserved(self.model) if model is None and not self._lasting else nullcontext()
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
-            with seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}")), torch.set_grad_enabled(backward):
-                self._run(trace, self.model if model is None else model, vary, mode, backward=backward, traced=traced)
+            with hooks, seeds, torch.set_grad_enabled(backward or self._graph):
+                inputs = self.copied_inputs(vary, requires_grad=input_gradients)
+                self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
         finally:
             if not self._lasting:
                 self._state.restore()
@@ -187,7 +206,8 @@ class Trial:
         assert self._state is not None
         self._lasting = True
         try:
-            yield
+            with hooks_preserved(self.model):
+                yield
         finally:
             self._lasting = False
             self._state.restore()
@@ -199,6 +219,11 @@ class Trial:
             NotApplicableError: The model raised.
         """
         trace = self.run(**options)
+        if trace.error is not None and not self._graph:  # its forward may take gradients itself, as of an energy
+            self._graph = True
+            again = self.run(**options)
+            self._graph = again.error is None
+            trace = again if self._graph else trace
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
         return trace
@@ -219,14 +244,20 @@ class Trial:
 
         Raises:
             NotApplicableError: Nothing in the output has a gradient.
+            UsageError: The loss that was given raised, or returned something else than a number.
         """
-        found = self._loss(output) if self._loss is not None else self._projection(output)
+        found = self._taken_of(output) if self._loss is not None else self._projection(output)
         if not found.requires_grad:
             raise NotApplicableError("the loss has no gradient: the model is frozen, or its output detached")
         return found
 
-    def copied_inputs(self, vary: Vary | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the arguments on the device, varied; floating ones require a gradient where it is on."""
+    def copied_inputs(
+        self, vary: Vary | None = None, *, requires_grad: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the arguments on the device, varied.
+
+        Those that require a gradient do so again, all floating ones if that is wanted, and none under `no_grad`.
+        """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
         copies: dict[int, Tensor] = {}
 
@@ -235,7 +266,8 @@ class Trial:
                 given = tensor.detach().clone().to(self.probe.device)
                 if vary is not None and id(tensor) in paths:
                     given = vary(paths[id(tensor)], given)
-                copies[id(tensor)] = given.requires_grad_(torch.is_grad_enabled() and given.is_floating_point())
+                wanted = tensor.requires_grad or (requires_grad and given.is_floating_point())
+                copies[id(tensor)] = given.requires_grad_(wanted and torch.is_grad_enabled())
             return copies[id(tensor)]
 
         return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
@@ -260,13 +292,13 @@ class Trial:
         self,
         trace: Trace,
         model: nn.Module,
-        vary: Vary | None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         mode: Mode | None,
         *,
         backward: bool,
         traced: bool,
     ) -> None:
-        args, kwargs = self.copied_inputs(vary)
+        args, kwargs = inputs
         if mode is not None:
             model.train(mode == "train")
         with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
@@ -278,10 +310,24 @@ class Trial:
         if backward:
             trace.loss = self.loss(trace.output)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            inputs = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad}
+            floating = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad and x.is_leaf}
             trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
             trace.gradients = {name: _taken(p) for name, p in parameters.items()}
-            trace.input_gradients = {path: _taken(x) for path, x in inputs.items()}
+            trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
+
+    def _taken_of(self, output: Any) -> Tensor:
+        assert self._loss is not None
+        if not flatten("output", output).tensors and flatten("output", output).known:
+            raise NotApplicableError("the model gives out no tensor, of which there could be a loss")
+        try:
+            found = self._loss(output)
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise UsageError(f"loss= raised {type(error).__name__} on what the model gives out: {text}") from error
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"a tensor of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(f"loss= takes what the model gives out and returns a tensor of one number; got {what}")
+        return found
 
     def _projection(self, output: Any) -> Tensor:
         terms = []

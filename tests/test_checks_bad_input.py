@@ -1,0 +1,155 @@
+"""The checks of the battery on models and inputs they cannot say much of: a reason, no traceback of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe.exceptions import UsageError
+
+
+class Calling(nn.Module):
+    """A linear layer with any code around it."""
+
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.code = code
+
+    def forward(self, *args: Any) -> Any:
+        return self.code(self.linear, *args)
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("it holds a file that is open")
+
+
+def four_rows_only(linear: nn.Module, x: Tensor) -> Any:
+    if len(x) != 4:
+        raise ValueError("four rows only")
+    return linear(x)
+
+
+def slope(linear: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+PACKED = nn.utils.rnn.pack_padded_sequence(X.reshape(2, 2, 3), [2, 1], batch_first=True)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "no parameters": (nn.ReLU, (X,)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False), (X,)),
+    "integers out": (lambda: Calling(lambda linear, x: linear(x).argmax(-1)), (X,)),
+    "nothing out": (lambda: Calling(lambda linear, x: None), (X,)),
+    "an object out": (lambda: Calling(lambda linear, x: slice(linear(x))), (X,)),
+    "a list in": (lambda: Calling(lambda linear, xs: linear(xs[0] + xs[1])), ([X, X],)),
+    "a dict in and out": (lambda: Calling(lambda linear, given: {"y": linear(given["x"])}), ({"x": X},)),
+    "nothing in": (lambda: Calling(lambda linear: 2 * linear.weight), ()),
+    "a number in": (lambda: Calling(lambda linear, n: n * linear.weight), (3,)),
+    "a scalar in": (lambda: Calling(lambda linear, x: x * linear.weight), (torch.tensor(2.0),)),
+    "bools in": (lambda: Calling(lambda linear, x: linear(x.to(linear.weight.dtype))), (X > 0,)),
+    "complex in": (lambda: Calling(lambda linear, x: linear(x.abs())), (X.to(torch.complex64),)),
+    "sparse in": (lambda: Calling(lambda linear, x: torch.sparse.mm(x, linear.weight.T)), (X.to_sparse(),)),
+    "sparse out": (lambda: Calling(lambda linear, x: linear(x).to_sparse()), (X,)),
+    "packed in": (lambda: nn.LSTM(3, 2, batch_first=True), (PACKED,)),
+    "no batch": (lambda: nn.Linear(3, 2), (X[0],)),
+    "no rows": (lambda: nn.Linear(3, 2), (X[:0],)),
+    "not to be copied": (lambda: nn.Sequential(Uncopied(3, 2)), (X,)),
+    "raises": (lambda: Calling(lambda linear, x: linear(x[0, 0])), (X,)),
+    "lazy": (lambda: nn.LazyLinear(2), (X,)),
+    "meta": (lambda: nn.Linear(3, 2, device="meta"), (X,)),
+    "takes a gradient itself": (lambda: Calling(slope), (X,)),
+    "half": (lambda: nn.Linear(3, 2).bfloat16(), (X.bfloat16(),)),
+}
+UNPICKLED = {"copy_and_pickle"}  # the code is a lambda
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_check_raises_or_complains_of_a_model_that_it_means_nothing_for(modelprobe: ModelProbe, name: str) -> None:
+    factory, args = MODELS[name]
+    outcomes = [
+        check.outcome(modelprobe, factory(), *args) for key, check in checks.STANDARD.items() if key not in UNPICKLED
+    ]
+    assert [str(outcome) for outcome in outcomes if outcome.verdict == "broken"] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_check_raises_with_a_loss(modelprobe: ModelProbe, name: str) -> None:
+    factory, args = MODELS[name]
+
+    def loss(output: Any) -> Tensor:
+        tensors = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+        floats = [x.to_dense() for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
+        return sum((x.pow(2).mean() for x in floats), torch.zeros(()))
+
+    for key in ("checkpoint_parity", "gradient_accumulation", "overfits_batch"):
+        assert checks.STANDARD[key].outcome(modelprobe, factory(), *args, loss=loss).text
+
+
+def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -> None:
+    outcome = checks.any_batch_size.outcome(modelprobe, Calling(four_rows_only), X)
+    assert outcome.text.startswith("(root) takes no batch of 1, only of 4: (root) raised ValueError: four rows only")
+
+
+def test_an_axis_whose_rows_know_of_each_other_in_one_number_is_no_batch(modelprobe: ModelProbe) -> None:
+    picture = modelprobe.randn(3, 8, 8)
+    for check in (checks.batch_independent, checks.any_batch_size):
+        assert "seems to be no batch" in check.outcome(modelprobe, nn.Conv2d(3, 3, 3), picture).text
+
+
+def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
+    types = torch.zeros(4, 3, dtype=torch.long)
+    assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
+
+
+def test_a_gradient_of_nothing_but_rounding_is_no_other_gradient(modelprobe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    outcome = checks.gradient_accumulation.outcome(modelprobe, model, X, loss=lambda y: y.pow(2).mean())
+    assert outcome.verdict == "holds", outcome
+
+
+def test_hooks_that_a_model_registers_in_its_first_forward_are_registered_once(modelprobe: ModelProbe) -> None:
+    class Hooked(nn.Linear):
+        ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.ready = True
+                self.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+            return super().forward(x)
+
+    model = Hooked(3, 2)
+    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
+    assert not model._forward_pre_hooks
+
+
+def test_a_kernel_that_lacks_a_dtype_is_not_a_dtype_in_the_code(modelprobe: ModelProbe) -> None:
+    def narrow(linear: nn.Module, x: Tensor) -> Any:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not implemented for Double")
+        return linear(x)
+
+    assert checks.dtype_parity.outcome(modelprobe, Calling(narrow), X).verdict == "not applicable"
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(lambda y: y.nothing, "loss= raised AttributeError"), (lambda y: 1.0, "got float"), (lambda y: y, r"\(4, 2\)")],
+)
+def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        checks.overfits_batch.outcome(modelprobe, nn.Linear(3, 2), X, loss=loss)
+
+
+def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
+    outcomes = checks.standard(nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"])
+    assert {outcome.verdict for outcome in outcomes} == {"holds"}
