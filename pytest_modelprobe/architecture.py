@@ -19,7 +19,7 @@ from .capture import Capture
 from .flatten import map_tensors
 from .layers import Layers
 from .record import Record
-from .restoring import preserved
+from .restoring import hooks_preserved, preserved
 
 
 def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
@@ -37,7 +37,7 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     capture = Capture(layers, layers.modules)
     reason = None
     if args or kwargs:
-        with preserved(model, values=False), seeding.forked_rng(), _quiet():
+        with preserved(model, values=False), hooks_preserved(model), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs)
     if reason is None:
         return assemble(capture)

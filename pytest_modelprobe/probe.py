@@ -26,7 +26,7 @@ from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
 from .record import Layer, Reading, Record, Response
-from .restoring import preserved
+from .restoring import hooks_preserved, preserved
 from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -563,7 +563,10 @@ class _Run:
     def _prepared(self) -> Iterator[None]:
         """The model as a run finds it, from the seed; everything is put back afterwards."""
         __tracebackhide__ = True
-        with preserved(self.model), seeding.seeded(seeding.derive(self.seed, "run")), ExitStack() as contexts:
+        with ExitStack() as contexts:
+            contexts.enter_context(preserved(self.model))
+            contexts.enter_context(hooks_preserved(self.model))
+            contexts.enter_context(seeding.seeded(seeding.derive(self.seed, "run")))
             for context in self._contexts():
                 contexts.enter_context(context)
             if self.mode is not None:

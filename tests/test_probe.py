@@ -871,3 +871,27 @@ def test_a_mode_that_the_run_sets_itself_may_change_after_it(probe: ModelProbe, 
     record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
     net.train(not net.training)
     assert rerun(record).measured(record).noise == "measured"
+
+
+class Installs(nn.Module):
+    """Registers a hook in its first forward, and says so in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.installed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.installed:
+            self.fc.register_forward_hook(lambda module, args, output: output + 1)
+            self.installed = True
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("how", ["run", "architecture"])
+def test_hooks_that_a_model_installs_in_its_forward_go_with_the_attribute_that_says_so(how: str) -> None:
+    model, probe = Installs(), ModelProbe()
+    for _ in range(2):
+        getattr(probe, how)(model, torch.ones(1, 2))
+        assert not model.fc._forward_hooks
+        assert not model.installed
