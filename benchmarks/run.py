@@ -1,7 +1,7 @@
 """What the probe costs, as ratios to the same step without it, measured in turns in one process.
 
     python benchmarks/run.py            # all, and writes RESULTS.md beside this file
-    python benchmarks/run.py gpt2 load  # some, printed only
+    python benchmarks/run.py gpt2 load  # some, and keeps what was known of the others
 
 A step is a forward and a backward. In each round every mode runs once, in an order that changes; a ratio is the median
 over rounds of (mode / unwatched) within a round, for a machine's speed drifts between rounds. Spread: the middle half.
@@ -264,7 +264,8 @@ def _million_additions() -> float:
 
 
 LLAMA = """
-import resource, time, torch
+import re, time, torch
+from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 from pytest_modelprobe import ModelProbe, files
 config = LlamaConfig(vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
@@ -274,8 +275,10 @@ with torch.device("meta"):
     model = LlamaForCausalLM(config)
 record = ModelProbe().architecture(model, torch.empty(2, 4096, dtype=torch.int64), use_cache=False)
 text = files.encode(record).architecture
-print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(text.encode()),
-    len(record.layers))
+seconds = time.perf_counter() - start
+# Not ru_maxrss, which counts what the process was before it became this one.
+most = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+print(seconds, most / 2**20, len(text.encode()), len(record.layers))
 """
 
 
@@ -400,7 +403,8 @@ def main() -> None:
     def wanted(name: str) -> bool:
         return not chosen or name in chosen
 
-    results: dict[str, Any] = {}
+    known = RESULTS.with_suffix(".json")
+    results: dict[str, Any] = json.loads(known.read_text("utf-8")) if chosen and known.exists() else {}
     for title, make in MODELS.items():
         if wanted(make.__name__.removesuffix("50")):
             results.setdefault("models", {})[title] = bench_model(make, options.rounds)
@@ -412,9 +416,8 @@ def main() -> None:
             results[name] = bench()
     text = report(results)
     print(text)
-    if not chosen:
-        RESULTS.write_text(text, encoding="utf-8")
-        RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(text, encoding="utf-8")
+    known.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
