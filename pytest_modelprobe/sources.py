@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -74,31 +74,22 @@ class Source:
         Raises:
             SourceError: one cannot be read; the message says which, and where.
         """
-        found = {}
-        for name, snapshot in self._each(names):
-            if isinstance(snapshot, SourceError):
-                raise snapshot
-            found[name] = snapshot
+        found, errors = self.readable(names)
+        for error in errors.values():
+            raise error
         return found
 
-    def readable(self, names: Collection[str]) -> tuple[dict[str, Snapshot], dict[str, SourceError]]:
+    def readable(self, names: Collection[str] | None = None) -> tuple[dict[str, Snapshot], dict[str, SourceError]]:
         """Return name → snapshot for those that can be read, and name → why not for the others."""
         found, errors = {}, {}
-        for name, snapshot in self._each(names):
-            if isinstance(snapshot, SourceError):
-                errors[name] = snapshot
-            else:
-                found[name] = snapshot
-        return found, errors
-
-    def _each(self, names: Collection[str] | None) -> Iterator[tuple[str, Snapshot | SourceError]]:
         pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
         contents = self.load([path for path in self.contents if any(path in pair for pair in pairs.values())])
         for name, pair in pairs.items():
             try:
-                yield name, self._snapshot(pair, contents)
+                found[name] = self._snapshot(pair, contents)
             except SourceError as error:
-                yield name, error
+                errors[name] = error
+        return found, errors
 
     @property
     def _at(self) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change, qualified
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector, nearest
 
-from .evidence import Subject, called, is_watch, record_of, selected, source_of
+from .evidence import Subject, called, full_name, is_watch, record_of, selected, source_of
 
 # --- static facts -------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
 
 def _places(layer: Layer) -> Iterator[tuple[str, str]]:
     for parameter in (*layer.parameters, *layer.buffers):
-        yield qualified(layer.name, parameter.name), parameter.device
+        yield full_name(layer, parameter.name), parameter.device
     for call, value in layer.outputs:
         yield address(layer.name, call, value.path), value.device
 
@@ -169,7 +169,7 @@ def _facts(subject: Subject | Any, layers: Selector) -> Iterator[_Fact]:
     record = source if isinstance(source, Record) else source.record
     for layer in selected(record, layers):
         for own in layer.parameters:
-            name = qualified(layer.name, own.name)
+            name = full_name(layer, own.name)
             yield _Fact(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
 
 
@@ -393,7 +393,7 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Moved]:
         for own in mine:
             if own.name in was:
                 change = _change(own.reading, was[own.name].reading)
-                yield _Moved(qualified(now.name, own.name), now, own, change, kind == "buffer")
+                yield _Moved(full_name(now, own.name), now, own, change, kind == "buffer")
 
 
 def _change(now: Reading, before: Reading) -> float | None:

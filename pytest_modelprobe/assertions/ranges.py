@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, address, qualified
+from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, address
 from pytest_modelprobe.report.text import Cell, count, failure, number
 from pytest_modelprobe.selection import Selector
 
-from .evidence import Subject, numbers, record_of, with_numbers
+from .evidence import Subject, full_name, numbers, record_of, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
@@ -327,4 +327,4 @@ def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statis
                 readings = (("parameter", parameter.reading), ("gradient", parameter.gradient))
                 for kind, reading in readings:
                     if reading is not None and reading.statistics is not None and reading.statistics.count:
-                        yield qualified(layer.name, parameter.name), kind, reading.statistics
+                        yield full_name(layer, parameter.name), kind, reading.statistics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
+from .outcome import Break
 from .trial import Given, Trace
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
@@ -119,12 +120,22 @@ def from_the_loss(names: Iterable[str], trace: Trace) -> list[str]:
     return sorted(names, key=lambda name: -last.get(name.rpartition(".")[0], -1))
 
 
-COLUMNS = ("given out by", "changed by")
+def broken(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
+    """Return the break that disagreements show: at the first of them, with a table of all.
 
-
-def rows(found: Iterable[Disagreement]) -> tuple[tuple[Cell, ...], ...]:
-    """Return the rows of a table of disagreements, under `COLUMNS`."""
-    return tuple(one.row for one in found)
+    Args:
+        found: What disagrees.
+        said: The sentence after the layer's name; ``{path}`` and ``{by}`` stand for which output changed, and how far.
+        advice: Where to look.
+    """
+    first = found[0]
+    return Break(
+        layer=first.given.layer,
+        line=f"{first.given.layer} {said.format(path=first.given.path, by=first.row[1])}",
+        columns=("given out by", "changed by"),
+        rows=tuple(one.row for one in found),
+        advice=advice,
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:

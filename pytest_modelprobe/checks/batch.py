@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, Disagreement, Pairs, disagreements, rows, upheld
+from .agreement import Disagreement, Pairs, broken, disagreements, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
-from .sequence import other
+from .sequence import other_from
 from .trial import Trace, Trial
 
 
@@ -45,17 +45,12 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     if not found:
         return f"the first of {count(size, 'row')}, in {count(len(layers), 'layer')}"
     if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
-        raise NotApplicableError(
-            f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
-        )
-    first = found[0]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} mixes the batch: the first row changed by {first.row[1]} with the other rows",
-        columns=COLUMNS,
-        rows=rows(found),
-        advice="Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; or a BatchNorm that is not "
-        "in evaluation mode.",
+        raise _no_batch(axis)
+    return broken(
+        found,
+        "mixes the batch: the first row changed by {by} with the other rows",
+        "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; or a BatchNorm that is not in "
+        "evaluation mode.",
     )
 
 
@@ -82,9 +77,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
         two = trial.run(mode="eval", vary=_sized(trial, size, n, axis))
         if two.error is not None:
             if size > 1 and _mixed(trial, one, size, axis, tolerance):
-                raise NotApplicableError(
-                    f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
-                )
+                raise _no_batch(axis)
             return Break(
                 layer=two.raised_in,
                 line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
@@ -93,15 +86,10 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
         found = disagreements(one, two, pairs=_first_rows(size, n), tolerance=tolerance)
         found = upheld(found, one, _first_rows(size, size))
         if found:
-            first = found[0]
-            return Break(
-                layer=first.given.layer,
-                line=f"{first.given.layer} depends on the batch size: the first row changed by {first.row[1]} in a "
-                f"batch of {n}, not {size}",
-                columns=COLUMNS,
-                rows=rows(found),
-                advice="Look for a size that is written into a view, a buffer or a loop, and for what is taken over "
-                "axis 0.",
+            return broken(
+                found,
+                f"depends on the batch size: the first row changed by {{by}} in a batch of {n}, not {size}",
+                "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}"
 
@@ -116,6 +104,12 @@ def size_of(trial: Trial, axis: int) -> int:
     if not having[0].shape[axis]:
         raise NotApplicableError("the batch has no rows")
     return having[0].shape[axis]
+
+
+def _no_batch(axis: int) -> NotApplicableError:
+    return NotApplicableError(
+        f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
+    )
 
 
 def batched(trial: Trial, size: int, axis: int) -> set[str]:
@@ -142,11 +136,11 @@ def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | No
         if path not in varied or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
-            others = other(trial, x).narrow(axis, 1, size - 1)
+            varied_here = other_from(trial, x, axis, 1)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
-        return torch.cat([x.narrow(axis, 0, 1), others], axis)
+        return varied_here
 
     two = trial.other(mode="eval", vary=vary)
     if not replaced:

@@ -53,6 +53,12 @@ class Outcome:
         return f"{self.check} {verb} {self.model}" + (f": {self.text}" if self.text else "")
 
 
+def line_of(error: BaseException | None) -> str:
+    """Return the type and the first line of what was raised."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}{f': {text}' if text else ''}"
+
+
 def said(found: Break) -> str:
     """Return the message of a property that is broken."""
     if not found.rows:

@@ -15,10 +15,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, change, disagreements, from_the_loss, negligible, rows
+from .agreement import broken, change, disagreements, from_the_loss, negligible
 from .check import check
-from .outcome import Break, NotApplicableError
-from .trial import Given, Trace, Trial, Vary
+from .outcome import Break, NotApplicableError, line_of
+from .trial import Given, Trace, Trial, Vary, hooked
 
 _PARITY = 1e-3
 """Relative change between devices: kernels differ, TensorFloat-32 rounds to 1e-3."""
@@ -128,7 +128,6 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     if not any(x.dim() for _, x in trial.dense):
         raise NotApplicableError("no input has a layout")
     one = trial.reference(mode="eval")
-    said = ""
     dense = {path for path, _ in trial.dense}
     for name, layout in layouts.items():
 
@@ -138,7 +137,6 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         found = _parity(one, trial.run(mode="eval", vary=vary), f"with inputs {name}", tolerance)
         if isinstance(found, Break):
             return found
-        said = said or found
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
@@ -257,10 +255,9 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         try:
             program = torch.export.export(other, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever export raises of a model
-            line = str(error).strip().partition("\n")[0]
             return Break(
                 layer=ROOT,
-                line=f"{ROOT} cannot be exported: {type(error).__name__}: {line}",
+                line=f"{ROOT} cannot be exported: {line_of(error)}",
                 advice="Look for control flow that depends on the contents of a tensor.",
             )
         two = trial.run(model=program.module(), traced=False)
@@ -278,13 +275,7 @@ def _parity(one: Trace, two: Trace, how: str, tolerance: float | None) -> Break 
     found = disagreements(one, two, tolerance=tolerance)
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
-    first = found[0]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} gives out another {first.given.path} {how}: changed by {first.row[1]}",
-        columns=COLUMNS,
-        rows=rows(found),
-    )
+    return broken(found, f"gives out another {{path}} {how}: changed by {{by}}")
 
 
 def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
@@ -325,7 +316,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Bre
 
 
 def _limit(tolerance: float | None) -> float:
-    return 1e-3 if tolerance is None else tolerance
+    return _PARITY if tolerance is None else tolerance
 
 
 def _dtype(given: Given) -> str:
@@ -336,7 +327,7 @@ def _parts(trial: Trial) -> list[str]:
     """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
     simple: dict[nn.Module, bool] = {}
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
+    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
             type(tensors) is tuple
@@ -345,13 +336,8 @@ def _parts(trial: Trial) -> list[str]:
         )
         simple[module] = simple.get(module, True) and plain
 
-    hooked = [m for m in trial.layers.modules.values() if not isinstance(m, torch.jit.ScriptModule)]
-    handles = [module.register_forward_hook(look) for module in hooked]
-    try:
+    with hooked(trial.layers.modules, after=look):
         trial.reference(backward=True)
-    finally:
-        for handle in handles:
-            handle.remove()
 
     def parts(name: str, module: nn.Module) -> list[str]:
         if simple.get(module) and name:

@@ -14,9 +14,9 @@ from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, disagreements, rows
+from .agreement import broken, disagreements
 from .check import check_as_it_is
-from .outcome import Break, NotApplicableError
+from .outcome import Break, NotApplicableError, line_of
 from .trial import Trace, Trial
 
 _DEEPEST = 3
@@ -162,7 +162,7 @@ def state_dict_round_trip(trial: Trial) -> Break | str:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Break(layer=ROOT, line=f"{ROOT} does not take its own state_dict: {_line(error)}")
+        return Break(layer=ROOT, line=f"{ROOT} does not take its own state_dict: {line_of(error)}")
     lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
     if lost:
         first, second = lost[0]
@@ -199,7 +199,7 @@ def copy_and_pickle(trial: Trial) -> Break | str:
         where = next((name for name in bad if not any(other.startswith(f"{name}.") for other in bad)), ROOT)
         return Break(
             layer=where,
-            line=f"{where} cannot be pickled: {_line(error)}",
+            line=f"{where} cannot be pickled: {line_of(error)}",
             advice="Look for a lambda, a local class or an open file among its attributes.",
         )
     return _compared(one, trial.run(mode="eval", model=again), "pickle", "")
@@ -211,13 +211,10 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
     found = disagreements(one, two, tolerance=0.0, integers=True)
     if not found:
         return f"{said}{count(len(one.outputs), 'output')}"
-    first = found[0]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} is another after {by}: {first.given.path} changed by {first.row[1]}",
-        columns=COLUMNS,
-        rows=rows(found),
-        advice="Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
+    return broken(
+        found,
+        f"is another after {by}: {{path}} changed by {{by}}",
+        "Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
         "model: a bound method, a closure.",
     )
 
@@ -248,8 +245,3 @@ def _pickles(module: nn.Module) -> bool:
     except Exception:  # noqa: BLE001 - whatever cannot be pickled
         return False
     return True
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}{f': {text}' if text else ''}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import COLUMNS, Disagreement, change, disagreements, rows
+from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trial
+from .trial import Trial, hooked
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -36,14 +36,11 @@ def deterministic(trial: Trial) -> Break | str:
     found = disagreements(one, trial.run(), tolerance=0.0, integers=True)
     if not found:
         return f"{count(len(one.outputs), 'output')} in 2 runs"
-    first = found[0]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} is not deterministic: {first.given.path} changed by {first.row[1]} with one seed",
-        columns=COLUMNS,
-        rows=rows(found),
-        advice="Look for a random generator of its own, the clock, uninitialised memory, or something kept of its "
-        "last forward.",
+    return broken(
+        found,
+        "is not deterministic: {path} changed by {by} with one seed",
+        "Look for a random generator of its own, the clock, uninitialised memory, or something kept of its last "
+        "forward.",
     )
 
 
@@ -65,14 +62,10 @@ def eval_stable(trial: Trial) -> Break | str:
         found = found or disagreements(one, trial.run(mode="eval", seed=seed), tolerance=0.0, integers=True)
     if not found:
         return f"{count(len(one.outputs), 'output')} in 3 runs, each with other random numbers"
-    first = found[0]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} is random in evaluation mode: {first.given.path} changed by {first.row[1]} with "
-        "another seed",
-        columns=COLUMNS,
-        rows=rows(found),
-        advice="Look for dropout that does not ask for self.training, or noise that is always added.",
+    return broken(
+        found,
+        "is random in evaluation mode: {path} changed by {by} with another seed",
+        "Look for dropout that does not ask for self.training, or noise that is always added.",
     )
 
 
@@ -93,8 +86,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     wanted = [
         name
         for name, module in trial.layers.modules.items()
-        if (isinstance(module, _Dropout) and 0 < module.p < 1)
-        or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
+        if _drops(module) or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
     ]
     if not wanted:
         raise NotApplicableError("no layer does anything else in training: there is nothing to check")
@@ -131,32 +123,21 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
     on: dict[str, bool] = {}
     given: dict[str, Tensor] = {}
 
-    def begin(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            given[name] = args[0].detach().clone() if args else torch.empty(0)
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[name] = args[0].detach().clone() if args else torch.empty(0)
 
-        return hook
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(module, _Dropout):
+            on[name] = module.training
+        elif bool(given[name].any()):  # of zeros nothing can be dropped
+            on[name] = on.get(name, False) or change(given[name], output) > 0
 
-    def end(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not isinstance(module, _Dropout):
-                on[name] = module.training
-            elif bool(given[name].any()):  # of zeros nothing can be dropped
-                on[name] = on.get(name, False) or change(given[name], output) > 0
-
-        return hook
-
-    handles = [
-        handle
-        for name in names
-        for module in [trial.layers.modules[name]]
-        for handle in (module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name)))
-    ]
-    try:
+    with hooked({name: trial.layers.modules[name] for name in names}, begin, end):
         yield on
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _Dropout) and 0 < module.p < 1
 
 
 @check
@@ -172,19 +153,13 @@ def seeded(trial: Trial) -> Break | str:
     one, again, other = (trial.reference(mode="train", seed=seed) for seed in ("one", "one", "another"))
     found = disagreements(one, again, tolerance=0.0, integers=True)
     if found:
-        first = found[0]
-        return Break(
-            layer=first.given.layer,
-            line=f"{first.given.layer} does not go by the seed: {first.given.path} changed by {first.row[1]} with one "
-            "seed",
-            columns=COLUMNS,
-            rows=rows(found),
-            advice="Look for a random generator of its own, or the clock.",
+        return broken(
+            found,
+            "does not go by the seed: {path} changed by {by} with one seed",
+            "Look for a random generator of its own, or the clock.",
         )
     drawn = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
-    random = [
-        name for name, module in trial.layers.modules.items() if isinstance(module, _Dropout) and 0 < module.p < 1
-    ]
+    random = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
     fixed = [name for name in random if name in called and name not in drawn]
     if fixed:

@@ -13,7 +13,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import COLUMNS, Disagreement, Pairs, change, disagreements, limit, rows, upheld
+from .agreement import Pairs, broken, change, disagreements, limit, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
@@ -44,19 +44,12 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     before = (length + 1) // 2
 
     def vary(name: str, x: Tensor) -> Tensor:
-        if name != path:
-            return x
-        return torch.cat([x.narrow(axis, 0, before), other(trial, x).narrow(axis, before, length - before)], axis)
+        return other_from(trial, x, axis, before) if name == path else x
 
-    one = trial.reference(mode="eval")
-    two = trial.other(mode="eval", vary=vary)
-    pairs = _first(before, length)
-    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
-    looked_at = _looked_at(one, pairs, length)
-    if not found:
-        return f"{count(looked_at, 'layer')} at the first {before} of {length} positions"
-    return _broken(
-        found,
+    return _agreeing_at_first(
+        (trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)),
+        (before, length),
+        tolerance,
         f"knows of later positions: the first {before} of {length} changed by {{by}} with the others",
         "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken over "
         "all positions: a norm, a mean.",
@@ -100,21 +93,14 @@ def padding_invariant(
         def varied(where: str, x: Tensor) -> Tensor:
             if where == name:
                 return masked(x)
-            if another and where == path:
-                return torch.cat([x.narrow(axis, 0, kept), other(trial, x).narrow(axis, kept, length - kept)], axis)
-            return x
+            return other_from(trial, x, axis, kept) if another and where == path else x
 
         return varied
 
-    one = trial.reference(mode="eval", vary=vary(another=False))
-    two = trial.other(mode="eval", vary=vary(another=True))
-    pairs = _first(kept, length)
-    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
-    looked_at = _looked_at(one, pairs, length)
-    if not found:
-        return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions"
-    return _broken(
-        found,
+    return _agreeing_at_first(
+        (trial.reference(mode="eval", vary=vary(another=False)), trial.other(mode="eval", vary=vary(another=True))),
+        (kept, length),
+        tolerance,
         f"sees masked positions: the first {kept} of {length} changed by {{by}} with what stands behind the mask",
         "Look at whether the mask reaches the attention, and at what is taken over all positions: a norm, a mean.",
     )
@@ -140,10 +126,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     order = torch.arange(length, device=trial.probe.device).roll(1)
     order[: length - 1] = order[: length - 1].flip(0)
 
-    def vary(name: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order) if name == path else x
-
-    one, two = trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    one, two = _reordered(trial, path, axis, order)
     back = torch.argsort(order)
 
     def restored(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -159,7 +142,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     looked_at = _looked_at(one, restored, length)
     if not found:
         return f"{count(looked_at, 'layer')} of {length} elements in another order"
-    return _broken(
+    return broken(
         found,
         "depends on the order of its elements: changed by {by} beyond that",
         "Look for positions that are added, and for what is taken over neighbours: a convolution, a recurrence.",
@@ -184,10 +167,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     path, tensor = _sequence(trial, axis)
     order = torch.arange(tensor.shape[axis], device=trial.probe.device).flip(0)
 
-    def vary(name: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order) if name == path else x
-
-    one, two = trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    one, two = _reordered(trial, path, axis, order)
     for where, value in one.final.items():
         again = two.final.get(where)
         far = math.inf if again is None else change(value, again)
@@ -198,6 +178,34 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
                 advice="Look for positions that are added, and for a last step that picks one element.",
             )
     return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
+
+
+def _agreeing_at_first(
+    runs: tuple[Trace, Trace], first: tuple[int, int], tolerance: float | None, said: str, advice: str
+) -> Break | str:
+    """Return what was looked at, or where two runs disagree at the first positions of so many."""
+    (one, two), (before, length) = runs, first
+    pairs = _first(before, length)
+    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
+    looked_at = _looked_at(one, pairs, length)
+    if found:
+        return broken(found, said, advice)
+    return f"{count(looked_at, 'layer')} at the first {before} of {length} positions"
+
+
+def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
+    """Return a run on the inputs as they are, and one with the elements of one of them in another order."""
+
+    def vary(name: str, x: Tensor) -> Tensor:
+        return x.index_select(axis, order) if name == path else x
+
+    return trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+
+
+def other_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
+    """Return a tensor with other numbers of its kind from a position on; see `other`."""
+    rest = tensor.shape[axis] - start
+    return torch.cat([tensor.narrow(axis, 0, start), other(trial, tensor).narrow(axis, start, rest)], axis)
 
 
 def other(trial: Trial, tensor: Tensor) -> Tensor:
@@ -255,15 +263,3 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int) -> int:
     if not layers:
         raise NotApplicableError(f"no layer gives out anything along an axis of {count(length, 'position')}")
     return len(layers)
-
-
-def _broken(found: list[Disagreement], said: str, advice: str) -> Break:
-    first = found[0]
-    by = first.row[1]
-    return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} {said.format(by=by)}",
-        columns=COLUMNS,
-        rows=rows(found),
-        advice=advice,
-    )

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.layers import attributes
-from pytest_modelprobe.record import ROOT, Plain, qualified
+from pytest_modelprobe.record import Plain, qualified
 from pytest_modelprobe.report.text import count
 
-from .agreement import COLUMNS, disagreements, rows
+from .agreement import broken, disagreements
 from .check import check
 from .outcome import Break
-from .trial import Trial
+from .trial import Trial, hooked
 
 
 @check
@@ -55,14 +55,11 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
             found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
         now = {name for name, value in _attributes(trial).items() if value != kept.get(name)}
     if found:
-        first_given = found[0].given
         what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
-        return Break(
-            layer=first_given.layer,
-            line=f"{first_given.layer} gives out another {first_given.path} after a forward, by {found[0].row[1]}",
-            columns=COLUMNS,
-            rows=rows(found),
-            advice=f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
+        return broken(
+            found,
+            "gives out another {path} after a forward, by {by}",
+            f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
     return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
 
@@ -96,28 +93,16 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
                 versions[path] = x._version
                 blamed.append((running[-1], path))
 
-    def begin(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            look()  # the code of the layer around
-            running.append(name)
-
-        return hook
+    def begin(name: str, *_: Any) -> None:
+        look()  # the code of the layer around
+        running.append(name)
 
     def end(*_: Any) -> None:
         look()
         running.pop()
 
-    handles = [
-        handle
-        for name, module in trial.layers.modules.items()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for handle in (module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end))
-    ]
-    try:
+    with hooked(trial.layers.modules, begin, end):
         trial.reference(mode="eval", vary=remember)
-    finally:
-        for handle in handles:
-            handle.remove()
     if blamed:
         layer, path = blamed[0]
         return Break(
@@ -136,7 +121,7 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _attributes(trial: Trial) -> dict[str, Plain]:
     return {
-        qualified(name, key) if name != ROOT else key: value
+        qualified(name, key): value
         for name, module in trial.layers.modules.items()
         for key, value in attributes(module).items()
     }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, number
 from pytest_modelprobe.restoring import preserved
@@ -30,7 +31,7 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     its own number.
 
     Args:
-        trial: The model and its inputs. Without a loss, the mean of the output's projection is taken.
+        trial: The model and its inputs, with a loss.
         axis: Which axis of the inputs the batch is along.
         tolerance: Largest relative change of a gradient.
 
@@ -123,7 +124,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     gradcheck holds for Linear: 3 gradients
     """
     model = trial.copied().double()
-
+    parameters = dict(model.named_parameters())
     one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
@@ -133,7 +134,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
             x = _wide(where, x)
             return x + by * direction if where == path else x
 
-        parameter = dict(model.named_parameters()).get(tensor_name or "")
+        parameter = parameters.get(tensor_name or "")
         if parameter is None:
             trace = trial.run(mode="eval", model=model, vary=moved, backward=True, input_gradients=True)
         else:
@@ -150,7 +151,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    tensors = {**dict(trial.inputs), **dict(model.named_parameters())}
+    tensors = {**dict(trial.inputs), **parameters}
     tensors = {name: x.to(trial.probe.device, torch.float64) for name, x in tensors.items() if x.is_floating_point()}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
@@ -275,12 +276,11 @@ def overfits_batch(
         still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
     if last <= below * first:
         return f"loss {number(first)} → {number(last)} in {count(steps_done, 'step')}"
-    name = still[0] if still else "(root)"
+    name = still[0] if still else ROOT
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     return Break(
         layer=name,
-        line=f"{name if still else '(root)'} does not learn one batch: loss {number(first)} → {number(last)} in "
-        f"{count(steps, 'step')}{moved}",
+        line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
         columns=("never moved",) if still else (),
         rows=tuple((one,) for one in still),
         advice="Look for a part that is detached or frozen, a softmax before a cross entropy, targets that do not go "
@@ -319,8 +319,9 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
                 p.add_(trial.randn_like(p, name))
         updates()
         found = []
+        after = dict(inner.named_parameters())
         for name, p in trial.model.named_parameters():
-            now = dict(inner.named_parameters()).get(name)
+            now = after.get(name)
             if now is None:
                 found.append((name, "not in the average"))
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,10 +20,10 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, qualified
+from pytest_modelprobe.record import ROOT, address, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved
 
-from .outcome import NotApplicableError
+from .outcome import NotApplicableError, line_of
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
@@ -37,7 +38,8 @@ class Given:
     """One tensor that a layer gave out, or that its own code made for a layer inside it."""
 
     layer: str
-    call: int
+    index: int
+    """Which of the layer's calls, from 0."""
     path: str
     tensor: Tensor
     """A copy: the layers after it may write into the original."""
@@ -47,7 +49,7 @@ class Given:
     @property
     def where(self) -> str:
         """Its address, as messages say it: ``fc1 (call 2) output``."""
-        return f"{self.layer} (call {self.call + 1}) {self.path}" if self.call else f"{self.layer} {self.path}"
+        return address(self.layer, self, self.path)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +81,7 @@ class Trace:
     @property
     def failure(self) -> str:
         """What the model raised, in one line."""
-        text = str(self.error).strip().partition("\n")[0]
-        return f"{self.raised_in} raised {type(self.error).__name__}{f': {text}' if text else ''}"
+        return f"{self.raised_in} raised {line_of(self.error)}"
 
 
 class Trial:
@@ -357,12 +358,35 @@ def _taken(leaf: Tensor) -> Tensor | None:
 
 
 @contextmanager
+def hooked(
+    modules: Mapping[str, nn.Module],
+    before: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, nn.Module, Any, Any], None] | None = None,
+) -> Iterator[None]:
+    """Call functions around each call of the modules.
+
+    Args:
+        modules: By name. Scripted ones take no hooks.
+        before: Takes the name, the module, its positional and its keyword arguments.
+        after: Takes the name, the module, its positional arguments and what it gives out.
+    """
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            if before is not None:
+                handle = module.register_forward_pre_hook(functools.partial(before, name), with_kwargs=True)
+                stack.callback(handle.remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(functools.partial(after, name)).remove)
+        yield
+
+
+@contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Take down what each layer gives out, and where the model raises."""
     running: list[str] = []
     counts: dict[str, int] = defaultdict(int)
-    handles = []
-
     known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
 
     def is_news(tensor: Tensor) -> bool:
@@ -371,37 +395,24 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         known[id(tensor)] = tensor, version
         return there is None or there[1] != version
 
-    def begin(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = f" (call {counts[name] + 1})" if counts[name] else ""
-            for path, tensor in flatten_call(args, kwargs).tensors:
-                if is_news(tensor) and running:
-                    made = f"{path} of {name}{call}"
-                    trace.given.append(Given(running[-1], counts[running[-1]], made, tensor.detach().clone(), True))
-            running.append(name)
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = f" (call {counts[name] + 1})" if counts[name] else ""
+        for path, tensor in flatten_call(args, kwargs).tensors:
+            if is_news(tensor) and running:
+                made = f"{path} of {name}{call}"
+                trace.given.append(Given(running[-1], counts[running[-1]], made, tensor.detach().clone(), True))
+        running.append(name)
 
-        return hook
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        while running and running.pop() != name:
+            pass
+        for path, tensor in flatten("output", output).tensors:
+            is_news(tensor)
+            trace.given.append(Given(name, counts[name], path, tensor.detach().clone()))
+        counts[name] += 1
 
-    def end(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            while running and running.pop() != name:
-                pass
-            for path, tensor in flatten("output", output).tensors:
-                is_news(tensor)
-                trace.given.append(Given(name, counts[name], path, tensor.detach().clone()))
-            counts[name] += 1
-
-        return hook
-
-    for name, module in modules.items():
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles += [
-                module.register_forward_pre_hook(begin(name), with_kwargs=True),
-                module.register_forward_hook(end(name)),
-            ]
     try:
-        yield
+        with hooked(modules, begin, end):
+            yield
     finally:
         trace.raised_in = running[-1] if running else ROOT
-        for handle in handles:
-            handle.remove()

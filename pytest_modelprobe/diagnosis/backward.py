@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from pytest_modelprobe.compare import Difference, Pair
 from pytest_modelprobe.course import Step
-from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.tolerance import GONE, Change
 
 from .causes import Cause, cause_of, in_order, worst_first
-from .evidence import Evidence
+from .evidence import Evidence, child_of
 from .places import between, relative
 
 
@@ -47,13 +46,11 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
 
 def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
-    if not evidence.answers(pair) or evidence.calls_others(pair) or evidence.has(pair.layer, "mode"):
+    if not evidence.tells(pair) or evidence.has(pair.layer, "mode"):
         return []
 
     def of_another(name: str) -> bool:
-        child, _, _ = name.partition(" ")
-        layer = child if pair.layer == ROOT else f"{pair.layer}.{child}"
-        return " " in name and any(evidence.has(layer, kind) for kind in ("type", "interface"))
+        return " " in name and any(evidence.has(child_of(pair, name), kind) for kind in ("type", "interface"))
 
     return [d for d in evidence.of_call(pair, "response gradient") if not of_another(d.what)]
 

@@ -37,14 +37,15 @@ def computation_causes(
             certain.setdefault(cause.layer, cause)
     for pair in evidence.comparison.calls:
         found = _otherwise(evidence, pair) if pair.layer not in explained else []
-        if found and evidence.has(pair.layer, "mode"):
-            hints_here = (*_isolated(evidence, pair, found).hints, "its mode changed too")
-            possible.setdefault(pair.layer, dataclasses.replace(_isolated(evidence, pair, found), hints=hints_here))
-        elif found:
-            cause = _isolated(evidence, pair, found)
-            before = certain.get(pair.layer)
-            if before is None or before.witness == "recorded":
-                certain[pair.layer] = cause if before is None else _joined(before, cause)
+        if not found:
+            continue
+        cause = _isolated(evidence, pair, found)
+        before = certain.get(pair.layer)
+        if evidence.has(pair.layer, "mode"):
+            hinted = dataclasses.replace(cause, hints=(*cause.hints, "its mode changed too"))
+            possible.setdefault(pair.layer, hinted)
+        elif before is None or before.witness == "recorded":
+            certain[pair.layer] = cause if before is None else _joined(before, cause)
     for step in evidence.course:
         pair_here = evidence.pair(step)
         seen = None if pair_here is None or pair_here.layer in explained else _propagated(evidence, step, pair_here)
@@ -159,9 +160,7 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
         caller = evidence.caller(difference.layer)
         pair = evidence.first.get(caller)
         # An expert that gets no token is not called.
-        told = pair is not None and (
-            (evidence.answers(pair) and not evidence.calls_others(pair)) or not evidence.inputs(pair).match
-        )
+        told = pair is not None and (evidence.tells(pair) or not evidence.inputs(pair).match)
         if not told and not evidence.has(caller, "calls") and caller not in evidence.added:
             what = f"calls of {relative(difference.layer, caller)}"
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
@@ -169,7 +168,7 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
 
 def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
-    if not evidence.answers(pair) or evidence.calls_others(pair):
+    if not evidence.tells(pair):
         return []
     paths = {(d.actual, d.expected) for d in evidence.of_call(pair, "path")}
     names = {path for both in paths for path in both if path is not None}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, children, comparable
 from pytest_modelprobe.course import Course, Step
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import qualified
 from pytest_modelprobe.tolerance import Change
 
 from .places import parent
@@ -94,9 +94,9 @@ class Evidence:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
 
-    def pair(self, step: Step) -> Pair | None:
+    def pair(self, step: Step | None) -> Pair | None:
         """Return a call with what it was then; None if it was not."""
-        return self._pairs.get(step)
+        return None if step is None else self._pairs.get(step)
 
     # --- of one call ----------------------------------------------------------------------------------------------
 
@@ -137,12 +137,12 @@ class Evidence:
         if not comparable(a, e) or self.of_call(pair, "argument", "context", "interface", side="input"):
             return False
         # What a child is said to give out depends on the path of the output.
-        names = (self._child(pair, child) for child in children(a)) if a is not None else ()
+        names = (child_of(pair, called) for called in children(a)) if a is not None else ()
         return not any(self.has(name, "path") for name in names)
 
-    def _child(self, pair: Pair, called: str) -> str:
-        name = called.partition(" ")[0]
-        return name if pair.layer == ROOT else f"{pair.layer}.{name}"
+    def tells(self, pair: Pair) -> bool:
+        """Whether the isolated responses of a call, compared, tell of its own code."""
+        return self.answers(pair) and not self.calls_others(pair)
 
     def calls_others(self, pair: Pair) -> bool:
         """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.
@@ -158,6 +158,11 @@ class Evidence:
         """Whether either witness could speak of a layer."""
         pair = self.first.get(layer)
         return pair is None or self.answers(pair) or self.inputs(pair).match
+
+
+def child_of(pair: Pair, called: str) -> str:
+    """Return the name of a child that a call knows as ``attn`` or ``attn (call 2)``."""
+    return qualified(pair.layer, called.partition(" ")[0])
 
 
 def _callers(course: Iterable[Step]) -> dict[str, str]:

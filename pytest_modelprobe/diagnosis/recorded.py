@@ -111,17 +111,16 @@ def _architecture(evidence: Evidence) -> Iterator[Cause]:
 
 def _outputs(evidence: Evidence) -> Iterator[Cause]:
     """Yield outputs that came, went or have another path, where they are made: not of layers that pass them on."""
+    inside: dict[int, set[tuple[Plain, Plain]]] = {}
+    for step in evidence.course:
+        pair_here, above = evidence.pair(step), evidence.pair(step.around)
+        if pair_here is not None and above is not None:
+            renamed = ((d.actual, d.expected) for d in evidence.of_call(pair_here, "path"))
+            inside.setdefault(id(above), set()).update(renamed)
     for pair in evidence.comparison.calls:
-        inner = {
-            (d.actual, d.expected)
-            for step in evidence.course
-            if step.around is not None and evidence.pair(step.around) is pair
-            for d in evidence.of_call(evidence.pair(step) or pair, "path")
-            if evidence.pair(step) is not None
-        }
         for difference in evidence.of_call(pair, "path"):
             told = pair.actual.index > 0 or evidence.has(pair.layer, "type")
-            if (difference.actual, difference.expected) not in inner and not told:
+            if not told and (difference.actual, difference.expected) not in inside.get(id(pair), ()):
                 yield dataclasses.replace(cause_of("architecture", [difference]), what="path")
 
 
