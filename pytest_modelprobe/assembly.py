@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
+from .attention import Attended
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
 from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
 from .owned import Owned, contents, tensors
-from .record import Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
+from .record import Attention, Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
 from .statistics import Reduced
 
 Which = Literal["all", "first", "last"]
@@ -155,6 +156,7 @@ class _Builder:
             inputs_known=call.inputs_known,
             outputs=tuple(self._value(path, seen, None) for path, seen in call.outputs),
             arguments=call.arguments,
+            attention=tuple(map(_attention, call.attention)),
             grad_enabled=call.grad_enabled,
             autocast=call.autocast,
             random=call.random,
@@ -264,6 +266,15 @@ def _agree(a: Reading, b: Reading) -> bool:
     if a.fingerprint is None or b.fingerprint is None:
         return False
     return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
+
+
+def _attention(attended: Attended) -> Attention:
+    heads = zip(attended.entropy.tolist(), attended.queries.tolist(), strict=True)
+    return Attention(
+        shape=tuple(attended.most.shape),
+        entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
+        most=tuple(attended.most.flatten().tolist()),
+    )
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

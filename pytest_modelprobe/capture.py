@@ -22,9 +22,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import statistics
+from .attention import Attended, AttentionMode, returned
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
-from .functionals import FunctionalMode
+from .functionals import ForwardMode, FunctionalMode
 from .layers import Layers, attributes, type_name
 from .observation import (
     Contents,
@@ -51,6 +52,7 @@ class Capture:
         selected: Names of those to record. The root is hooked in any case, for it marks where a forward begins.
         keep: Names of those whose output tensors of the newest forward are kept.
         functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
+        attention: Whether to look at attention weights.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Capture:
         *,
         keep: Collection[str] = (),
         functionals: bool = False,
+        attention: bool = False,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(selected)
@@ -85,7 +88,10 @@ class Capture:
         self.guard = _Guard()
         self.attached = False
         self._exit = contextlib.ExitStack()
-        self._mode = FunctionalMode(self) if functionals else None
+        self._attention = attention
+        self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
+        if attention:  # entered last: it comes first, while no pseudo-layer is open
+            self._modes.append(AttentionMode(self))
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
         # The calls that run, outermost first, all in one thread.
@@ -199,8 +205,9 @@ class Capture:
         if name in self.selected:
             self._open(frame, module.training)
         self._stack.append(frame)
-        if len(self._stack) == 1 and self._mode is not None:
-            self._mode.enter()
+        if len(self._stack) == 1:
+            for mode in self._modes:
+                mode.enter()
 
     def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
         """Called after each call of a watched layer, also when it raised."""
@@ -242,11 +249,13 @@ class Capture:
     def _shut(self, frame: _Frame, call: ObservedCall, output: Any, module: nn.Module | None) -> None:
         with statistics.plainly():
             frame.forward.end_call(call)
-            for path, tensor in flatten("output", output).tensors:
+            outputs = flatten("output", output)
+            for path, tensor in outputs.tensors:
                 axis = frame.axis_for(tensor)
                 if module is not None:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
+            self._note_returned(frame, call, outputs)
             if not all(map(torch.equal, frame.random_states, _random_states())):
                 states = b"".join(state.numpy().tobytes() for state in frame.random_states)
                 call.random = hashlib.blake2b(states, digest_size=8).hexdigest()
@@ -283,6 +292,28 @@ class Capture:
         if frame in self._stack:
             del self._stack[self._stack.index(frame) :]
 
+    def note_attention(self, read: Callable[[], Attended | None]) -> None:
+        """Take in attention weights that the innermost running call has just computed."""
+        with self.guard, torch._C.DisableTorchFunction():
+            frame = self._stack[-1] if self._stack else None
+            if frame is None or frame.call is None or frame.is_over():
+                return
+            with torch.no_grad(), statistics.plainly():
+                attended = read()
+            if attended is not None:
+                frame.call.attention.append(attended)
+                for outer in self._stack:
+                    outer.attended = True
+
+    def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
+        """Look for attention weights among outputs of a call in which none were seen to be computed."""
+        if self._attention and not frame.attended:
+            with torch.no_grad():
+                found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
+            call.attention += found
+            for outer in self._stack if found else ():
+                outer.attended = True
+
     # --- the stack of running calls -------------------------------------------------------------------------------
 
     def _drop_abandoned(self) -> None:
@@ -317,8 +348,8 @@ class Capture:
         self._forwards.add(self.newest)
 
     def _leave_forward(self) -> None:
-        if self._mode is not None:
-            self._mode.leave()
+        for mode in reversed(self._modes):
+            mode.leave()
         self.note_results()
         if self.after_first is None and self.first is not None:
             self.after_first = {
@@ -512,7 +543,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -524,6 +555,8 @@ class _Frame:
         self.axes: dict[tuple[Dimension, ...], int | None] = {}
         """Unit axis of what the calls inside gave out, the newest of each shape."""
         self.random_states: list[torch.Tensor] = []
+        self.attended = False
+        """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
     def is_over(self) -> bool:

@@ -32,12 +32,11 @@ def _watched() -> Iterator[tuple[Callable[..., Any], str]]:
 _FUNCTIONS = dict(_watched())
 
 
-class FunctionalMode(TorchFunctionMode):
-    """Shows a capture the functional calls of one forward; entered and left by it."""
+class ForwardMode(TorchFunctionMode):
+    """A mode that a capture enters as a forward begins, and leaves as it ends."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._capture = capture
         self._entered = False
 
     def enter(self) -> None:
@@ -51,6 +50,14 @@ class FunctionalMode(TorchFunctionMode):
         if self._entered:
             self._entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class FunctionalMode(ForwardMode):
+    """Shows a capture the functional calls of one forward."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import statistics
+from .attention import Attended
 from .record import Dimension, Plain, merge_dimensions
 from .statistics import Reduced
 
@@ -84,8 +85,8 @@ class ObservedCall:
     """One execution of a layer within one forward, or several merged."""
 
     __slots__ = (
-        "arguments", "autocast", "finished", "forwards", "grad_enabled", "index", "inputs", "inputs_known", "layer",
-        "outputs", "random", "recomputed", "started", "total", "training",
+        "arguments", "attention", "autocast", "finished", "forwards", "grad_enabled", "index", "inputs", "inputs_known",
+        "layer", "outputs", "random", "recomputed", "started", "total", "training",
     )  # fmt: skip
 
     def __init__(self, layer: str, index: int) -> None:
@@ -99,6 +100,8 @@ class ObservedCall:
         self.inputs_known = True
         self.outputs: Values = []
         self.arguments: dict[str, Plain] = {}
+        self.attention: list[Attended] = []
+        """One entry for each time that weights were computed in the call itself."""
         self.grad_enabled = True
         self.autocast: str | None = None
         self.random: str | None = None
@@ -121,6 +124,8 @@ class ObservedCall:
         self.inputs_known &= other.inputs_known
         for name in ("started", "finished", "training", "grad_enabled", "autocast", "random", "arguments"):
             setattr(self, name, getattr(other, name))  # of the newest
+        together = itertools.zip_longest(self.attention, other.attention)
+        self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
         for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
             targets = dict(mine)
             for path, seen in theirs:

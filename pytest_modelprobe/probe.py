@@ -49,6 +49,7 @@ class Watch:
         name: What messages call it; the model's class by default.
         keep: Which layers' output tensors of the newest forward to keep.
         functionals: Whether to record functional calls (``F.relu``) too.
+        attention: Whether to look at attention weights.
         seed: Stored in the record.
 
     >>> from torch import nn
@@ -68,6 +69,7 @@ class Watch:
         name: str | None = None,
         keep: Selector = (),
         functionals: bool = False,
+        attention: bool = False,
         seed: int | None = None,
     ) -> None:
         found = Layers(model)
@@ -84,6 +86,7 @@ class Watch:
             select(found.modules, layers),
             keep=() if _is_empty(keep) else select(found.modules, keep),
             functionals=functionals,
+            attention=attention,
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
@@ -182,6 +185,7 @@ class ModelProbe:
         layers: Selector = "**",
         keep: Selector = (),
         functionals: bool = False,
+        attention: bool = False,
         isolate: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
@@ -200,6 +204,8 @@ class ModelProbe:
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
             functionals: Whether to record functional calls (``F.relu``) as layers too.
+            attention: Whether to look at attention weights too, for `assert_attention_mask` and the like. Those of
+                fused attention are computed again.
             isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to tell whose
                 own code changed. The run itself costs the same.
             kwargs: Keyword arguments for the model whose names `run` uses itself.
@@ -232,6 +238,7 @@ class ModelProbe:
             seed=self.seed,
             layers=layers,
             functionals=functionals,
+            attention=attention,
             isolate=isolate,
         )
         record, self.kept = run.record(keep)
@@ -249,6 +256,7 @@ class ModelProbe:
         name: str | None = None,
         keep: Selector = (),
         functionals: bool = False,
+        attention: bool = False,
     ) -> Watch:
         """Observe whatever the test does with the model, until the watch or the probe is closed.
 
@@ -268,7 +276,15 @@ class ModelProbe:
         """
         check_supported(model)
         self._check_device(model)
-        watch = Watch(model, layers=layers, name=name, keep=keep, functionals=functionals, seed=self.seed)
+        watch = Watch(
+            model,
+            layers=layers,
+            name=name,
+            keep=keep,
+            functionals=functionals,
+            attention=attention,
+            seed=self.seed,
+        )
         self._open = [other for other in self._open if not other.closed]
         self._open.append(watch)
         self._remember(watch.name, watch)
@@ -420,6 +436,7 @@ class _Run:
         seed: int,
         layers: Selector,
         functionals: bool,
+        attention: bool,
         isolate: bool,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -429,7 +446,7 @@ class _Run:
             )
         self.args, self.kwargs, self.loss, self.mode = args, kwargs, loss, mode
         self.device, self.seed = device, seed
-        self.layers, self.functionals, self.isolate = layers, functionals, isolate
+        self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
         self._model = weakref.ref(model)
         self._contexts = _contexts(device)
         self._settings: list[Any] | None = None
@@ -557,7 +574,14 @@ class _Run:
         return record, watch.kept
 
     def _watch(self, keep: Selector = ()) -> Watch:
-        return Watch(self.model, layers=self.layers, keep=keep, functionals=self.functionals, seed=self.seed)
+        return Watch(
+            self.model,
+            layers=self.layers,
+            keep=keep,
+            functionals=self.functionals,
+            attention=self.attention,
+            seed=self.seed,
+        )
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -600,7 +624,7 @@ class _Run:
 
     def _note_misspelt(self, error: TypeError) -> None:
         """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
-        options = ("loss", "mode", "layers", "keep", "functionals", "isolate", "kwargs")
+        options = ("loss", "mode", "layers", "keep", "functionals", "attention", "isolate", "kwargs")
         for name in self.kwargs:
             if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")

@@ -227,6 +227,19 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The attention weights that a call computed, merged over its forwards."""
+
+    shape: tuple[int, ...]
+    """Batch, queries, keys."""
+    entropy: tuple[float | None, ...]
+    """Of each head: mean over the queries of the weights' entropy, as a share of the greatest, the logarithm of the
+    number of keys that the query may attend to. None: no query has a choice of keys."""
+    most: tuple[float, ...]
+    """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One execution of a layer within a forward, merged over the forwards of the same kind."""
 
@@ -250,6 +263,8 @@ class Call:
     outputs: tuple[Value, ...] = ()
     arguments: Mapping[str, Plain] = field(default_factory=dict)
     """Plain arguments of the call, by path."""
+    attention: tuple[Attention, ...] = ()
+    """Of each time that the call itself computed attention weights; seen under ``attention=True``."""
     grad_enabled: bool = True
     autocast: str | None = None
     """Dtype of the autocast that was active, or None."""

@@ -91,7 +91,7 @@ def reduce(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerpri
     'meta tensor'
     """
     with plainly():
-        plain, reason = _opened(tensor)
+        plain, reason = opened(tensor)
         if reason is not None:
             return Reduced(reason=reason)
         if not plain.is_cpu:
@@ -223,8 +223,12 @@ def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None
 # --- what can be read ---------------------------------------------------------------------------------------------
 
 
-def _opened(tensor: Tensor) -> tuple[Tensor, str | None]:
-    """Return a plain detached tensor, or the reason why its elements cannot be read."""
+def opened(tensor: Tensor) -> tuple[Tensor, str | None]:
+    """Return a plain detached tensor, and None; or as it is, and the reason why its elements cannot be read.
+
+    >>> opened(torch.ones(2, device="meta"))[1]
+    'meta tensor'
+    """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         tensor, reason = _without_subclass(tensor)
         if reason is not None:
@@ -252,7 +256,7 @@ def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(tensor, distributed.DTensor):
             with torch.no_grad():  # the local tensor itself, not the output of an autograd function
-                return _opened(cast(Any, tensor).to_local())
+                return opened(cast(Any, tensor).to_local())
         if is_lazy(tensor):
             return tensor, "uninitialised parameter"
         if tensor.layout is torch.jagged:

@@ -207,13 +207,13 @@ CONTEXTS = {
 }
 
 
-def trace(case, *, watched, context=contextlib.nullcontext, train=True, functionals=False, steps=2):
+def trace(case, *, watched, context=contextlib.nullcontext, train=True, steps=2, **options):
     """Everything that two steps of a model leave behind."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, args, kwargs = case()
         model = copy.deepcopy(model).train(train)
-        watch = Watch(model, functionals=functionals) if watched else contextlib.nullcontext()
+        watch = Watch(model, **options) if watched else contextlib.nullcontext()
         left = []
         with watch:
             for _ in range(steps):
@@ -273,6 +273,11 @@ def test_a_context_of_the_user_changes_nothing(case, context):
 @pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "llama", "shared", "functional", "reentrant checkpoint"])
 def test_recording_functional_calls_changes_nothing(name):
     assert_same(trace(MODELS[name], watched=True, functionals=True), trace(MODELS[name], watched=False))
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "llama", "attention", "shared", "reentrant checkpoint"])
+def test_looking_at_attention_changes_nothing(name):
+    assert_same(trace(MODELS[name], watched=True, attention=True), trace(MODELS[name], watched=False))
 
 
 def test_a_model_that_raises_leaves_the_same_behind():

@@ -1,6 +1,7 @@
 """What a test asserts of a model: one room a family, each function checks and then raises."""
 
 from .activations import assert_finite, assert_no_dead_layers
+from .attention import assert_attention_entropy, assert_attention_mask
 from .behaviour import assert_same_behaviour
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
 from .parameters import (
@@ -18,6 +19,8 @@ __all__ = [
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
+    "assert_attention_entropy",
+    "assert_attention_mask",
     "assert_called",
     "assert_devices",
     "assert_dtypes",

@@ -1,0 +1,401 @@
+"""Assertions on where attention looks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralModel
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    UsageError,
+    assert_attention_entropy,
+    assert_attention_mask,
+)
+
+PROBE = ModelProbe()
+X = PROBE.randn(2, 6, 16)
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+class Attention(nn.Module):
+    """Self-attention with two heads, whose core is given."""
+
+    def __init__(self, core: object) -> None:
+        super().__init__()
+        self.qkv, self.core = nn.Linear(16, 48), core
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.core(q, k, v).transpose(1, 2).flatten(2)
+
+
+def scores(q, k):
+    return q @ k.mT / math.sqrt(8)
+
+
+def by_softmax(q, k, v):
+    return F.softmax(scores(q, k).masked_fill(~CAUSAL, -math.inf), dim=-1) @ v
+
+
+def by_method(q, k, v):
+    return (scores(q, k) + torch.zeros(6, 6).masked_fill(~CAUSAL, -1e4)).softmax(-1) @ v
+
+
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def fused_with_mask(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=CAUSAL)
+
+
+def fused_with_added_mask(q, k, v):
+    added = torch.zeros(6, 6).masked_fill(~CAUSAL, torch.finfo(torch.float32).min)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=0.5)
+
+
+def fused_with_shared_keys(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True)
+
+
+CORES = [by_softmax, by_method, fused, fused_with_mask, fused_with_added_mask]
+
+
+class OwnSoftmax(nn.Module):
+    """Gives its weights out, and computes them in no way that could be watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = (self.q(x) @ self.k(x).mT / 4).exp().tril()
+        weights = weights / weights.sum(-1, keepdim=True)
+        return weights @ x, weights
+
+
+def build(core: object) -> nn.Module:
+    return PROBE.build(lambda: nn.Sequential(nn.LayerNorm(16), Attention(core)))
+
+
+def record(core: object, x: torch.Tensor = X) -> Record:
+    return PROBE.run(build(core), x, attention=True)
+
+
+def multihead(**kwargs: object) -> Record:
+    attention = PROBE.build(lambda: nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True))
+    return PROBE.run(attention, X, X, X, kwargs=kwargs, attention=True)
+
+
+def expected_entropy(core_scores: torch.Tensor) -> list[float]:
+    weights = core_scores.double().masked_fill(~CAUSAL, -math.inf).softmax(-1)
+    shares = torch.special.entr(weights).sum(-1)[..., 1:] / torch.arange(2, 7).double().log()
+    return shares.mean((0, 2)).tolist()
+
+
+# --- what is read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_entropy_and_largest_weights_are_those_of_the_formula(core) -> None:
+    model = build(core)
+    q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    (attention,) = PROBE.run(model, X, attention=True)["1"].calls[0].attention
+    weights = scores(q, k).masked_fill(~CAUSAL, -math.inf).softmax(-1).amax(1)
+    assert attention.shape == (2, 6, 6)
+    assert attention.entropy == pytest.approx(expected_entropy(scores(q, k)), rel=1e-5)
+    assert attention.most == pytest.approx(weights.flatten().tolist(), abs=1e-6)
+
+
+def test_keys_shared_by_heads_are_repeated() -> None:
+    model = build(fused_with_shared_keys)
+    q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    (attention,) = PROBE.run(model, X, attention=True)["1"].calls[0].attention
+    assert attention.entropy == pytest.approx(expected_entropy(scores(q, k[:, :1])), rel=1e-5)
+
+
+def test_multihead_attention_is_asked_for_its_weights() -> None:
+    (attention,) = multihead()["(root)"].calls[0].attention
+    assert attention.shape == (2, 6, 6)
+    assert len(attention.entropy) == 2
+
+
+def test_a_layer_that_is_asked_keeps_its_own_answer_and_its_random_numbers() -> None:
+    attention = PROBE.build(lambda: nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True))
+    plain, looked_at = (PROBE.run(attention, X, X, X, attention=a) for a in (False, True))
+    assert plain["(root)"].output.forward == looked_at["(root)"].output.forward
+
+
+def test_weights_that_a_module_gives_out_are_read() -> None:
+    (attention,) = PROBE.run(OwnSoftmax(), X, attention=True)["(root)"].calls[0].attention
+    assert attention.shape == (2, 6, 6)
+    assert_attention_mask(PROBE.run(OwnSoftmax(), X, attention=True), causal=True)
+
+
+def test_weights_given_out_are_not_read_again_where_they_were_computed() -> None:
+    config = BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50,
+        attn_implementation="eager", output_attentions=True,
+    )  # fmt: skip
+    found = PROBE.run(BertModel(config), PROBE.randint(0, 50, (2, 6)), attention=True)
+    assert [layer.name for layer, call in found.calls if call.attention] == ["encoder.layer.0.attention.self"]
+
+
+def test_forwards_merge() -> None:
+    model = build(fused)
+    with PROBE.watch(model, attention=True) as watch:
+        model(X)
+        model(2 * X.flip(0))
+    first, both = watch.first["1"].calls[0].attention[0], watch.record["1"].calls[0].attention[0]
+    last = watch.last["1"].calls[0].attention[0]
+    assert both.entropy == pytest.approx([(a + b) / 2 for a, b in zip(first.entropy, last.entropy, strict=True)])
+    assert both.most == tuple(map(max, first.most, last.most))
+
+
+def test_of_another_length_the_newest_stays() -> None:
+    model = build(fused)
+    with PROBE.watch(model, attention=True) as watch:
+        model(X)
+        model(X[:, :4])
+    assert watch.record["1"].calls[0].attention[0].shape == (2, 4, 4)
+
+
+def test_a_record_with_attention_survives_json() -> None:
+    found = record(fused)
+    assert Record.from_dict(found.to_dict()) == found
+
+
+def test_without_asking_nothing_is_read() -> None:
+    assert not any(call.attention for _, call in PROBE.run(build(fused), X).calls)
+
+
+def test_functional_calls_are_recorded_beside_it() -> None:
+    found = PROBE.run(build(fused), X, attention=True, functionals=True)
+    assert found["1.scaled_dot_product_attention"].calls
+    assert found["1"].calls[0].attention == record(fused)["1"].calls[0].attention
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_left_alone() -> None:
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged).unsqueeze(2).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).values()
+
+    assert not PROBE.run(Nested(), X, attention=True)["(root)"].calls[0].attention
+
+
+def test_a_softmax_over_another_axis_is_none() -> None:
+    assert not PROBE.run(nn.Softmax(dim=1), X, attention=True)["(root)"].calls[0].attention
+
+
+# --- entropy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", [*CORES, fused_with_shared_keys])
+def test_attention_that_spreads_passes(core) -> None:
+    assert_attention_entropy(record(core), low=0.3, high=0.999)
+
+
+def test_a_missing_scale_is_named() -> None:
+    def unscaled(q, k, v):
+        return F.scaled_dot_product_attention(40 * q, 40 * k, v, scale=1.0)
+
+    with pytest.raises(AssertionError) as caught:
+        assert_attention_entropy(record(unscaled), low=0.2)
+    assert str(caught.value).startswith("head 0 of 1 attends to one key alone: its entropy is ")
+    assert "1/sqrt(d)" in str(caught.value)
+
+
+def test_heads_that_learnt_nothing_are_named() -> None:
+    model = build(fused)
+    with torch.no_grad():
+        model[1].qkv.weight[:8] = 0
+        model[1].qkv.bias[:8] = 0
+    with pytest.raises(AssertionError, match=r"head 0 of 1 attends to all keys alike: its entropy is 100\.00%"):
+        assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
+
+
+def test_even_attention_is_no_fault_unless_asked() -> None:
+    model = build(fused)
+    nn.init.zeros_(model[1].qkv.weight)
+    assert_attention_entropy(PROBE.run(model, X, attention=True))
+
+
+def test_weights_that_are_not_numbers_are_no_pass() -> None:
+    def broken(q, k, v):
+        return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
+
+    with pytest.raises(AssertionError, match="head 0 of 1 has weights that are not numbers"):
+        assert_attention_entropy(record(broken))
+
+
+def test_one_key_leaves_no_choice() -> None:
+    with pytest.raises(NothingObservedError, match="no query has a choice of keys"):
+        assert_attention_entropy(
+            PROBE.run(build(lambda q, k, v: F.softmax(scores(q, k), -1) @ v), X[:, :1], attention=True)
+        )
+
+
+@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"high": 1.1}, {"low": 0.5, "high": 0.4}])
+def test_bounds_are_shares(bounds) -> None:
+    with pytest.raises(UsageError, match="shares of the greatest entropy"):
+        assert_attention_entropy(record(fused), **bounds)
+
+
+# --- mask ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_causal_attention_keeps_to_it(core) -> None:
+    assert_attention_mask(record(core), causal=True, exact=True)
+
+
+def test_a_mask_one_diagonal_too_wide_is_named() -> None:
+    def too_wide(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.bool).tril(1))
+
+    with pytest.raises(AssertionError) as caught:
+        assert_attention_mask(record(too_wide), causal=True)
+    assert str(caught.value).startswith("1 does not keep to the mask: query ")
+    assert "which the mask leaves out; 1 of 1 layer looked at" in str(caught.value)
+    assert str(caught.value).rstrip().endswith("10")  # weights wrong: five rows of two examples
+
+
+def test_a_mask_one_diagonal_too_narrow_is_seen_if_exact() -> None:
+    def too_narrow(q, k, v):
+        return F.softmax(scores(q, k).masked_fill(~CAUSAL.roll(1, 0), -1e9), dim=-1) @ v
+
+    def narrower(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=CAUSAL & ~torch.eye(6, dtype=torch.bool).roll(1, 0))
+
+    assert_attention_mask(record(narrower), causal=True)
+    with pytest.raises(AssertionError, match="gives no weight to key"):
+        assert_attention_mask(record(narrower), causal=True, exact=True)
+    with pytest.raises(AssertionError, match="gives weight"):
+        assert_attention_mask(record(too_narrow), causal=True)
+
+
+def test_a_mask_applied_after_the_softmax_is_seen() -> None:
+    def late(q, k, v):
+        return F.softmax(scores(q, k), dim=-1) * CAUSAL @ v
+
+    with pytest.raises(AssertionError, match="does not keep to the mask"):
+        assert_attention_mask(record(late), causal=True)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_gpt2_keeps_to_padding_and_order(implementation) -> None:
+    config = GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0,
+        attn_implementation=implementation,
+    )  # fmt: skip
+    ids = PROBE.randint(0, 50, (2, 6))
+    found = PROBE.run(GPT2LMHeadModel(config).eval(), ids, attention_mask=PADDING, attention=True)
+    assert_attention_mask(found, PADDING, causal=True, exact=True)
+    assert_attention_mask(found, (PADDING[:, None, None, :] * CAUSAL).bool())
+
+
+def test_an_ignored_padding_mask_is_named() -> None:
+    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+    found = PROBE.run(BertModel(config).eval(), PROBE.randint(0, 50, (2, 6)), attention=True)
+    with pytest.raises(AssertionError, match=r"^encoder\.layer\.0\.attention\.self does not keep .* of example 1"):
+        assert_attention_mask(found, PADDING)
+
+
+def test_a_window_is_a_mask_like_any_other() -> None:
+    config = MistralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=50, sliding_window=3,
+    )  # fmt: skip
+    found = PROBE.run(MistralModel(config).eval(), PROBE.randint(0, 50, (2, 6)), attention=True)
+    assert_attention_mask(found, CAUSAL.triu(-2), exact=True)
+    with pytest.raises(AssertionError, match="gives weight"):
+        assert_attention_mask(found, CAUSAL.triu(-1))
+
+
+def test_multihead_attention_keeps_to_its_masks() -> None:
+    found = multihead(attn_mask=~CAUSAL, key_padding_mask=PADDING == 0)
+    assert_attention_mask(found, PADDING, causal=True, exact=True)
+    with pytest.raises(AssertionError, match="gives weight"):
+        assert_attention_mask(multihead(), causal=True)
+
+
+def test_multihead_attention_may_add_keys_of_its_own() -> None:
+    attention = nn.MultiheadAttention(16, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+    found = PROBE.run(attention, X, X, X, attn_mask=~CAUSAL, attention=True)
+    assert found["(root)"].calls[0].attention[0].shape == (2, 6, 8)
+    assert_attention_entropy(found)
+
+
+def test_heads_folded_into_the_batch_share_the_mask_of_their_example() -> None:
+    def folded(q, k, v):
+        weights = F.softmax(scores(q, k).flatten(0, 1).masked_fill(mask, -math.inf), dim=-1)
+        return weights.unflatten(0, (2, 2)) @ v
+
+    mask = (PADDING == 0).repeat_interleave(2, 0)[:, None, :]
+    assert_attention_mask(record(folded), PADDING, exact=True)
+
+
+def test_a_mask_as_nested_lists_will_do() -> None:
+    assert_attention_mask(record(fused), CAUSAL.tolist(), exact=True)
+
+
+def test_later_queries_alone_stand_at_the_last_keys() -> None:
+    def cached(q, k, v):
+        return F.scaled_dot_product_attention(q[:, :, 4:], k, v, attn_mask=CAUSAL[4:])
+
+    assert_attention_mask(record(cached), causal=True, exact=True)
+
+
+def test_a_query_with_no_key_left_is_left_out() -> None:
+    left_padded = torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
+
+    def padded(q, k, v):
+        return F.softmax(scores(q, k).masked_fill(~(CAUSAL & left_padded[0].bool()), -1e9), dim=-1) @ v
+
+    assert_attention_mask(record(padded), left_padded, causal=True, exact=True)
+
+
+def test_layers_choose_what_the_mask_is_for() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.cross = Attention(fused), Attention(F.scaled_dot_product_attention)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cross(self.own(x))
+
+    found = PROBE.run(Decoder(), X, attention=True)
+    assert_attention_mask(found, causal=True, layers="own")
+    with pytest.raises(AssertionError, match=r"^cross does not keep to the mask.*1 of 2 layers"):
+        assert_attention_mask(found, causal=True)
+
+
+def test_a_mask_must_be_given() -> None:
+    with pytest.raises(UsageError, match="give the mask that must hold"):
+        assert_attention_mask(record(fused))
+
+
+def test_a_mask_must_fit() -> None:
+    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of 1, which has batch 2, 6 queries"):
+        assert_attention_mask(record(fused), PADDING[:, :5])
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], 3, torch.ones(2, 2, 6, 6)])
+def test_a_mask_must_have_axes_that_can_be_told_apart(mask) -> None:
+    with pytest.raises(UsageError, match="a mask is of shape"):
+        assert_attention_mask(record(fused), mask)
+
+
+def test_nothing_seen_is_no_pass() -> None:
+    with pytest.raises(NothingObservedError, match=r"give run\(\.\.\., attention=True\)"):
+        assert_attention_mask(PROBE.run(build(fused), X), causal=True)
