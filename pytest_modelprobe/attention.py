@@ -173,11 +173,10 @@ def _attended(weights: Tensor, allowed: Tensor) -> Attended:
     choice = keys > 1  # of one key, or of none, there is nothing to spread
     share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
     share = torch.where(choice, share, 0.0)
-    none = (keys == 0)[..., None]  # a query with every key masked: NaN, or the same for all
     return Attended(
         share.sum((0, 2), dtype=torch.float64 if weights.device.type != "mps" else None),
         choice.sum((0, 2)),
-        torch.where(none, 0.0, weights).amax(1),
+        weights.amax(1),
     )
 
 

@@ -298,7 +298,7 @@ class Capture:
             frame = self._stack[-1] if self._stack else None
             if frame is None or frame.call is None or frame.is_over():
                 return
-            with torch.no_grad(), statistics.plainly():
+            with statistics.plainly():
                 attended = read()
             if attended is not None:
                 frame.call.attention.append(attended)
@@ -308,8 +308,7 @@ class Capture:
     def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
         if self._attention and not frame.attended:
-            with torch.no_grad():
-                found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
+            found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
             call.attention += found
             for outer in self._stack if found else ():
                 outer.attended = True

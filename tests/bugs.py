@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 CHECKS, ACTIVATIONS, GRADIENTS = "test_checks.py", "test_assert_activations.py", "test_assert_gradients.py"
 STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_parameters.py", "test_assert_ranges.py"
+ATTENTION = "test_assert_attention.py"
 MATRIX = "kill matrix"
 
 
@@ -37,7 +38,8 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_softmax_over_the_queries_knows_of_later_ones"),
         Bug("B02", "softmax taken over the batch", "checks.batch_independent", CHECKS,
             "test_a_softmax_over_the_batch_mixes_it"),
-        snapshot("B03", "scores not divided by the root of the head's width", "attention without scale"),
+        Bug("B03", "scores not divided by the root of the head's width", "assert_attention_entropy", ATTENTION,
+            "test_a_missing_scale_is_named"),
         snapshot("B04", "scores divided by the width of the model, not of a head", "scale of the model's width"),
         Bug("B05", "heads put together without turning the axes back", "checks.causal", CHECKS,
             "test_heads_merged_without_a_transpose_know_of_later_positions"),

@@ -62,10 +62,6 @@ def fused_with_added_mask(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=0.5)
 
 
-def fused_with_shared_keys(q, k, v):
-    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True)
-
-
 CORES = [by_softmax, by_method, fused, fused_with_mask, fused_with_added_mask]
 
 
@@ -116,10 +112,13 @@ def test_entropy_and_largest_weights_are_those_of_the_formula(core) -> None:
 
 
 def test_keys_shared_by_heads_are_repeated() -> None:
-    model = build(fused_with_shared_keys)
-    q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-    (attention,) = PROBE.run(model, X, attention=True)["1"].calls[0].attention
-    assert attention.entropy == pytest.approx(expected_entropy(scores(q, k[:, :1])), rel=1e-5)
+    class Grouped(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+
+    q, k = PROBE.randn(2, 4, 6, 8, name="q"), PROBE.randn(2, 2, 6, 8, name="k")
+    (attention,) = PROBE.run(Grouped(), q, k, attention=True)["(root)"].calls[0].attention
+    assert attention.entropy == pytest.approx(expected_entropy(scores(q, k[:, [0, 0, 1, 1]])), rel=1e-5)
 
 
 def test_multihead_attention_is_asked_for_its_weights() -> None:
@@ -141,12 +140,13 @@ def test_weights_that_a_module_gives_out_are_read() -> None:
 
 
 def test_weights_given_out_are_not_read_again_where_they_were_computed() -> None:
-    config = BertConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50,
-        attn_implementation="eager", output_attentions=True,
-    )  # fmt: skip
-    found = PROBE.run(BertModel(config), PROBE.randint(0, 50, (2, 6)), attention=True)
-    assert [layer.name for layer, call in found.calls if call.attention] == ["encoder.layer.0.attention.self"]
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights = F.softmax(x @ x.mT, dim=-1)
+            return weights @ x, weights
+
+    found = PROBE.run(nn.Sequential(Both()), X, attention=True)
+    assert [(layer.name, len(call.attention)) for layer, call in found.calls] == [("(root)", 0), ("0", 1)]
 
 
 def test_forwards_merge() -> None:
@@ -200,7 +200,7 @@ def test_a_softmax_over_another_axis_is_none() -> None:
 # --- entropy ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("core", [*CORES, fused_with_shared_keys])
+@pytest.mark.parametrize("core", CORES)
 def test_attention_that_spreads_passes(core) -> None:
     assert_attention_entropy(record(core), low=0.3, high=0.999)
 
