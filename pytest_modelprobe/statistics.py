@@ -12,9 +12,9 @@ are taken again of the differences from it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
+import operator
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -55,15 +55,22 @@ _INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
 _READABLE = _FLOATS | _NARROW | _COMPLEX | _INTEGERS
 
 
+Row = tuple[float, ...]
+"""Finite elements, NaN, +infinity, -infinity, zeros; the first forward with each of the three that are not finite;
+smallest, largest, mean, and sum of (x - mean)². Infinite where there is none; a `Statistics` takes longer to make."""
+
+_NO_ELEMENT: Row = (0, 0, 0, 0, 0, math.inf, math.inf, math.inf, math.inf, -math.inf, 0.0, 0.0)
+
+
 @dataclass(slots=True, eq=False)
 class Reduced:
     """What is kept of one tensor, or of several merged, until it is collected."""
 
     tensors: int = 1
-    statistics: Statistics | None = None
+    row: Row | None = None
     """Of what was reduced on the CPU."""
     rows: Tensor | None = None
-    """Of what was reduced elsewhere: shape (k, 12), columns as in `_row`, still on the device."""
+    """Of what was reduced elsewhere: shape (k, 12), columns as in `Row`, still on the device."""
     low: Array | Tensor | None = None
     """Smallest element of each unit."""
     high: Array | Tensor | None = None
@@ -129,9 +136,9 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     merged = Reduced(tensors=a.tensors + b.tensors, reason=a.reason or b.reason)
     if not (_has_numbers(a) and _has_numbers(b)):
         return merged
-    merged.statistics = a.statistics or b.statistics
-    if a.statistics is not None and b.statistics is not None:
-        merged.statistics = a.statistics.merge(b.statistics)
+    merged.row = a.row or b.row
+    if a.row is not None and b.row is not None:
+        merged.row = _joined(a.row, b.row)
     device = a.rows if a.rows is not None else b.rows
     with plainly() if device is not None else _NOTHING:
         merged.rows = device
@@ -160,10 +167,10 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
 
     readings = []
     for one in reduced:
-        statistics = one.statistics
-        for row in () if one.rows is None else plain(one.rows).reshape(-1, 12).tolist():
-            part = _statistics(row)
-            statistics = part if statistics is None else statistics.merge(part)
+        row = one.row
+        for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, 12).tolist()):
+            row = part if row is None else _joined(row, part)
+        statistics = None if row is None else _statistics(row)
         units = None
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
             low, high = (tuple(map(float, plain(v).tolist())) for v in (one.low, one.high))
@@ -329,38 +336,40 @@ def _on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
     axis = axis if units else None
     if not x.numel():
         low = np.full(units, math.inf)  # the least of nothing: merging it changes nothing
-        return Reduced(1, Statistics(count=0), low=low, high=-low, axis=axis)
+        return Reduced(1, _NO_ELEMENT, low=low, high=-low, axis=axis)
     if x.numel() <= _BLOCK:
-        statistics, low, high = _block(_real(x.contiguous()), index)
+        row, low, high = _block(_real(x.contiguous()), index)
     else:
-        statistics = Statistics(count=0)
+        row = _NO_ELEMENT
         low = np.full(x.shape[1], math.inf)
         high = -low
         for place, piece in _blocks(x):
             part, bottom, top = _block(_real(piece.contiguous()), index)
-            statistics = statistics.merge(part)
+            row = _joined(row, part)
             np.minimum(low[place], bottom, out=low[place])
             np.maximum(high[place], top, out=high[place])
     if copies > 1:
-        statistics = _times(statistics, copies)
+        row = _times(row, copies)
     if axis is None:
-        return Reduced(1, statistics)
+        return Reduced(1, row)
     if len(low) < units:  # the unit axis itself was broadcast
         low, high = low.repeat(units), high.repeat(units)
-    return Reduced(1, statistics, None, low, high, axis)
+    return Reduced(1, row, None, low, high, axis)
 
 
-def _block(x: Tensor, index: int) -> tuple[Statistics, Array, Array]:
-    """Return the statistics and the range of each unit of (outer, units, inner)."""
+def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
+    """Return the numbers and the range of each unit of (outer, units, inner)."""
     by_torch = x.numel() > _SMALL and x.dtype in _FLOATS
     low, high = _ranges_by_torch(x) if by_torch else _ranges(x.numpy())
     bottom, top = np.minimum.reduce(low).item(), np.maximum.reduce(high).item()
     if bottom == top and math.isfinite(bottom):
-        zeros = 0 if bottom else x.numel()
-        constant = Statistics(count=x.numel(), zeros=zeros, min=bottom, max=top, mean=float(bottom))
-        return constant, low, high
+        return _of_finite(x.numel(), 0 if bottom else x.numel(), bottom, top, float(bottom), 0.0), low, high
     quick = _quickly(x.view(-1), bottom, top) if by_torch else None
     return quick or _carefully(x.numpy(), bottom, top, index), low, high
+
+
+def _of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
+    return count, 0, 0, 0, zeros, math.inf, math.inf, math.inf, bottom, top, mean, deviations
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:
@@ -385,8 +394,8 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
     return low.view(units).numpy(), high.view(units).numpy()
 
 
-def _quickly(x: Tensor, bottom: float, top: float) -> Statistics | None:
-    """Return the statistics by the arithmetic of the dtype itself, or None where it does not suffice."""
+def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
+    """Return the numbers by the arithmetic of the dtype itself, or None where it does not suffice."""
     if not (math.isfinite(bottom) and math.isfinite(top)):
         return None
     count = x.numel()
@@ -406,7 +415,7 @@ def _quickly(x: Tensor, bottom: float, top: float) -> Statistics | None:
         nonzero = _scratch(count)
         truth = nonzero.copy_(x).numpy()  # to count zeros at once takes four times as long
         zeros = 0 if truth.all() else count - int(np.count_nonzero(truth))
-    return Statistics(count=count, zeros=zeros, min=bottom, max=top, mean=mean, deviations=deviations)
+    return _of_finite(count, zeros, bottom, top, mean, deviations)
 
 
 def _sum_of_squares(x: Array) -> float:
@@ -432,18 +441,18 @@ def _scratch(count: int) -> Tensor:
     return _SCRATCH().bools[:count]
 
 
-def _carefully(x: Array, bottom: float, top: float, index: int) -> Statistics:
-    """Return the statistics in float64, of the finite elements."""
+def _carefully(x: Array, bottom: float, top: float, index: int) -> Row:
+    """Return the numbers in float64, of the finite elements."""
     x = x.reshape(-1)
-    counts: dict[str, int] = {"count": x.size}
+    others: Row = (0, 0, 0)
     if not (math.isfinite(bottom) and math.isfinite(top)):
-        for name, test in (("nan", np.isnan), ("posinf", np.isposinf), ("neginf", np.isneginf)):
-            if found := int(np.count_nonzero(test(x))):
-                counts |= {name: found, f"first_{name}": index}
+        others = tuple(int(np.count_nonzero(test(x))) for test in (np.isnan, np.isposinf, np.isneginf))
         x = x[np.isfinite(x)]
-        if not x.size:
-            return Statistics(**counts)
-        bottom, top = np.minimum.reduce(x).item(), np.maximum.reduce(x).item()
+        if x.size:
+            bottom, top = np.minimum.reduce(x).item(), np.maximum.reduce(x).item()
+    first = (index if count else math.inf for count in others)
+    if not x.size:
+        return 0, *others, 0, *first, *_NO_ELEMENT[8:]
     values = x.astype(np.float64)  # only now: numpy warns of a signalling NaN
     zeros = values.size - int(np.count_nonzero(values)) if bottom <= 0 <= top else 0
     scale = 1.0
@@ -456,12 +465,22 @@ def _carefully(x: Array, bottom: float, top: float, index: int) -> Statistics:
         squares = np.dot(values, values).item()
     else:  # the threads of a large np.dot and those of torch get in each other's way
         squares = np.add.reduce(np.square(values, out=values)).item()
-    return Statistics(**counts, zeros=zeros, min=bottom, max=top, mean=mean / scale, deviations=squares / scale / scale)
+    return x.size, *others, zeros, *first, bottom, top, mean / scale, squares / scale / scale
 
 
-def _times(statistics: Statistics, copies: int) -> Statistics:
-    scaled = ("count", "nan", "posinf", "neginf", "zeros", "deviations")
-    return dataclasses.replace(statistics, **{name: getattr(statistics, name) * copies for name in scaled})
+def _times(row: Row, copies: int) -> Row:
+    return *(count * copies for count in row[:5]), *row[5:11], row[11] * copies
+
+
+def _joined(a: Row, b: Row) -> Row:
+    """Return the numbers of both sets of elements together: the formula of `Statistics.merge`."""
+    n, m = a[0], b[0]
+    mean, deviations = a[10] if n else b[10], a[11] + b[11]
+    if n and m:
+        delta = b[10] - a[10]
+        mean += delta * (m / (n + m))
+        deviations += delta * delta * (n * m / (n + m))
+    return *map(operator.add, a[:5], b[:5]), *map(min, a[5:9], b[5:9]), max(a[9], b[9]), mean, deviations
 
 
 # --- on another device --------------------------------------------------------------------------------------------
@@ -488,7 +507,7 @@ def _on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool =
 
 
 def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
-    """Return (finite, nan, +inf, -inf, zeros, first of each non-finite, min, max, mean, deviations)."""
+    """Return the columns of a `Row`."""
     x = x.to(wide)
     finite = (x - x) == 0  # a third of the kernels of isfinite
     counts = torch.stack([finite, x != x, x == math.inf, x == -math.inf, x == 0]).sum(1) * copies
@@ -526,23 +545,24 @@ def _ranges_on_device(x: Tensor, units: int, wide: torch.dtype) -> tuple[Tensor,
     return low.expand(units), high.expand(units)
 
 
-def _statistics(row: list[float]) -> Statistics:
+def _statistics(row: Sequence[float]) -> Statistics:
     finite, nan, posinf, neginf, zeros = map(int, row[:5])
     first = [None if math.isinf(index) else int(index) for index in row[5:8]]
-    counts = Statistics(
+    low, high, mean, deviations = row[8:] if finite else (None, None, None, 0.0)
+    return Statistics(
         count=finite + nan + posinf + neginf,
         nan=nan,
         posinf=posinf,
         neginf=neginf,
         zeros=zeros,
+        min=low,
+        max=high,
+        mean=mean,
+        deviations=deviations,
         first_nan=first[0],
         first_posinf=first[1],
         first_neginf=first[2],
     )
-    if not finite:
-        return counts
-    low, high, mean, deviations = row[8:]
-    return dataclasses.replace(counts, min=low, max=high, mean=mean, deviations=deviations)
 
 
 def _fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
@@ -563,7 +583,7 @@ def _fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
 
 
 def _has_numbers(reduced: Reduced) -> bool:
-    return reduced.statistics is not None or reduced.rows is not None
+    return reduced.row is not None or reduced.rows is not None
 
 
 def _merge_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
