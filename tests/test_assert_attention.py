@@ -267,7 +267,7 @@ def test_a_mask_one_diagonal_too_wide_is_named() -> None:
         assert_attention_mask(record(too_wide), causal=True)
     assert str(caught.value).startswith("1 does not keep to the mask: query ")
     assert "which the mask leaves out; 1 of 1 layer looked at" in str(caught.value)
-    assert str(caught.value).rstrip().endswith("10")  # weights wrong: five rows of two examples
+    assert str(caught.value).splitlines()[3].endswith(" 10")  # weights wrong: five rows of two examples
 
 
 def test_a_mask_one_diagonal_too_narrow_is_seen_if_exact() -> None:
@@ -390,12 +390,17 @@ def test_a_mask_must_fit() -> None:
         assert_attention_mask(record(fused), PADDING[:, :5])
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0], 3, torch.ones(2, 2, 6, 6)])
+def test_a_mask_that_is_added_is_not_one_that_keeps() -> None:
+    with pytest.raises(UsageError, match="give mask == 0"):
+        assert_attention_mask(record(fused), torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf))
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], 1, torch.ones(2, 2, 6, 6)])
 def test_a_mask_must_have_axes_that_can_be_told_apart(mask) -> None:
     with pytest.raises(UsageError, match="a mask is of shape"):
         assert_attention_mask(record(fused), mask)
 
 
 def test_nothing_seen_is_no_pass() -> None:
-    with pytest.raises(NothingObservedError, match=r"give run\(\.\.\., attention=True\)"):
+    with pytest.raises(NothingObservedError, match=r"record with run\(\.\.\., attention=True\)"):
         assert_attention_mask(PROBE.run(build(fused), X), causal=True)

@@ -11,6 +11,7 @@ from torch import nn
 from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
+    SelectionError,
     UsageError,
     Watch,
     assert_devices,
@@ -112,6 +113,26 @@ def test_a_tie_needs_two() -> None:
 
 def test_everything_is_on_its_device() -> None:
     assert_devices(PROBE.run(net(), X), "cpu")
+
+
+def test_the_innermost_tensor_elsewhere_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(AssertionError, match=r"^1\.0\.weight is on cpu, not on cuda"):
+        assert_devices(PROBE.run(model, X), "cuda")
+
+
+def test_the_number_of_the_cpu_does_not_matter() -> None:
+    assert_devices(PROBE.run(net(), X), "cpu:0")
+
+
+def test_a_lazy_parameter_cannot_be_counted() -> None:
+    with pytest.raises(UsageError, match="weight has no shape yet: run the model once"):
+        assert_param_count(nn.LazyLinear(3), 3)
+
+
+def test_a_parameter_is_not_tied_to_itself() -> None:
+    with pytest.raises(UsageError, match="each once"):
+        assert_tied(net(), "0.weight", "0.weight")
 
 
 def test_a_tensor_elsewhere_is_named() -> None:
@@ -230,6 +251,14 @@ def test_a_bias_before_a_norm_is_told_to_have_no_use() -> None:
     assert "but rounding" in str(error.value)
 
 
+def test_a_parameter_may_be_ignored() -> None:
+    watch = trained(net())
+    assert_params_updated(watch, ignore="0.bias")
+    assert_update_ratio(watch, low=1e-8, high=10, ignore=["0.bias"])
+    with pytest.raises(SelectionError, match=r"ignore='0\.bios' matches none of 6 parameters; nearest: 0\.bias"):
+        assert_params_updated(watch, ignore="0.bios")
+
+
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
@@ -260,7 +289,7 @@ def test_a_step_that_is_too_large_is_named() -> None:
 
 def test_a_step_that_is_too_small_is_named() -> None:
     with pytest.raises(AssertionError, match=r"changed by .* of its norm") as error:
-        assert_update_ratio(trained(net(), lambda m: torch.optim.SGD(m.parameters(), 1e-7)), low=1e-3)
+        assert_update_ratio(trained(normless(), lambda m: torch.optim.SGD(m.parameters(), 1e-7)), low=1e-3)
     assert "too small" in str(error.value)
 
 

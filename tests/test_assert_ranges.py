@@ -74,6 +74,19 @@ def test_one_whose_units_are_stuck_at_a_bound_is_named(name: str) -> None:
         assert_not_saturated(record(model))
 
 
+@pytest.mark.parametrize("activation", [nn.Hardtanh(), nn.Hardtanh(-2.0, 0.5), nn.ReLU6(), nn.Hardsigmoid()])
+def test_one_that_is_at_either_bound_is_named(activation: nn.Module) -> None:
+    with pytest.raises(AssertionError, match=r"^1 is saturated"):
+        assert_not_saturated(record(net(activation, scale=1e6)))
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
+def test_a_softmax_that_finds_its_axis_itself_is_looked_at() -> None:
+    assert_not_saturated(record(net(nn.Softmax())))
+    with pytest.raises(AssertionError, match=r"^1 is saturated"):
+        assert_not_saturated(record(net(nn.Softmax(), scale=1000.0)))
+
+
 @pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, lambda x: F.softmax(x, dim=-1)])
 def test_functional_ones_are_seen_where_they_are_recorded(function: object) -> None:
     model = PROBE.build(lambda: Functional(function, scale=1000.0))
@@ -119,11 +132,6 @@ def test_the_first_output_that_leaves_it_is_named() -> None:
         assert_activation_range(record(net(nn.Sigmoid())), 0, 1, layers="2")
 
 
-def test_what_is_not_finite_is_in_no_range() -> None:
-    with pytest.raises(AssertionError, match="1,024 elements not finite"):
-        assert_activation_range(record(nn.Identity(), X * torch.nan), -9, 9)
-
-
 def test_a_range_has_its_least_first() -> None:
     with pytest.raises(UsageError, match="low is not above high"):
         assert_activation_range(record(nn.Identity()), 1, 0)
@@ -152,6 +160,18 @@ class Scaled(nn.Sequential):
 def test_one_that_is_too_small_is_named() -> None:
     with pytest.raises(AssertionError, match=r"^0 output is too small: its rms is 1e-05, not from 0.001 to 1,?000"):
         assert_activation_scale(record(nn.Sequential(nn.Identity()), torch.full((4, 4), 1e-5)), layers="0")
+
+
+def test_numbers_that_are_not_finite_have_no_scale() -> None:
+    x = X.clone()
+    x[3] = torch.inf
+    with pytest.raises(AssertionError, match=r"^0 output has no scale: 16 elements of 1,024 not finite"):
+        assert_activation_scale(record(nn.Sequential(nn.Identity()), x), layers="0")
+
+
+def test_nothing_finite_is_in_no_range() -> None:
+    with pytest.raises(AssertionError, match=r"^0 output leaves \[0, 1\]: no element is finite"):
+        assert_activation_range(record(nn.Sequential(nn.Identity()), torch.full((2, 2), torch.nan)), 0, 1, layers="0")
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------

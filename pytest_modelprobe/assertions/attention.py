@@ -80,7 +80,10 @@ def assert_attention_entropy(
 def _uneven(share: float, low: float, high: float) -> tuple[str, str, str]:
     """Return what is wrong with a head, what it should be, and where to look."""
     if share < low:
-        advice = "Look at the scores: a missing 1/sqrt(d), or queries and keys that are too large."
+        advice = (
+            "Look at the scores: a missing 1/sqrt(d), or queries and keys that are too large. If these are no "
+            "attention but probabilities, leave the layer out with layers=."
+        )
         return "attends to one key alone", f"{low:.2%} or more", advice
     if share > high:
         advice = "Look at queries and keys: are they zero, or their projections not trained?"
@@ -99,7 +102,7 @@ def assert_attention_mask(
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         mask: What each query may attend to, True or 1: of shape (batch, keys), as an ``attention_mask`` has it;
-            (queries, keys), if the batch has another size than queries; (batch, queries, keys) or
+            (queries, keys), unless there are as many queries as examples; (batch, queries, keys) or
             (batch, 1, queries, keys).
         causal: No query may attend to a later key. Where there are more keys than queries, the last query stands at the
             last key.
@@ -140,6 +143,8 @@ def assert_attention_mask(
                 f"{count(len({n for n, _ in looked_at}), 'layer')} looked at",
                 ["layer", "example", "query", "key", "weight", "weights wrong"],
                 bad,
+                "Look at how the mask gets there: its polarity, its diagonal, the axes it is spread along, and whether "
+                "it is added before the softmax.",
             )
         )
 
@@ -149,13 +154,18 @@ class _Mask:
 
     def __init__(self, mask: Any) -> None:
         values = mask.tolist() if hasattr(mask, "tolist") else mask
-        self.shape = _shape(values)
+        self.shape = tuple(mask.shape) if hasattr(mask, "shape") else _shape(values)
+        if not _is_of(values, {0, 1}):
+            raise UsageError(
+                "a mask is of True and False, or 1 and 0, where True keeps a key: of one that is added to the scores, "
+                "give mask == 0"
+            )
         if len(self.shape) == 4 and self.shape[1] == 1:
             values, self.shape = [rows[0] for rows in values], (self.shape[0], *self.shape[2:])
         if len(self.shape) not in (2, 3):
             raise UsageError(
                 "a mask is of shape (batch, keys), (queries, keys), (batch, queries, keys) or (batch, 1, queries, "
-                f"keys); got {_shape(values)}"
+                f"keys); got {self.shape}"
             )
         self._values = values
 
@@ -174,6 +184,12 @@ class _Mask:
         for example in self._values:
             rows = [example] if len(self.shape) == 2 else example
             yield from (rows * queries if len(rows) == 1 else rows) * repeats
+
+
+def _is_of(values: Any, allowed: set[int]) -> bool:
+    if isinstance(values, (list, tuple)):
+        return all(_is_of(value, allowed) for value in values)
+    return values in allowed
 
 
 def _shape(values: Any) -> tuple[int, ...]:
@@ -209,9 +225,9 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
     calls = [(layer, call) for layer in called(record, layers) for call in layer.calls if call.attention]
     if not calls:
         raise NothingObservedError(
-            f"no attention weights were seen in the selected layers of {printable(record.model)}: give "
-            "run(..., attention=True) or watch(..., attention=True), and select the modules that attend; attention "
-            "other than by softmax, scaled_dot_product_attention and nn.MultiheadAttention has to give its weights out"
+            f"no attention weights were seen in the selected layers of {printable(record.model)}: record with "
+            "run(..., attention=True) or watch(..., attention=True), and select the modules that attend; other than by "
+            "softmax, scaled_dot_product_attention or nn.MultiheadAttention, a module has to give its weights out"
         )
     calls.sort(key=lambda x: x[1].finished)
     return [(_name(layer, call, i), a) for layer, call in calls for i, a in enumerate(call.attention)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
-from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import Layer, Record, Statistics, Value, qualified
-from pytest_modelprobe.report.text import count, printable
-from pytest_modelprobe.selection import Selector, select
+from pytest_modelprobe.report.text import count, listed, printable
+from pytest_modelprobe.selection import Glob, Selector, nearest, select
 
 __tracebackhide__ = True  # what a user sees of an error is his own line
 
@@ -170,6 +170,20 @@ def _qualified_names(cls: type) -> set[str]:
 def full_name(layer: Layer, parameter: str) -> str:
     """Return a parameter's name within the model: ``fc1.weight``."""
     return qualified(layer.name, parameter)
+
+
+def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
+    """Return the names of parameters that no glob in ``ignore`` matches; a glob without a match is an error."""
+    left = set(names)
+    for glob in [ignore] if isinstance(ignore, str) else ignore:
+        matched = {name for name in names if Glob(glob).matches(name)}
+        if not matched:
+            near = listed(nearest(glob, names)) or "none"
+            raise SelectionError(f"ignore={glob!r} matches none of {len(names)} parameters; nearest: {near}")
+        left -= matched
+    if not left:
+        raise NothingObservedError(f"no parameter is left to look at: ignore= names all {len(names):,} of them")
+    return left
 
 
 # --- values -------------------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pytest_modelprobe.course import Course, Step, forward_of
-from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
-from pytest_modelprobe.selection import Glob, Selector, nearest
+from pytest_modelprobe.selection import Selector
 
 from .activations import find_origin, has_zero_parameters, nonfinite_counts
-from .evidence import Subject, backward_of, called, full_name, is_floating, selected
+from .evidence import Subject, backward_of, called, full_name, is_floating, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
@@ -194,18 +194,8 @@ def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) ->
         raise NothingObservedError(
             "no parameter of the selected layers requires a gradient: they are frozen, or have none"
         )
-    names = [full_name(layer, p.name) for layer, p in every]
-    ignored = set()
-    for glob in [ignore] if isinstance(ignore, str) else ignore:
-        matched = {name for name in names if Glob(glob).matches(name)}
-        if not matched:
-            near = listed(nearest(glob, names)) or "none"
-            raise SelectionError(f"ignore={glob!r} matches none of {len(names)} parameters; nearest: {near}")
-        ignored |= matched
-    wanted = [pair for pair, name in zip(every, names, strict=True) if name not in ignored]
-    if not wanted:
-        raise NothingObservedError(f"no parameter is left to look at: ignore= names all {len(names):,} of them")
-    return wanted
+    left = not_ignored([full_name(layer, p.name) for layer, p in every], ignore)
+    return [(layer, p) for layer, p in every if full_name(layer, p.name) in left]
 
 
 def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted: list[tuple[Layer, Parameter]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector, nearest
 
-from .evidence import Subject, called, full_name, is_watch, record_of, selected, source_of
+from .evidence import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of
 
 # --- static facts -------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,8 @@ def assert_param_count(
         by_layer[owner] = by_layer.get(owner, 0) + fact.elements
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
     more = total - (high if total > high else low)
-    first = f"the model has {total:,} {kind}parameters, not {wanted}: {abs(more):,} too {'many' if more > 0 else 'few'}"
+    owner = "the model has" if layers == "**" else "the selected layers have"
+    first = f"{owner} {total:,} {kind}parameters, not {wanted}: {abs(more):,} too {'many' if more > 0 else 'few'}"
     raise AssertionError(failure(first, ["layer", "parameters"], rows))
 
 
@@ -85,8 +86,8 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     >>> assert_tied(model, "0.weight", "1.weight")
     """
     __tracebackhide__ = True
-    if len(names) < 2:
-        raise UsageError("assert_tied takes the names of two or more parameters")
+    if len(set(names)) < max(2, len(names)):
+        raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
     facts = {fact.name: fact for fact in _facts(subject, "**")}
     for name in names:
         if name not in facts:
@@ -133,10 +134,10 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     rows: list[list[str]] = []
     looked_at = 0
     for selector, device in wanted:
-        for layer in called(record, selector):
+        for layer in reversed(called(record, selector)):  # what a layer contains before the layer
             for where, actual in _places(layer):
                 looked_at += 1
-                if actual != str(device) and actual.partition(":")[0] != str(device):
+                if str(device) not in (actual, actual.partition(":")[0]) and (actual, str(device)) != ("cpu", "cpu:0"):
                     rows.append([where, layer.type_name, actual, str(device)])
     if not looked_at:
         raise NothingObservedError("the selected layers gave out no tensor: nothing was looked at")
@@ -147,6 +148,7 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
                 f"{where} is on {actual}, not on {expected}; {len(rows):,} of {count(looked_at, 'tensor')} looked at",
                 ["tensor", "type", "actual", "expected"],
                 rows,
+                "Move the model with .to(), and make tensors in a forward with device=x.device.",
             )
         )
 
@@ -163,6 +165,8 @@ def _facts(subject: Subject | Any, layers: Selector) -> Iterator[_Fact]:
         if layers != "**":
             raise UsageError("layers= goes with a record; of a module all parameters are looked at")
         for name, p in subject.named_parameters(remove_duplicate=False):
+            if type(p).__name__ == "UninitializedParameter":
+                raise UsageError(f"{name} has no shape yet: run the model once, then count")
             yield _Fact(name, p.numel(), p.requires_grad, id(p))
         return
     source = source_of(subject)
@@ -173,10 +177,16 @@ def _facts(subject: Subject | Any, layers: Selector) -> Iterator[_Fact]:
             yield _Fact(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
 
 
+# --- what training does -------------------------------------------------------------------------------------------
+
+
 _ROUNDING = 1e-5
 """Of another gradient of the layer: what is zero in exact arithmetic is not larger."""
-
-# --- what training does -------------------------------------------------------------------------------------------
+_NO_USE = (
+    "Its gradient is but rounding: a norm after it takes out what it adds. A bias there has no use: leave it out, of "
+    "the model or here with ignore=."
+)
+_GAUGED = "The learning rate is too {0} for it, or its gradient is."
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +265,17 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
         )
 
 
-def assert_params_updated(subject: Subject, *, layers: Selector = "**") -> None:
+def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: str | Iterable[str] = ()) -> None:
     """Assert that training changed every parameter that requires a gradient.
 
     Args:
         subject: A watch, or a probe with one, over one or more steps of an optimizer.
         layers: Which layers are trained.
+        ignore: Globs on full names of parameters that need not change: a bias before a norm, say.
 
     Raises:
         AssertionError: A parameter is what it was before the first step.
+        SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, which is of one moment.
 
@@ -279,9 +291,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**") -> None:
     ...     assert_params_updated(watch)
     """
     __tracebackhide__ = True
-    found = [one for one in _moved(subject, layers, all_still=True) if not one.buffer and one.own.requires_grad]
-    if not found:
-        raise NothingObservedError("the selected layers have no parameters that require a gradient")
+    found = _trained(subject, layers, ignore)
     still = [one for one in found if one.change == 0]
     if still:
         first = still[0]
@@ -290,8 +300,8 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**") -> None:
             why = "No gradient arrived: it is detached, unused, or watched too late."
         elif gradient.statistics is not None and gradient.statistics.all_zero:
             why = "Its gradient is zero throughout: the layers after it are dead or start from zero."
-        elif (_rms(gradient) or 0.0) < _ROUNDING * max(_rms(p.gradient) or 0.0 for p in first.layer.parameters):
-            why = "Its gradient is but rounding: a norm after it takes out what it adds. A bias there has no use."
+        elif _is_rounding(first):
+            why = _NO_USE
         else:
             why = "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
         raise AssertionError(
@@ -304,7 +314,14 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**") -> None:
         )
 
 
-def assert_update_ratio(subject: Subject, *, low: float = 1e-6, high: float = 1e-1, layers: Selector = "**") -> None:
+def assert_update_ratio(
+    subject: Subject,
+    *,
+    low: float = 1e-6,
+    high: float = 1e-1,
+    layers: Selector = "**",
+    ignore: str | Iterable[str] = (),
+) -> None:
     """Assert that steps are neither too small nor too large for the parameters: ‖w' − w‖ / ‖w‖.
 
     Over one step about 1e-3 is usual. The ratio is of all steps since the first forward: watch as many as are meant.
@@ -314,9 +331,11 @@ def assert_update_ratio(subject: Subject, *, low: float = 1e-6, high: float = 1e
         low: The least allowed.
         high: The most allowed.
         layers: Which layers to look at. Parameters that were all zero before are left out.
+        ignore: Globs on full names of parameters to leave out: a bias before a norm, say.
 
     Raises:
         AssertionError: A parameter's ratio is outside.
+        SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record; ``low`` is above ``high``.
 
@@ -334,11 +353,11 @@ def assert_update_ratio(subject: Subject, *, low: float = 1e-6, high: float = 1e
     __tracebackhide__ = True
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
-    found = [one for one in _moved(subject, layers, all_still=True) if not one.buffer and one.own.requires_grad]
-    found = [one for one in found if one.change is not None and not math.isinf(one.change)]
+    found = [one for one in _trained(subject, layers, ignore) if one.change is not None and not math.isinf(one.change)]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [one for one in found if not low <= (one.change or 0.0) <= high]
+    bad.sort(key=lambda one: -_times_outside(one.change or 0.0, low, high))
     if bad:
         first = bad[0]
         large = (first.change or 0.0) > high
@@ -348,9 +367,29 @@ def assert_update_ratio(subject: Subject, *, low: float = 1e-6, high: float = 1e
                 f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
                 ["parameter", "shape", "ratio", "gradient rms"],
                 [[one.name, str(one.own.shape), one.change, _rms(one.own.gradient)] for one in bad],
-                f"The learning rate is too {'large' if large else 'small'} for it, or its gradient is.",
+                _GAUGED.format("large" if large else "small") if large or not _is_rounding(first) else _NO_USE,
             )
         )
+
+
+def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Moved]:
+    """Return the parameters that require a gradient."""
+    found = [one for one in _moved(subject, layers, all_still=True) if not one.buffer and one.own.requires_grad]
+    if not found:
+        raise NothingObservedError("the selected layers have no parameters that require a gradient")
+    left = not_ignored([one.name for one in found], ignore)
+    return [one for one in found if one.name in left]
+
+
+def _times_outside(ratio: float, low: float, high: float) -> float:
+    """Return how many times too large or too small a ratio is; infinite for none, and for one that is not known."""
+    return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
+
+
+def _is_rounding(one: _Moved) -> bool:
+    """Whether a gradient is nothing beside another of the layer."""
+    rms = _rms(one.own.gradient)
+    return rms is not None and rms < _ROUNDING * max(_rms(p.gradient) or 0.0 for p in one.layer.parameters)
 
 
 def _moved(subject: Subject, layers: Selector, *, all_still: bool = False) -> list[_Moved]:

@@ -26,8 +26,9 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
 
     The slope is averaged over all outputs y, and is given as a share of the greatest that the function has: of sigmoid
     ``4 mean(y - y²)``, of tanh ``mean(1 - y²)``, of a softmax over n classes ``(1 - sum(y²)) / (1 - 1/n)``, which is 0
-    where every row is one-hot. All follow from mean and mean square. Of hardtanh, hardsigmoid and ReLU6 the slope is
-    the share of units that are not at one bound all the time. Functional calls are seen under ``functionals=True``.
+    where every row is one-hot. Of hardtanh, hardsigmoid and ReLU6, flat at their bounds a and b, it is taken as of a
+    sigmoid between them, ``4 mean((y - a)(b - y)) / (b - a)²``. All follow from mean and mean square. Functional calls
+    are seen under ``functionals=True``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
@@ -106,13 +107,10 @@ def _share(kind: str, layer: Layer, call: Call, value: Value, s: Statistics) -> 
     if kind in ("softmax", "softmax2d"):
         classes = _classes(kind, layer, call, value)
         return None if classes is None or classes < 2 else (1 - classes * s.rms**2) / (1 - 1 / classes)
-    if layer.type_name in _AT_BOUNDS and value.forward.units is not None:
-        units = value.forward.units
-        least, most = _AT_BOUNDS[layer.type_name]
-        least = _number(layer.attributes.get("min_val"), least)
-        most = _number(layer.attributes.get("max_val"), most)
-        stuck = sum(low >= most or high <= least for low, high in zip(units.low, units.high, strict=True))
-        return 1 - stuck / len(units)
+    if layer.type_name in _AT_BOUNDS:
+        low, high = _AT_BOUNDS[layer.type_name]
+        low, high = _number(layer.attributes.get("min_val"), low), _number(layer.attributes.get("max_val"), high)
+        return 4 * ((low + high) * s.mean - s.rms**2 - low * high) / (high - low) ** 2
     return None
 
 
@@ -127,6 +125,8 @@ def _classes(kind: str, layer: Layer, call: Call, value: Value) -> int | None:
     else:
         arguments = call.arguments
         axis = layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
+        if axis is None:
+            axis = 0 if len(value.shape) in (0, 1, 3) else 1  # as torch does
     if type(axis) is not int or not -len(value.shape) <= axis < len(value.shape):
         return None
     size = value.shape[axis]
@@ -175,11 +175,12 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         layer, call, value, s = bad[0]
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} leaves {_between(low, high)}: it is from {number(s.min)} to "
-                f"{number(s.max)}{_not_finite(s)}; {len({x[0].name for x in bad}):,} of "
+                f"{address(layer.name, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
+                f"{len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "min", "max", "mean", "not finite"],
                 [[address(a.name, c, v.path), a.type_name, t.min, t.max, t.mean, t.nonfinite] for a, c, v, t in bad],
+                "Look at what goes into the first of them, or widen the range if the model means it.",
             )
         )
 
@@ -196,7 +197,7 @@ def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float 
         layers: Which layers to look at.
 
     Raises:
-        AssertionError: A layer's outputs are smaller or larger.
+        AssertionError: A layer's outputs are smaller or larger, or not finite.
         NothingObservedError: No selected layer was called or gave out numbers.
         UsageError: ``low`` is above ``high``, or negative.
 
@@ -210,10 +211,13 @@ def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float 
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    bad = [x for x in _outputs(looked_at) if not low <= (x[3].rms or 0.0) <= high]
+    bad = [x for x in _outputs(looked_at) if x[3].nonfinite or not low <= (x[3].rms or 0.0) <= high]
     if bad:
         layer, call, value, s = bad[0]
-        size = "large" if (s.rms or 0.0) > high else "small"
+        size = "too large" if (s.rms or 0.0) > high else "too small"
+        is_now = f"is {size}: its rms is {number(s.rms)}, not from {number(low)} to {number(high)}"
+        if s.nonfinite:
+            is_now = f"has no scale: {count(s.nonfinite, 'element')} of {s.count:,} not finite"
         before = [x for x in _outputs(looked_at) if x[1].finished < call.started]
         was = ""
         if before:
@@ -221,8 +225,7 @@ def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float 
             was = f"; {address(last_layer.name, last_call, last_value.path)} had {number(last.rms)}"
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} is too {size}: its rms is {number(s.rms)}, not from "
-                f"{number(low)} to {number(high)}{was}; {len({x[0].name for x in bad}):,} of "
+                f"{address(layer.name, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "rms", "mean", "min", "max"],
                 [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
@@ -244,8 +247,11 @@ def _between(low: float, high: float) -> str:
     return f"[{number(low)}, {number(high)}]"
 
 
-def _not_finite(s: Statistics) -> str:
-    return f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
+def _extent(s: Statistics) -> str:
+    if not s.finite:
+        return "no element is finite"
+    others = f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
+    return f"it is from {number(s.min)} to {number(s.max)}{others}"
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------
