@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from . import statistics
 from .attention import Attended, AttentionMode, returned
@@ -88,6 +89,7 @@ class Capture:
         self.guard = _Guard()
         self.attached = False
         self._exit = contextlib.ExitStack()
+        self._handles: list[RemovableHandle] = []
         self._attention = attention
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
         if attention:  # entered last: it comes first, while no pseudo-layer is open
@@ -124,10 +126,11 @@ class Capture:
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
                         self._attach_layer(name, module)
-                tensors = (*self.layers.modules[root].parameters(), *self.layers.modules[root].buffers())
+                owned = (own for m in self.layers.modules[root].modules() for own in (m._parameters, m._buffers))
+                tensors = (tensor for own in owned for tensor in own.values() if tensor is not None)
                 self._storages = frozenset(key[0] for tensor in tensors if (key := identity(tensor)) is not None)
                 self._hook_parameters()
-                self._exit.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         except BaseException:
             self.detach()
             raise
@@ -136,10 +139,11 @@ class Capture:
     def _attach_layer(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             before, after = _Before(self, name, module), _After(self, name, module)
-            self._exit.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._exit.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         if name in self.selected:
-            inside = module.named_modules() if self.layers.is_leaf(name) else [("", module)]
+            whole = module._modules and self.layers.is_leaf(name)
+            inside = module.named_modules() if whole else [("", module)]
             prefix = [] if name == ROOT else [name]
             self._owners += [(".".join([*prefix, *filter(None, [path]), ""]), owner) for path, owner in inside]
 
@@ -154,9 +158,8 @@ class Capture:
                     hook = self._hook_on(parameter)
                     if hook is None:
                         hook = _ParameterHook(self)
-                        self._exit.callback(parameter.register_hook(hook).remove)
                         accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
-                        self._exit.callback(accumulated.remove)
+                        self._handles += (parameter.register_hook(hook), accumulated)
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
 
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
@@ -174,6 +177,8 @@ class Capture:
             hook.handle.remove()
         self._tensor_hooks.clear()
         self._parameters.clear()
+        while self._handles:
+            self._handles.pop().remove()
         self._exit.close()
 
     def check(self) -> None:

@@ -45,6 +45,8 @@ PIECE = 1 << 18  # elements handled at a time on the CPU: a megabyte, in the cac
 _CHUNK = 1 << 23  # elements handled at a time on a device
 _HASHED = 1 << 14  # integers hashed at a time: all steps in the cache
 
+_FLOATS = (torch.float32, torch.float64)
+
 _MEAN, _SPREAD = (2**24 - 1) / 2, math.sqrt(12) / 2**24  # of the 24 bits of a hash that stand for an integer
 _INFINITE, _NAN = 2.0, 4.0  # what a non-finite element counts as, in units of the largest finite magnitude
 
@@ -111,9 +113,11 @@ def _periods() -> Array:
 
 @functools.cache
 def _direct(dtype: np.dtype[Any]) -> Array:
-    """Return the signs of the first 512 elements, shape (16, 512)."""
+    """Return the signs of the first 512 elements, shape (16, 512), times the scale, which is a power of 2."""
     rows = _rows(dtype)[0, :, : _DIRECT // _COLUMNS].repeat(K // _SUMS, axis=0)
-    return np.ascontiguousarray((rows[:, :, None] * _columns()[:, None]).reshape(K, -1), dtype=dtype)
+    signs = (rows[:, :, None] * _columns()[:, None]).reshape(K, -1)
+    scaled: Array = np.ascontiguousarray(signs * _SCALE, dtype=dtype)
+    return scaled
 
 
 @functools.cache
@@ -191,7 +195,7 @@ def _real(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     """Return a piece of floating elements in float32, or float64 if it is in that."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x if x.dtype in _FLOATS else x.float()
 
 
 # --- on the CPU ---------------------------------------------------------------------------------------------------
@@ -209,8 +213,12 @@ def project(tensor: Tensor, index: int = 0) -> Array:
     >>> project(torch.tensor([3])).shape
     (24,)
     """
-    x = _real(tensor)
     with np.errstate(all="ignore"):  # what overflows is found in the result
+        if 0 < tensor.numel() <= _DIRECT and tensor.dtype in _FLOATS and tensor.is_contiguous():
+            numbers = _projected_directly(_real(tensor).numpy().reshape(-1))
+            if math.isfinite(sum(numbers.tolist())):
+                return _of_forward(numbers, index)
+        x = _real(tensor)
         if not x.is_floating_point():
             numbers, digest = _integers(x, index)
             numbers = _of_forward(numbers, index)
@@ -229,14 +237,18 @@ def _projected(parts: Iterator[Array]) -> Array:
     """Return the projections of flat pieces of `PIECE` elements each, but the last."""
     part = next(parts)
     if part.size <= _DIRECT:
-        signs = _direct(part.dtype)
-        numbers: Array = np.multiply(np.dot(signs[:, : part.size], part), _SCALE, dtype=np.float64)
-        return numbers
+        return _projected_directly(part)
     sums = _folded(part, 0)
     for number, part in enumerate(parts, 1):
         sums += _folded(part, number * (PIECE // _COLUMNS))
-    numbers = np.einsum("sjc,sc->sj", _columns().reshape(_SUMS, -1, _COLUMNS), sums).reshape(K)
+    numbers: Array = np.einsum("sjc,sc->sj", _columns().reshape(_SUMS, -1, _COLUMNS), sums).reshape(K)
     numbers *= _SCALE
+    return numbers
+
+
+def _projected_directly(part: Array) -> Array:
+    """Return the projections of at most `_DIRECT` elements."""
+    numbers: Array = np.dot(_direct(part.dtype)[:, : part.size], part).astype(np.float64)
     return numbers
 
 

@@ -75,8 +75,10 @@ class Glob:
 
     def matches(self, name: str) -> bool:
         """Whether the layer called ``name`` is one that the glob means."""
+        if not any(self._segments):
+            return True
         if name == ROOT:
-            return self.text == ROOT or not any(self._segments)
+            return self.text == ROOT
         # The set of positions reached keeps `**.**.**.x` linear where backtracking would explode.
         reached = self._past_stars({0})
         for part in name.split("."):

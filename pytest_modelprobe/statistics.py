@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -332,6 +331,10 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
+    if tensor.numel() <= _SMALL and tensor.dtype in _FLOATS and tensor.is_contiguous() and not tensor.is_neg():
+        reduced = _small(tensor.numpy(), axis)
+        if reduced is not None:
+            return reduced
     x, copies, units = _arranged(tensor, axis)
     axis = axis if units else None
     if not x.numel():
@@ -355,6 +358,31 @@ def _on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
     if len(low) < units:  # the unit axis itself was broadcast
         low, high = low.repeat(units), high.repeat(units)
     return Reduced(1, row, None, low, high, axis)
+
+
+def _small(x: Array, axis: int | None) -> Reduced | None:
+    """Return what `_block` would, in fewer calls; None for no elements, and where one is not finite or too large."""
+    flat = x.reshape(-1)
+    if not flat.size:
+        return None
+    low: Array | None = None
+    high: Array | None = None
+    if axis is None or -axis > x.ndim:
+        axis = None
+        bottom, top = np.minimum.reduce(flat).item(), np.maximum.reduce(flat).item()
+        finite = math.isfinite(top - bottom)
+    else:
+        low, high = _ranges(x.reshape(math.prod(x.shape[:axis]), x.shape[axis], -1))
+        lows, highs = low.tolist(), high.tolist()
+        bottom, top = min(lows), max(highs)
+        finite = math.isfinite(sum(highs) - sum(lows))  # a NaN may hide from min and max
+    if not finite or max(-bottom, top) > 1e150:
+        return None
+    zeros = flat.size - int(np.count_nonzero(flat)) if bottom <= 0 <= top else 0
+    mean = np.add.reduce(flat, dtype=np.float64).item() / flat.size if bottom < top else float(bottom)
+    flat = flat - np.float64(mean)
+    deviations = np.dot(flat, flat).item()
+    return Reduced(1, _of_finite(flat.size, zeros, bottom, top, mean, deviations), None, low, high, axis)
 
 
 def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
@@ -474,13 +502,28 @@ def _times(row: Row, copies: int) -> Row:
 
 def _joined(a: Row, b: Row) -> Row:
     """Return the numbers of both sets of elements together: the formula of `Statistics.merge`."""
-    n, m = a[0], b[0]
-    mean, deviations = a[10] if n else b[10], a[11] + b[11]
+    n, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = a
+    m, *others = b
     if n and m:
-        delta = b[10] - a[10]
+        delta = others[9] - mean
         mean += delta * (m / (n + m))
         deviations += delta * delta * (n * m / (n + m))
-    return *map(operator.add, a[:5], b[:5]), *map(min, a[5:9], b[5:9]), max(a[9], b[9]), mean, deviations
+    elif m:
+        mean = others[9]
+    return (
+        n + m,
+        nan + others[0],
+        posinf + others[1],
+        neginf + others[2],
+        zeros + others[3],
+        min(first_nan, others[4]),
+        min(first_posinf, others[5]),
+        min(first_neginf, others[6]),
+        min(low, others[7]),
+        max(high, others[8]),
+        mean,
+        deviations + others[10],
+    )
 
 
 # --- on another device --------------------------------------------------------------------------------------------
@@ -587,11 +630,13 @@ def _has_numbers(reduced: Reduced) -> bool:
 
 
 def _merge_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
-    sizes = [_size_of_fingerprint(one) for one in (a, b)]
-    if None in sizes or sizes[0] != sizes[1]:
+    size = _size_of_fingerprint(a)
+    if size is None or size != _size_of_fingerprint(b):
         return  # one has none, or one is of integers and the other is not
-    ours = [one.fingerprint for one in (a, b) if one.fingerprint is not None]
-    merged.fingerprint = sum(ours[1:], start=ours[0]) if ours else None
+    if a.fingerprint is not None and b.fingerprint is not None:
+        merged.fingerprint = a.fingerprint + b.fingerprint
+    else:
+        merged.fingerprint = a.fingerprint if b.fingerprint is None else b.fingerprint
     remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
     if remote:
         first, *others = remote
@@ -610,7 +655,7 @@ def _merge_units(merged: Reduced, a: Reduced, b: Reduced) -> None:
     highs: Any = (a.high, b.high)
     if a.axis != b.axis or len(lows[0]) != len(lows[1]):
         merged.reason = merged.reason or "number of units varies"
-    elif all(isinstance(low, np.ndarray) for low in lows):
+    elif isinstance(a.low, np.ndarray) and isinstance(b.low, np.ndarray):
         merged.axis, merged.low, merged.high = a.axis, np.minimum(*lows), np.maximum(*highs)
     elif all(isinstance(low, Tensor) and low.device == lows[0].device for low in lows):
         merged.axis, merged.low, merged.high = a.axis, torch.minimum(*lows), torch.maximum(*highs)
