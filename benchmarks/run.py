@@ -14,6 +14,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -26,6 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peers
+import scale
+import tensors
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
@@ -199,6 +203,71 @@ def bench_attach(rounds: int = 5) -> float:
     return statistics.median(seconds) * 1e3
 
 
+def bench_tensors() -> dict[str, Any]:
+    """One tensor, in sums of it."""
+    return tensors.measure()
+
+
+def bench_limit(rounds: int = 7) -> dict[str, dict[str, float]]:
+    """What each model's step would cost with one sum over each recorded tensor, and how much it would read."""
+    found = {}
+    for title, make in MODELS.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        step = step_of(model, inputs)
+        with Watch(model) as watch:
+            step()
+        sizes = read_by_kind(watch)
+        buffers = [torch.ones(size) for kind in sizes.values() for size in kind]
+        seconds: list[list[float]] = [[], []]
+        for turn in range(-1, rounds):
+            for job, times in zip((step, lambda b=buffers: [x.sum() for x in b]), seconds, strict=True):
+                start = time.perf_counter()
+                job()
+                if turn >= 0:
+                    times.append(time.perf_counter() - start)
+        ratio = statistics.median(b / a for a, b in zip(*seconds, strict=True))
+        found[title] = {"ratio": 1 + ratio} | {kind: sum(each) * 4 / 1e6 for kind, each in sizes.items()}
+    return found
+
+
+def read_by_kind(watch: Watch) -> dict[str, list[int]]:
+    """Return the elements of each tensor that a step reads once, by what they are."""
+    activations: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    parameters: list[int] = []
+    for layer in watch.record.layers.values():
+        for call in layer.calls:
+            for value in (*call.inputs, *call.outputs):
+                size = math.prod(n for n in value.shape if isinstance(n, int))
+                activations[value.tensor] = size
+                if value.backward is not None:
+                    gradients[value.tensor] = size
+        parameters += [math.prod(p.shape) for p in layer.parameters if p.gradient is not None and p.tied_to is None]
+    return {
+        "activations": list(activations.values()),
+        "gradients of activations": list(gradients.values()),
+        "gradients of parameters": parameters,
+    }
+
+
+def bench_peers(rounds: int = 5) -> dict[str, dict[str, float | str]]:
+    """Other tools on the same models, one forward each."""
+    found = {}
+    for title, make in MODELS.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        found[title] = peers.compare(model.eval(), inputs, rounds)
+    return found
+
+
+def bench_scale() -> dict[str, Any]:
+    """Memory and time against steps and layers, and a figure of it."""
+    results = scale.measure()
+    scale.draw(results)
+    return results
+
+
 def bench_run(rounds: int = 5) -> dict[str, float]:
     """`run` end to end, and what an update asks of it besides, in plain steps of the same model."""
     torch.manual_seed(0)
@@ -334,6 +403,31 @@ def report(results: dict[str, Any]) -> str:
         parts += ["## A step, forward and backward, in steps without a probe", ""]
         parts += ["Median over rounds, and the middle half. *Naive hooks*: eight statistics an output and a gradient,"]
         parts += ["each read with `.item()`.", "", *table(results["models"]), ""]
+    if "limit" in results:
+        parts += [
+            "One `x.sum()` over each tensor that the probe reads would make of a step, and so much is read, in MB:",
+            "",
+        ]
+        kinds = [kind for kind in next(iter(results["limit"].values())) if kind != "ratio"]
+        parts += [f"| model | step | {' | '.join(kinds)} |", f"|---|---|{'---|' * len(kinds)}"]
+        for model, numbers in results["limit"].items():
+            cells = " | ".join(f"{numbers[kind]:,.0f}" for kind in kinds)
+            parts += [f"| {model} | {numbers['ratio']:.3f} | {cells} |"]
+        parts += [""]
+    if "tensors" in results:
+        parts += [
+            "## One tensor",
+            "",
+            "In sums of it, `x.sum()`, in turns.",
+            "",
+            *tensors.table(results["tensors"]),
+            "",
+        ]
+    if "peers" in results:
+        parts += ["## Other tools", "", "One forward with each, all that it does included, in forwards without.", ""]
+        parts += [*peers.table(results["peers"]), ""]
+    if "scale" in results:
+        parts += ["## Steps and layers", "", *scale.table(results["scale"]), ""]
     if "python" in results:
         parts += [
             "## The price of Python",
@@ -388,13 +482,20 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-NAMES = ("resnet", "gpt2", "vit", "python", "attach", "run", "snapshot", "llama", "load")
+BENCHES = (
+    bench_limit, bench_tensors, bench_peers, bench_scale, bench_python, bench_attach, bench_run, bench_snapshot,
+    bench_llama, bench_load,
+)  # fmt: skip
+
+
+def name_of(bench: Callable[[], Any]) -> str:
+    return bench.__name__.removeprefix("bench_")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "which", nargs="*", help="resnet, gpt2, vit, python, attach, run, snapshot, llama, load; all by default"
+        "which", nargs="*", help=f"resnet, gpt2, vit, {', '.join(name_of(bench) for bench in BENCHES)}; all by default"
     )
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
@@ -409,9 +510,8 @@ def main() -> None:
         if wanted(make.__name__.removesuffix("50")):
             results.setdefault("models", {})[title] = bench_model(make, options.rounds)
             print(title, json.dumps(results["models"][title]), flush=True)
-    benches = (bench_python, bench_attach, bench_run, bench_snapshot, bench_llama, bench_load)
-    for bench in benches:
-        name = bench.__name__.removeprefix("bench_")
+    for bench in BENCHES:
+        name = name_of(bench)
         if wanted(name):
             results[name] = bench()
     text = report(results)
