@@ -59,3 +59,32 @@ def test_a_recurrence_over_the_steps_keeps_rows_apart(probe: ModelProbe) -> None
 def test_a_sum_of_the_rows_so_far_is_named(probe: ModelProbe, rows: int) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Code(lambda self, x: x.cumsum(0)))
     assert checks.batch_independent.outcome(probe, model, probe.randn(rows, 3)).layer == "1"
+
+
+class Graph(nn.Module):
+    """Adds to each node those that point to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return nodes.index_add(0, edges[1], self.fc(nodes)[edges[0]])
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_nodes_that_edges_point_to_are_no_batch(probe: ModelProbe, check: checks.Check) -> None:
+    edges = torch.tensor([[0, 1, 2, 3, 1], [1, 0, 3, 2, 3]])
+    found = check.outcome(probe, Graph(), probe.randn(4, 3), edges)
+    assert found.text.startswith("the inputs differ in size along axis 0: input[0] has 4 and input[1] has 2")
+
+
+def test_words_of_bags_that_offsets_point_to_are_no_batch(probe: ModelProbe) -> None:
+    words, offsets = probe.randint(0, 9, (10,)), torch.tensor([0, 4, 7])
+    assert checks.any_batch_size.outcome(probe, nn.EmbeddingBag(9, 4), words, offsets).verdict == "not applicable"
+
+
+def test_a_table_of_another_size_beside_the_batch_hides_no_fault(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, table: (x - x.mean(0)) @ table)
+    found = checks.batch_independent.outcome(probe, model, probe.randn(4, 3), probe.randn(3, 3, name="table"))
+    assert found.layer == "(root)"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, Pairs, broken, disagreements, upheld
 from .check import check
@@ -49,6 +49,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
             continue
         if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
             raise _no_batch(axis)
+        check_rows_go_together(trial, axis)
         return broken(
             found,
             f"mixes the batch: the {which} row changed by {{by}} with the other rows",
@@ -80,6 +81,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     for n in sorted({1, size + 1} - {size}):
         two = trial.run(mode="eval", vary=_sized(trial, size, n, axis))
         if two.error is not None:
+            check_rows_go_together(trial, axis)
             if size > 1 and any(_mixed(trial, one, size, axis, tolerance, row) for row in (0, size - 1)):
                 raise _no_batch(axis)
             return Break(
@@ -90,6 +92,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
         found = disagreements(one, two, pairs=_row(size, n), tolerance=tolerance)
         found = upheld(found, one, _row(size, size))
         if found:
+            check_rows_go_together(trial, axis)
             return broken(
                 found,
                 f"depends on the batch size: the first row changed by {{by}} in a batch of {n}, not {size}",
@@ -108,6 +111,19 @@ def size_of(trial: Trial, axis: int) -> int:
     if not having[0].shape[axis]:
         raise NotApplicableError("the batch has no rows")
     return having[0].shape[axis]
+
+
+def check_rows_go_together(trial: Trial, axis: int) -> None:
+    """Refuse to call broken what takes offsets or edges of a graph beside rows: integers that point to them.
+
+    Raises:
+        NotApplicableError: Such inputs differ in size along the axis.
+    """
+    inputs = [(path, x) for path, x in trial.dense if x.dim() > axis and not path.endswith("mask")]
+    sizes = {path: x.shape[axis] for path, x in inputs if x.shape[axis] != 1}
+    if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
+        told = listed([f"{path} has {n}" for path, n in sizes.items()])
+        raise NotApplicableError(f"the inputs differ in size along axis {axis}: {told}; which rows are of one is unknown")
 
 
 def _no_batch(axis: int) -> NotApplicableError:
