@@ -88,3 +88,44 @@ def test_a_table_of_another_size_beside_the_batch_hides_no_fault(probe: ModelPro
     model = Code(lambda self, x, table: (x - x.mean(0)) @ table)
     found = checks.batch_independent.outcome(probe, model, probe.randn(4, 3), probe.randn(3, 3, name="table"))
     assert found.layer == "(root)"
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def targets(probe: ModelProbe) -> Tensor:
+    return probe.randn(3, 5, name="targets")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o: F.cross_entropy(o, torch.tensor([0, 1, 2])),
+        lambda o: F.mse_loss(o, targets(ModelProbe())),
+        lambda o: (o - targets(ModelProbe())).square().mean(),
+    ],
+    ids=["raises", "is broadcast", "is broadcast without a warning"],
+)
+def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelProbe, loss: Any) -> None:
+    found = checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=loss)
+    assert found.verdict == "not applicable"
+    assert found.text.startswith("the loss does not go with a part of the batch; give the targets as inputs")
+
+
+def test_targets_that_are_inputs_go_with_each_part_of_the_batch(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y), fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation(probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss)
+    assert found.verdict == "holds"
+
+
+def test_a_sum_over_targets_that_are_inputs_is_named(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y, reduction="sum"), fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss
+    )
+    assert (found.layer or "").startswith("fc.")
+
+
+def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="loss= raised AttributeError"):
+        checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)

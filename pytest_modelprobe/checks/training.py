@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,19 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, number
 from pytest_modelprobe.restoring import preserved
 
-from .agreement import change, disagreements, from_the_loss, negligible
-from .batch import batched, size_of
+from .agreement import change, disagreements, from_the_loss, limit, negligible
+from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_as_it_is
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
+
+_TARGETS = "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
 
 
 @check
@@ -31,7 +35,8 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     its own number.
 
     Args:
-        trial: The model and its inputs, with a loss.
+        trial: The model and its inputs, with a loss. Targets that the loss holds itself have a row for each of the
+            whole batch, and go with no part of it: they are to be inputs too, of a model that gives out its loss.
         axis: Which axis of the inputs the batch is along.
         tolerance: Largest relative change of a gradient.
 
@@ -54,6 +59,9 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
     if disagreements(whole, trial.other(mode="eval", seed="another"), tolerance=0.0):
         raise NotApplicableError("the model is random in evaluation mode: each part draws other numbers")
+    check_rows_go_together(trial, axis)
+    if _knows_rows(trial, whole, size, axis):
+        raise NotApplicableError(_TARGETS)
     name, far_by, _ = found[0]
     return Break(
         layer=name,
@@ -76,7 +84,12 @@ def _accumulated(
             x = x if model is None else _wide(path, x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
-        parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of targets that are broadcast: `_knows_rows` tells of them
+            try:
+                parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+            except UsageError as error:  # it took the whole batch
+                raise NotApplicableError(_TARGETS) from error
     found = []
     zero = negligible(whole.gradients)
     for name, gradient in whole.gradients.items():
@@ -88,6 +101,16 @@ def _accumulated(
         if not far <= tolerance and not max(norm, mean.norm().item()) <= zero:
             found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
     return found
+
+
+def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
+    """Whether the loss is another when the rows of the output are in another order: it holds a target for each."""
+
+    def rolled(x: Tensor) -> Tensor:
+        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
+
+    one, other = trial.loss(whole.output), trial.loss(map_tensors(rolled, whole.output))
+    return change(one.detach(), other.detach()) > limit(one)
 
 
 def _beyond_rounding(
