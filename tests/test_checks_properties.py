@@ -129,3 +129,31 @@ def test_a_sum_over_targets_that_are_inputs_is_named(probe: ModelProbe) -> None:
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="loss= raised AttributeError"):
         checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
+
+
+def holding_float32(o: Tensor) -> Tensor:
+    return F.binary_cross_entropy(o, torch.full((3, 2), 0.3))
+
+
+def test_a_loss_that_holds_float32_means_nothing_in_float64(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid())
+    found = checks.gradcheck.outcome(probe, model, probe.randn(3, 4), loss=holding_float32)
+    assert found.verdict == "not applicable"
+    assert found.text.endswith("in float64: cast the tensors that it holds, target.to(output.dtype)")
+
+
+def test_a_loss_that_never_works_is_refused_by_gradcheck(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="loss= raised AttributeError"):
+        checks.gradcheck.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
+
+
+def test_gradients_of_a_loss_that_holds_float32_are_compared_without_float64(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: (self.fc(x).sigmoid(), y), fc=nn.Linear(4, 2))
+
+    def loss(given: tuple[Tensor, Tensor]) -> Tensor:
+        o, y = given
+        return F.binary_cross_entropy(o, y.float(), reduction="sum")
+
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), torch.full((3, 2), 0.3), loss=loss)
+    assert found.verdict == "broken"
+    assert found.text.startswith("fc.")

@@ -120,7 +120,7 @@ def _beyond_rounding(
     try:
         wide = trial.copied().double()
         whole = trial.other(mode="eval", backward=True, model=wide, vary=_wide)
-    except NotApplicableError:
+    except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
         return found
     return _accumulated(trial, whole, size, axis, tolerance, wide)
 
@@ -148,7 +148,13 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     """
     model = trial.copied().double()
     parameters = dict(model.named_parameters())
-    one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
+    try:
+        one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
+    except UsageError as error:
+        trial.reference(mode="eval", backward=True)  # a loss that never works is refused
+        raise NotApplicableError(
+            f"{error}, in float64: cast the tensors that it holds, target.to(output.dtype)"
+        ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
 
