@@ -157,3 +157,43 @@ def test_gradients_of_a_loss_that_holds_float32_are_compared_without_float64(pro
     found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), torch.full((3, 2), 0.3), loss=loss)
     assert found.verdict == "broken"
     assert found.text.startswith("fc.")
+
+
+class Complex(nn.Module):
+    """The power of a complex product."""
+
+    def __init__(self, backward_sign: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
+        self.sign = backward_sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.weight.dtype) @ self.weight
+        if y.requires_grad and self.sign != 1:
+            y.register_hook(lambda gradient: self.sign * gradient)
+        return (y * (0.3 + 0.7j)).real + y.abs().square()
+
+
+def test_gradients_of_complex_parameters_are_right(probe: ModelProbe) -> None:
+    assert checks.gradcheck(probe, Complex(), probe.randn(3, 4)).text == "2 gradients"
+
+
+def test_a_wrong_gradient_of_a_complex_parameter_is_named(probe: ModelProbe) -> None:
+    assert checks.gradcheck.outcome(probe, Complex(-1), probe.randn(3, 4)).layer in ("weight", "input")
+
+
+def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Complex(), probe.randn(3, 4))
+    assert found.text == "the model has complex parameters or buffers, of which Module.to makes real ones"
+
+
+def test_an_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
+    model = Code(lambda self, weight: (self.weight * weight.sum()).sum(), weight=nn.Parameter(torch.ones(7)))
+    found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
+    assert found.text == "2 gradients"
+
+
+def test_an_unused_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
+    model = Code(lambda self, weight: self.weight.square().sum(), weight=nn.Parameter(torch.ones(7)))
+    found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
+    assert found.text == "2 gradients"

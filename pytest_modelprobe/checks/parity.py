@@ -68,6 +68,8 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     >>> print(checks.dtype_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     dtype_parity holds for Linear: 1 output in float64
     """
+    if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
+        raise NotApplicableError("the model has complex parameters or buffers, of which Module.to makes real ones")
     one = trial.reference(mode="eval")
     two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")

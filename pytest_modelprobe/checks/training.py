@@ -126,7 +126,7 @@ def _beyond_rounding(
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+    return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
 
 
 @check
@@ -146,7 +146,8 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     gradcheck holds for Linear: 3 gradients
     """
-    model = trial.copied().double()
+    model = trial.copied()
+    model._apply(lambda x: _wide("", x))  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
     try:
         one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
@@ -180,18 +181,17 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    tensors = {**dict(trial.inputs), **parameters}
-    tensors = {name: x.to(trial.probe.device, torch.float64) for name, x in tensors.items() if x.is_floating_point()}
+    inputs = {path: _wide(path, x.detach().to(trial.probe.device)) for path, x in trial.inputs}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
-        known = tensors[name or path or ""] if gradient is None else gradient
+        known = parameters[name] if name else inputs[path or ""]
         if not known.numel():
             continue
         looked_at += 1
         direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
-        exact = 0.0 if gradient is None else (gradient * direction).sum().item()
+        exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
         scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
         if not abs(near - exact) <= tolerance * scale:
             found.append((name or path or "", "none" if gradient is None else number(exact), number(near)))
