@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
 
@@ -197,3 +198,81 @@ def test_an_unused_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> 
     model = Code(lambda self, weight: self.weight.square().sum(), weight=nn.Parameter(torch.ones(7)))
     found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
     assert found.text == "2 gradients"
+
+
+def test_parameters_that_never_move_are_told_of_a_model_that_learns(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Code(lambda self, x: x.detach()), nn.Linear(4, 1))
+    found = checks.overfits_batch(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
+    assert found.text.endswith("; 2 parameters never moved: 0.weight and 0.bias")
+
+
+def test_one_step_may_be_enough(probe: ModelProbe) -> None:
+    found = checks.overfits_batch(
+        probe,
+        nn.Linear(4, 1, bias=False),
+        torch.eye(4),
+        loss=lambda y: y.square().mean(),
+        steps=1,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0),
+    )
+    assert found.text.endswith("in 1 step")
+
+
+def test_a_loss_that_is_nan_ends_the_steps(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: self.fc(x) * float("nan"), fc=nn.Linear(4, 1))
+    found = checks.overfits_batch.outcome(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
+    assert found.text.startswith("(root) has a loss of nan before the first step\n")
+
+
+def test_a_loss_that_becomes_infinite_ends_the_steps(probe: ModelProbe) -> None:
+    found = checks.overfits_batch.outcome(
+        probe,
+        nn.Linear(4, 1),
+        probe.randn(3, 4),
+        loss=lambda y: y.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1e30),
+    )
+    assert found.text.startswith("(root) has a loss of inf after 1 step\n")
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"below": 2}, {"below": 0}])
+def test_a_batch_that_cannot_be_overfitted_is_refused(probe: ModelProbe, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(options))}= is "):
+        checks.overfits_batch.outcome(probe, nn.Linear(4, 1), probe.randn(3, 4), loss=torch.mean, **options)
+
+
+def averaged(probe: ModelProbe, model: nn.Module, average: nn.Module) -> checks.Outcome:
+    def updates() -> None:
+        with torch.no_grad():
+            for p, q in zip(average.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+
+    return checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+
+
+def test_an_average_may_have_a_part_called_module(probe: ModelProbe) -> None:
+    def made() -> nn.Module:
+        return Code(None, module=nn.Linear(2, 2), head=nn.Linear(2, 1))
+
+    assert averaged(probe, made(), made()).text == "4 parameters"
+
+
+def test_an_average_that_was_never_updated_copies_first(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    found = checks.ema_tracks.outcome(
+        probe, model, average=ema, decay=0.9, updates=lambda: ema.update_parameters(model)
+    )
+    assert found.verdict == "not applicable"
+    assert "its first update copies the model" in found.text
+
+
+def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+
+    def updates() -> None:
+        with torch.no_grad():
+            average.weight.lerp_(model.weight, 0.1)
+
+    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+    assert found.text.startswith("bias is not in the average\n")

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.restoring import preserved
 
 from .agreement import change, disagreements, from_the_loss, limit, negligible
@@ -262,9 +263,12 @@ def overfits_batch(
 
     Args:
         trial: The model and its inputs, with a loss.
-        steps: How many.
+        steps: How many; one or more.
         optimizer: Makes one of the parameters; None: Adam with a step of 1e-2.
-        below: The share of the first loss that is to be reached.
+        below: The share of the first loss that is to be reached, between 0 and 1.
+
+    Raises:
+        UsageError: No steps are left to take, or no loss is to be brought down.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -273,6 +277,10 @@ def overfits_batch(
     ... # doctest: +ELLIPSIS
     overfits_batch holds for Linear: loss ... in ... steps
     """
+    if steps < 1:
+        raise UsageError(f"steps= is 1 or more; got {steps}")
+    if not 0 < below < 1:
+        raise UsageError(f"below= is a share of the first loss, between 0 and 1; got {below}")
     if not trial.has_loss:
         raise NotApplicableError("without loss= there is nothing to bring down")
     first = last = math.nan
@@ -281,11 +289,10 @@ def overfits_batch(
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    steps_done = 0
     with trial.lasting(), seeding.seeded(seeding.derive(trial.probe.seed, "check batch")):
         step = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
-        for i in range(steps):
+        for done in range(steps + 1):
             args, kwargs = trial.copied_inputs()
             try:
                 output = trial.model(*args, **kwargs)
@@ -293,20 +300,28 @@ def overfits_batch(
                 raise NotApplicableError(f"the model does not run on these inputs: {error}") from error
             loss = trial.loss(output)
             last = loss.item()
-            first = last if i == 0 else first
+            first = first if done else last
+            if not math.isfinite(last):
+                when = f"after {count(done, 'step')}" if done else "before the first step"
+                return Break(
+                    layer=ROOT,
+                    line=f"{ROOT} has a loss of {last} {when}",
+                    advice="Look for a logarithm or a division by 0, and for a step that is too long: give it another "
+                    "optimizer=. assert_finite, of a run with this loss, names the layer where it begins.",
+                )
             if first <= 0:
                 raise NotApplicableError(f"the loss begins at {number(first)}: what share of it to reach is not known")
-            steps_done = i + 1
-            if last <= below * first and i:
+            if done == steps or (done and last <= below * first):
                 break
             step.zero_grad()
             loss.backward()
             step.step()
         still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
-    if last <= below * first:
-        return f"loss {number(first)} → {number(last)} in {count(steps_done, 'step')}"
-    name = still[0] if still else ROOT
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
+    if last <= below * first:
+        names = f": {listed(still)}" if still else ""
+        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+    name = still[0] if still else ROOT
     return Break(
         layer=name,
         line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
@@ -325,7 +340,7 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
 
     Args:
         trial: The model that is averaged.
-        average: The averaged one: an `AveragedModel`, or a copy.
+        average: The averaged one: an `AveragedModel` that was updated before, as its first update copies; or a copy.
         decay: Of the average.
         updates: Brings the average up to date.
 
@@ -340,7 +355,11 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     ... )
     ema_tracks holds for Linear: 2 parameters
     """
-    inner = getattr(average, "module", average)
+    if isinstance(average, AveragedModel) and not average.n_averaged:
+        raise NotApplicableError("the average was never updated, and its first update copies the model: update it once")
+    inner = average
+    if dict(average.named_parameters()).keys().isdisjoint(dict(trial.model.named_parameters())):
+        inner = getattr(average, "module", average)  # a wrapper
     with preserved(average):
         before = {name: p.detach().clone() for name, p in inner.named_parameters()}
         with torch.no_grad():
@@ -352,19 +371,19 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
         for name, p in trial.model.named_parameters():
             now = after.get(name)
             if now is None:
-                found.append((name, "not in the average"))
+                found.append((name, "is not in the average"))
                 continue
             wanted = before[name] + (1 - decay) * (p.detach() - before[name])
             far = change(wanted - before[name], now.detach() - before[name])
             if not far <= 1e-3:
-                found.append((name, percent(far)))
+                found.append((name, f"takes a step in the average that is {percent(far)} off"))
     if not found:
         return count(len(before), "parameter")
     name, what = found[0]
     return Break(
         layer=name,
-        line=f"{name} is not followed by the average: its step is {what} off",
-        columns=("parameter", "step off by"),
+        line=f"{name} {what}",
+        columns=("parameter", "what"),
         rows=tuple(found),
         advice="Look at which model the average is updated from, and when.",
     )
