@@ -276,3 +276,100 @@ def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> No
 
     found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
     assert found.text.startswith("bias is not in the average\n")
+
+
+# --- sequence -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoder(probe: ModelProbe) -> nn.Module:
+    return probe.build(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+
+
+class Blind(nn.Module):
+    """Takes a mask, and a mean over all positions all the same."""
+
+    def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Masked(nn.Module):
+    """Takes a mean over the positions that are kept."""
+
+    def __init__(self, pad: bool = False) -> None:
+        super().__init__()
+        self.pad = pad
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, pad_mask: Tensor | None = None) -> Tensor:
+        given = mask if pad_mask is None else pad_mask
+        assert given is not None
+        keep = (given.bool() ^ self.pad)[..., None].float()
+        return x - (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_positions_by_positions_is_none_of_padding(
+    probe: ModelProbe, encoder: nn.Module, dtype: torch.dtype
+) -> None:
+    mask = torch.zeros(8, 8, dtype=dtype)
+    found = checks.padding_invariant.outcome(probe, encoder, probe.randn(2, 8, 8), src_mask=mask)
+    assert found.text.startswith("no argument of shape (batch, positions) is called a mask, here (2, 8)")
+
+
+def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
+    found = checks.padding_invariant.outcome(probe, encoder, probe.randn(8, 8, 8), src_mask=torch.zeros(8, 8))
+    assert found.text.startswith("there are as many rows as positions, 8: ")
+
+
+def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
+    mask = torch.zeros(2, 8)
+    found = checks.padding_invariant(probe, encoder, probe.randn(2, 8, 8), src_key_padding_mask=mask)
+    assert found.text.endswith("positions, the others masked by -inf in src_key_padding_mask")
+
+
+def test_true_in_a_pad_mask_is_what_is_masked(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    found = checks.padding_invariant(probe, Masked(pad=True), probe.randn(2, 8, 3), pad_mask=mask)
+    assert found.text.endswith("masked by True in pad_mask")
+
+
+def test_a_pad_mask_the_wrong_way_round_is_named(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[1, 7] = True
+    found = checks.padding_invariant.outcome(probe, Masked(), probe.randn(2, 8, 3), pad_mask=mask)
+    assert found.layer == "(root)"
+    assert "with the others, masked by True in pad_mask\n" in found.text
+
+
+def test_a_mask_that_is_all_0_marks_with_1(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.long)
+    found = checks.padding_invariant(probe, Masked(pad=True), probe.randn(2, 8, 3), kwargs={"mask": mask})
+    assert found.text.endswith("masked by 1 in mask")
+
+
+def test_a_tensor_under_mask_is_the_mask_itself(probe: ModelProbe) -> None:
+    assert checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask=torch.ones(2, 8)).verdict == "holds"
+
+
+def test_a_tensor_under_mask_hides_no_fault(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(probe, Blind(), probe.randn(2, 8, 3), mask=torch.ones(2, 8))
+    assert found.layer == "(root)"
+
+
+def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Blind(), probe.randn(2, 8, 3), mask="weights", weights=torch.ones(2, 3)
+    )
+    assert found.text == "weights has the shape (2, 3), not (batch, positions), here (2, 8)"
+
+
+def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="mask= names an argument 'maks' that is not given: is mask meant?"):
+        checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask="maks", kwargs={"mask": torch.ones(2, 8)})
+
+
+def test_a_mask_may_come_before_what_it_masks(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Code(lambda self, mask, x: x - x.mean(1, keepdim=True)), mask=torch.ones(2, 8), x=probe.randn(2, 8, 3)
+    )
+    assert found.layer == "(root)"

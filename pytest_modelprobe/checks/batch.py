@@ -123,7 +123,9 @@ def check_rows_go_together(trial: Trial, axis: int) -> None:
     sizes = {path: x.shape[axis] for path, x in inputs if x.shape[axis] != 1}
     if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
         told = listed([f"{path} has {n}" for path, n in sizes.items()])
-        raise NotApplicableError(f"the inputs differ in size along axis {axis}: {told}; which rows are of one is unknown")
+        raise NotApplicableError(
+            f"the inputs differ in size along axis {axis}: {told}; which rows are of one is unknown"
+        )
 
 
 def _no_batch(axis: int) -> NotApplicableError:

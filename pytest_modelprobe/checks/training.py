@@ -25,7 +25,9 @@ from .check import check, check_as_it_is
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
 
-_TARGETS = "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
+_TARGETS = (
+    "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
+)
 
 
 @check
