@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -364,7 +365,7 @@ def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
 
 
 def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match="mask= names an argument 'maks' that is not given: is mask meant?"):
+    with pytest.raises(UsageError, match="mask= names an argument 'maks' that is not given: is mask meant"):
         checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask="maks", kwargs={"mask": torch.ones(2, 8)})
 
 
@@ -373,3 +374,45 @@ def test_a_mask_may_come_before_what_it_masks(probe: ModelProbe) -> None:
         probe, Code(lambda self, mask, x: x - x.mean(1, keepdim=True)), mask=torch.ones(2, 8), x=probe.randn(2, 8, 3)
     )
     assert found.layer == "(root)"
+
+
+# --- repetition ---------------------------------------------------------------------------------------------------
+
+
+def test_dropout_of_little_from_few_draws_by_the_seed(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.01))
+    assert checks.seeded(probe, model, probe.randn(2, 4)).text == "1 layer that draws random numbers"
+
+
+def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -> None:
+    def code(self: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return F.dropout(x, 0.5)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
+    found = checks.seeded.outcome(probe, model, probe.randn(2, 4))
+    assert found.layer == "1"
+    assert found.text.startswith("1 seeds the random numbers itself: ")
+
+
+def test_code_that_seeds_before_a_layer_inside_it_is_named(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return self.drop(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code, drop=nn.Dropout(0.5)))
+    assert checks.seeded.outcome(probe, model, probe.randn(2, 4)).layer == "1"
+
+
+def test_a_seed_of_numpy_in_the_forward_is_named(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        np.random.seed(0)  # noqa: NPY002
+        return x + np.random.rand()  # noqa: NPY002
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code))
+    assert checks.seeded.outcome(probe, model, probe.randn(2, 4)).layer == "1"
+
+
+def test_layers_after_one_that_draws_do_not_draw(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert checks.seeded(probe, model, probe.randn(2, 4)).text == "1 layer that draws random numbers"

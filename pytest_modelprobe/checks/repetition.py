@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trial, hooked
+from .trial import Trace, Trial, hooked
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -144,13 +148,17 @@ def _drops(module: nn.Module) -> bool:
 def seeded(trial: Trial) -> Break | str:
     """Check that in training mode one seed gives one result, and that two seeds, as of two workers, give two.
 
+    Two seeds may draw alike, as a dropout of 1 % does of few elements: what is compared is how far each layer moves the
+    states of the random generators, besides what it gives out.
+
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> print(checks.seeded(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 20)))
     seeded holds for Dropout: 1 layer that draws random numbers
     """
-    one, again, other = (trial.reference(mode="train", seed=seed) for seed in ("one", "one", "another"))
+    one = trial.reference(mode="train", seed="one")
+    (again, states), (other, other_states) = (_followed(trial, seed) for seed in ("one", "another"))
     found = disagreements(one, again, tolerance=0.0, integers=True)
     if found:
         return broken(
@@ -158,10 +166,18 @@ def seeded(trial: Trial) -> Break | str:
             "does not go by the seed: {path} changed by {by} with one seed",
             "Look for a random generator of its own, or the clock.",
         )
-    drawn = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
-    random = [name for name, module in trial.layers.modules.items() if _drops(module)]
+    for (layer, state), (_, other_state) in zip(states, other_states, strict=False):
+        if any(a == b for a, b in zip(state, other_state, strict=True)):
+            return Break(
+                layer=layer,
+                line=f"{layer} seeds the random numbers itself: from there on ranks and workers repeat each other",
+                advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
+            )
+    changed = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
+    drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
+    dropping = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
-    fixed = [name for name in random if name in called and name not in drawn]
+    fixed = [name for name in dropping if name in called and name not in changed | drawing]
     if fixed:
         return Break(
             layer=fixed[0],
@@ -170,7 +186,35 @@ def seeded(trial: Trial) -> Break | str:
             rows=tuple((name,) for name in fixed),
             advice="Look for torch.manual_seed in the forward.",
         )
-    if not drawn:
+    # A generator of its own that goes by torch's seed moves no other.
+    drawing = drawing or {name for name in changed if trial.layers.is_leaf(name)} or changed
+    if not drawing:
         raise NotApplicableError("no layer draws random numbers: there is nothing to check")
-    first_drawn = [name for name in trial.layers.modules if name in drawn and trial.layers.is_leaf(name)] or list(drawn)
-    return f"{count(len(first_drawn), 'layer')} that {'draws' if len(first_drawn) == 1 else 'draw'} random numbers"
+    return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
+
+
+def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]]]:
+    """Return a run in training mode, and the states of the generators after each piece of code, with its layer."""
+    states: list[tuple[str, tuple[bytes, ...]]] = []
+    running: list[str] = []
+
+    def begin(name: str, *_: Any) -> None:
+        states.append((running[-1] if running else ROOT, _generators(trial.probe.device)))
+        running.append(name)
+
+    def end(*_: Any) -> None:
+        states.append((running.pop(), _generators(trial.probe.device)))
+
+    with hooked(trial.layers.modules, begin, end):
+        return trial.reference(mode="train", seed=seed), states
+
+
+def _generators(device: torch.device) -> tuple[bytes, ...]:
+    """Return the states of the generators that a forward may draw from."""
+    states = [torch.get_rng_state().numpy().tobytes()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    if device.type == "mps":
+        states.append(torch.mps.get_rng_state().numpy().tobytes())
+    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002 - the one that models draw from
+    return *states, bytes(keys) + bytes(str(position), "ascii"), bytes(str(random.getstate()), "ascii")

@@ -265,8 +265,8 @@ def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
         raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
     if shape[0] == shape[1]:
         raise NotApplicableError(
-            f"there are as many rows as positions, {shape[0]}: whether {found[0]} is of (batch, positions) is not known; "
-            "give mask= its name"
+            f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) "
+            "too: give mask= its name"
         )
     return found[0]
 
