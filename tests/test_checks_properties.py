@@ -325,7 +325,7 @@ def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, e
 def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
     mask = torch.zeros(2, 8)
     found = checks.padding_invariant(probe, encoder, probe.randn(2, 8, 8), src_key_padding_mask=mask)
-    assert found.text.endswith("positions, the others masked by -inf in src_key_padding_mask")
+    assert found.text.endswith("positions without the others, masked by -inf in src_key_padding_mask")
 
 
 def test_true_in_a_pad_mask_is_what_is_masked(probe: ModelProbe) -> None:
@@ -416,3 +416,86 @@ def test_a_seed_of_numpy_in_the_forward_is_named(probe: ModelProbe) -> None:
 def test_layers_after_one_that_draws_do_not_draw(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
     assert checks.seeded(probe, model, probe.randn(2, 4)).text == "1 layer that draws random numbers"
+
+
+@pytest.mark.parametrize("length", [5, 6, 8])
+@pytest.mark.parametrize("chunk", [2, 3, 4])
+def test_what_leaks_within_a_chunk_knows_of_later_positions(probe: ModelProbe, length: int, chunk: int) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        parts = [part.mean(1, keepdim=True).expand_as(part) for part in x.split(chunk, 1)]
+        return torch.cat(parts, 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
+    assert checks.causal.outcome(probe, model, probe.randn(2, length, 4)).layer == "1"
+
+
+def test_integers_that_come_out_in_another_order_are_seen(probe: ModelProbe) -> None:
+    found = checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randint(0, 9, (2, 5)))
+    assert found.layer == "(root)"
+
+
+def test_the_place_of_the_largest_element_depends_on_the_order(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x.argmax(1))
+    assert checks.permutation_invariant.outcome(probe, model, probe.randn(2, 5, 3)).layer == "(root)"
+
+
+def test_a_count_of_elements_does_not_depend_on_their_order(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: (x > 0).sum(1))
+    assert checks.permutation_invariant(probe, model, probe.randn(2, 5, 3)).verdict == "holds"
+
+
+# --- elsewhere and otherwise --------------------------------------------------------------------------------------
+
+
+class Cached(nn.Linear):
+    """Multiplies all that it gave out since a cache began."""
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        y = super().forward(x)
+        if cache is not None:
+            cache.append(y)
+            y = torch.stack(cache).prod(0)
+        return y
+
+
+def test_a_cache_that_a_checkpoint_writes_to_twice_comes_with_a_way_out(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, use_cache: self.fc(x, [] if use_cache else None), fc=Cached(3, 3))
+    found = checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True)
+    assert found.layer
+    assert found.text.endswith(
+        "Look for something that the layers write to, such as a cache: use_cache=False; for a counter or a hidden "
+        "state that they keep; and for code that asks whether gradients are on."
+    )
+    assert checks.checkpoint_parity(probe, model, probe.randn(2, 3), use_cache=False).verdict == "holds"
+
+
+def test_a_view_of_small_pictures_wants_its_own_strides(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Identity(), Code(lambda self, x: x.view(x.shape[0], -1)))
+    assert checks.layout_parity.outcome(probe, model, probe.randn(2, 4, 4)).layer == "1"
+
+
+def test_a_reshape_takes_any_strides(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Flatten(), nn.Linear(16, 2))
+    assert checks.layout_parity(probe, model, probe.randn(2, 4, 4)).verdict == "holds"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "advice"),
+    [
+        ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
+        ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
+        ("compile_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
+        ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
+    ],
+)
+def test_a_parity_that_is_broken_comes_with_a_next_step(probe: ModelProbe, name: str, code: Any, advice: str) -> None:
+    found = getattr(checks, name).outcome(probe, Code(code, fc=nn.Linear(3, 3)), probe.randn(2, 3))
+    assert found.verdict == "broken"
+    assert found.text.rpartition("\n\n")[2].startswith(advice)
+
+
+def test_an_output_that_is_missing_is_said_to_be(probe: ModelProbe) -> None:
+    model = nn.Sequential(Code(lambda self, x: self.fc(x) if torch.rand(()) > 0.5 else x, fc=nn.Linear(3, 3)))
+    texts = [checks.eval_stable.outcome(ModelProbe(seed=seed), model, probe.randn(2, 3)).text for seed in range(9)]
+    assert any("0.fc is random in evaluation mode: output is not given out with another seed" in text for text in texts)
+    assert not any("changed by not" in text for text in texts)

@@ -52,7 +52,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
         check_rows_go_together(trial, axis)
         return broken(
             found,
-            f"mixes the batch: the {which} row changed by {{by}} with the other rows",
+            f"mixes the batch: the {which} row {{changed}} with the other rows",
             "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
             "batch_first=True; or a BatchNorm that is not in evaluation mode.",
         )
@@ -95,7 +95,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
             check_rows_go_together(trial, axis)
             return broken(
                 found,
-                f"depends on the batch size: the first row changed by {{by}} in a batch of {n}, not {size}",
+                f"depends on the batch size: the first row {{changed}} in a batch of {n}, not {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}"

@@ -213,7 +213,7 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
         return f"{said}{count(len(one.outputs), 'output')}"
     return broken(
         found,
-        f"is another after {by}: {{path}} changed by {{by}}",
+        f"is another after {by}: {{path}} {{changed}}",
         "Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
         "model: a bound method, a closure.",
     )

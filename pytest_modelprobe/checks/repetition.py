@@ -42,7 +42,7 @@ def deterministic(trial: Trial) -> Break | str:
         return f"{count(len(one.outputs), 'output')} in 2 runs"
     return broken(
         found,
-        "is not deterministic: {path} changed by {by} with one seed",
+        "is not deterministic: {path} {changed} with one seed",
         "Look for a random generator of its own, the clock, uninitialised memory, or something kept of its last "
         "forward.",
     )
@@ -68,7 +68,7 @@ def eval_stable(trial: Trial) -> Break | str:
         return f"{count(len(one.outputs), 'output')} in 3 runs, each with other random numbers"
     return broken(
         found,
-        "is random in evaluation mode: {path} changed by {by} with another seed",
+        "is random in evaluation mode: {path} {changed} with another seed",
         "Look for dropout that does not ask for self.training, or noise that is always added.",
     )
 
@@ -163,7 +163,7 @@ def seeded(trial: Trial) -> Break | str:
     if found:
         return broken(
             found,
-            "does not go by the seed: {path} changed by {by} with one seed",
+            "does not go by the seed: {path} {changed} with one seed",
             "Look for a random generator of its own, or the clock.",
         )
     for (layer, state), (_, other_state) in zip(states, other_states, strict=False):

@@ -58,7 +58,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
         what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
         return broken(
             found,
-            "gives out another {path} after a forward, by {by}",
+            "gives out another {path} after a forward: {changed}",
             f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
     return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
