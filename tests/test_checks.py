@@ -322,7 +322,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
     ("name", "model", "shape", "why"),
     [
         ("seeded", nn.Linear(6, 2), (3, 6), "no layer draws random numbers"),
-        ("train_eval_differ", nn.Linear(6, 2), (3, 6), "no layer does anything else in training"),
+        ("train_eval_differ", nn.Linear(6, 2), (3, 6), "no Dropout that drops, and no BatchNorm"),
         ("batch_independent", nn.Linear(6, 2), (1, 6), "the batch has one row"),
         ("batch_independent", Layer(lambda x: x.sum()), (3, 6), "no layer gives out anything along an axis of 3 rows"),
         ("any_batch_size", Layer(lambda x: x + 1), (), "no input has an axis 0"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -499,3 +500,200 @@ def test_an_output_that_is_missing_is_said_to_be(probe: ModelProbe) -> None:
     texts = [checks.eval_stable.outcome(ModelProbe(seed=seed), model, probe.randn(2, 3)).text for seed in range(9)]
     assert any("0.fc is random in evaluation mode: output is not given out with another seed" in text for text in texts)
     assert not any("changed by not" in text for text in texts)
+
+
+# --- what a model is made of --------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    one: nn.Module
+    other: nn.Module
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        ("parts", OrderedDict(a=nn.Linear(2, 2)), "parts['a']"),
+        ("parts", defaultdict(list, a=[nn.Linear(2, 2)]), "parts['a'][0]"),
+        ("parts", {nn.Linear(2, 2)}, "parts[0]"),
+        ("parts", Pair(nn.Linear(2, 2), nn.Linear(2, 2)), "parts[0]"),
+        ("parts", deque([torch.ones(3)]), "parts[0]"),
+        ("webhooks", {"a": nn.Linear(2, 2)}, "webhooks['a']"),
+        ("_mean", torch.ones(3), "_mean"),
+    ],
+)
+def test_what_no_container_of_torch_s_holds_is_named(probe: ModelProbe, key: str, value: Any, where: str) -> None:
+    assert checks.registered.outcome(probe, Code(None, **{key: value})).layer == where
+
+
+def test_a_map_that_a_forward_keeps_needs_no_registering(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        self.last, self._maps = y.detach(), [y.detach()]
+        return y
+
+    model, x = nn.Sequential(Code(code, fc=nn.Linear(3, 3))), probe.randn(2, 3)
+    model(x)
+    assert checks.registered(probe, model, x).verdict == "holds"
+
+
+def test_a_tensor_that_a_forward_uses_is_no_map_of_it(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x * self._mean, _mean=torch.ones(3))
+    assert checks.registered.outcome(probe, model, probe.randn(2, 3)).layer == "_mean"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_weights_that_a_norm_computes_need_no_registering(probe: ModelProbe, norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(3, 3)))
+    assert checks.registered(probe, model).verdict == "holds"
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    assert checks.registered(probe, model).verdict == "holds"
+
+
+class Forgetful(nn.Module):
+    """Loads all but one tensor."""
+
+    def __init__(self, state: Tensor, name: str) -> None:
+        super().__init__()
+        if isinstance(state, nn.Parameter):
+            self.state = state
+        else:
+            self.register_buffer("state", state)
+        self.lost = name
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({key: x for key, x in state.items() if key != self.lost}, strict=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.state.real
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 2j])),
+        torch.tensor([1, 0, 5]),
+        torch.tensor([True, False, True]),
+        torch.tensor([1, 0, 5], dtype=torch.uint8),
+    ],
+    ids=lambda state: str(state.dtype),
+)
+def test_what_is_not_loaded_is_seen_whatever_its_dtype(probe: ModelProbe, state: Tensor) -> None:
+    x = probe.randn(2, 3)
+    assert checks.state_dict_round_trip.outcome(probe, Forgetful(state, "state"), x).layer == "(root)"
+    assert checks.state_dict_round_trip(probe, Forgetful(state, ""), x).verdict == "holds"
+
+
+def test_a_random_buffer_that_is_not_stored_is_seen_with_a_factory(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        layer = Code(lambda self, x: x @ self.turn)
+        layer.register_buffer("turn", torch.randn(3, 3), persistent=False)
+        return nn.Sequential(nn.Linear(3, 3), layer)
+
+    found = checks.state_dict_round_trip.outcome(probe, factory(), probe.randn(2, 3), factory=factory)
+    assert found.layer == "1"
+
+
+def test_a_buffer_that_is_computed_again_is_the_same_from_a_factory(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        layer = Code(lambda self, x: x @ self.turn)
+        layer.register_buffer("turn", torch.eye(3), persistent=False)
+        return nn.Sequential(nn.Linear(3, 3), layer)
+
+    assert checks.state_dict_round_trip(probe, factory(), probe.randn(2, 3), factory=factory).verdict == "holds"
+
+
+def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
+    layer = nn.Linear(3, 3)
+    layer.kept = layer.weight * 2  # type: ignore[assignment]
+    found = checks.copy_and_pickle.outcome(probe, nn.Sequential(nn.Linear(3, 3), layer), probe.randn(2, 3))
+    assert found.layer == "1"
+    assert found.text.startswith("1 cannot be copied: RuntimeError: Only Tensors created explicitly")
+
+
+def test_integers_that_nothing_wrote_to_are_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("order", torch.empty(5, dtype=torch.long))
+        return model
+
+    model = factory()
+    model.order.zero_()  # type: ignore[operator]
+    found = checks.initialised.outcome(probe, model, factory=factory)
+    assert found.text.startswith("order is not initialised: 5 of 5 elements were never written to\n")
+
+
+def test_the_largest_integer_may_be_meant(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("order", torch.full((5,), torch.iinfo(torch.long).max))
+        return model
+
+    assert checks.initialised(probe, factory(), factory=factory).text == "3 parameters and buffers"
+
+
+def test_a_weight_that_is_nan_may_have_been_written_to(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 4))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    found = checks.initialised.outcome(probe, model)
+    assert found.text.startswith("0.weight is not finite: 1 of 8 elements are NaN or infinite\n")
+
+
+def test_a_module_that_is_hidden_on_purpose_needs_no_registering(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    object.__setattr__(model, "_teacher", nn.Linear(2, 2))
+    assert checks.registered(probe, model).verdict == "holds"
+
+
+# --- what a forward leaves behind ---------------------------------------------------------------------------------
+
+
+def by_numpy(self: nn.Module, x: Tensor) -> Tensor:
+    x.detach().numpy()[:] = 0
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "code", [lambda self, x: x.data.mul_(2), by_numpy, lambda self, x: x.mul_(1)], ids=["data", "numpy", "by itself"]
+)
+def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe, code: Any) -> None:
+    model = nn.Sequential(nn.Identity(), Code(code), nn.Identity())
+    found = checks.inputs_unchanged_by_forward.outcome(probe, model, probe.randn(2, 3))
+    assert found.layer == "1"
+    assert found.text.startswith("1 writes into input, which the caller may use again\n")
+
+
+def popping(self: Any, given: dict[str, Any]) -> Tensor:
+    return self.fc(given.pop("x"))
+
+
+def adding(self: Any, given: dict[str, Any]) -> Tensor:
+    given["y"] = self.fc(given["x"])
+    return given["y"]
+
+
+def replacing(self: Any, given: dict[str, Any]) -> Tensor:
+    given["x"] = self.fc(given["x"])
+    return given["x"]
+
+
+@pytest.mark.parametrize(("code", "path"), [(popping, "input.x"), (adding, "input.y"), (replacing, "input.x")])
+def test_a_dict_that_is_written_to_is_an_input(probe: ModelProbe, code: Any, path: str) -> None:
+    found = checks.inputs_unchanged_by_forward.outcome(probe, Code(code, fc=nn.Linear(3, 3)), {"x": probe.randn(2, 3)})
+    assert found.layer == "(root)"
+    assert found.text.startswith(f"(root) writes into {path}, ")
+
+
+def test_a_dict_that_is_read_is_unchanged(probe: ModelProbe) -> None:
+    model = Code(lambda self, given: self.fc(given["x"]) * given["scale"], fc=nn.Linear(3, 3))
+    given = {"x": probe.randn(2, 3), "scale": float("nan")}
+    assert checks.inputs_unchanged_by_forward(probe, model, given).text == "1 input"
+
+
+def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
+    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"

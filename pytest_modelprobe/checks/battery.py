@@ -127,8 +127,8 @@ class CaseCheck:
 
         args, kwargs = _arguments(self.case.inputs(probe))
         model = probe.build(self.case.factory)
-        options = {"factory": self.case.factory} if self.name == "initialised" else {}
         check = STANDARD[self.name]
+        options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
             pytest.skip(str(outcome))
