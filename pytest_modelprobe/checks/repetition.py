@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     >>> print(checks.train_eval_differ(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
     train_eval_differ holds for Dropout: 1 layer
     >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
-    train_eval_differ is not applicable to Dropout: no layer does anything else in training: there is nothing to check
+    train_eval_differ is not applicable to Dropout: no Dropout that drops, and no BatchNorm that keeps statistics
     """
     wanted = [
         name
@@ -93,7 +94,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
         if _drops(module) or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
     ]
     if not wanted:
-        raise NotApplicableError("no layer does anything else in training: there is nothing to check")
+        raise NotApplicableError("no Dropout that drops, and no BatchNorm that keeps statistics")
     with trial.lasting(), _switched(trial, wanted) as on:  # lasting: what an eval() switches off for good stays off
         evaluated = trial.reference(mode="eval")
         on_in_eval = on.copy()
@@ -102,7 +103,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     there = {given.where: given for given in evaluated.given}
     pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
-        raise NotApplicableError(f"{listed(wanted)} are never called")
+        raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
     same = [
         one
         for one, other in pairs
@@ -216,5 +217,5 @@ def _generators(device: torch.device) -> tuple[bytes, ...]:
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
     if device.type == "mps":
         states.append(torch.mps.get_rng_state().numpy().tobytes())
-    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002 - the one that models draw from
-    return *states, bytes(keys) + bytes(str(position), "ascii"), bytes(str(random.getstate()), "ascii")
+    # numpy's global state is the one that models draw from.
+    return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
