@@ -190,12 +190,6 @@ def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -
     assert found.text == "the model has complex parameters or buffers, of which Module.to makes real ones"
 
 
-def test_an_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
-    model = Code(lambda self, weight: (self.weight * weight.sum()).sum(), weight=nn.Parameter(torch.ones(7)))
-    found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
-    assert found.text == "2 gradients"
-
-
 def test_an_unused_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
     model = Code(lambda self, weight: self.weight.square().sum(), weight=nn.Parameter(torch.ones(7)))
     found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
@@ -657,9 +651,7 @@ def by_numpy(self: nn.Module, x: Tensor) -> Tensor:
     return x + 1
 
 
-@pytest.mark.parametrize(
-    "code", [lambda self, x: x.data.mul_(2), by_numpy, lambda self, x: x.mul_(1)], ids=["data", "numpy", "by itself"]
-)
+@pytest.mark.parametrize("code", [lambda self, x: x.data.mul_(2), by_numpy], ids=["data", "numpy"])
 def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe, code: Any) -> None:
     model = nn.Sequential(nn.Identity(), Code(code), nn.Identity())
     found = checks.inputs_unchanged_by_forward.outcome(probe, model, probe.randn(2, 3))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe import seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
@@ -200,22 +198,11 @@ def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[byt
     running: list[str] = []
 
     def begin(name: str, *_: Any) -> None:
-        states.append((running[-1] if running else ROOT, _generators(trial.probe.device)))
+        states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
         running.append(name)
 
     def end(*_: Any) -> None:
-        states.append((running.pop(), _generators(trial.probe.device)))
+        states.append((running.pop(), seeding.generator_states(trial.probe.device)))
 
     with hooked(trial.layers.modules, begin, end):
         return trial.reference(mode="train", seed=seed), states
-
-
-def _generators(device: torch.device) -> tuple[bytes, ...]:
-    """Return the states of the generators that a forward may draw from."""
-    states = [torch.get_rng_state().numpy().tobytes()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    if device.type == "mps":
-        states.append(torch.mps.get_rng_state().numpy().tobytes())
-    # numpy's global state is the one that models draw from.
-    return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
