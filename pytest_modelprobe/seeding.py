@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,6 +73,23 @@ def seeded(seed: int) -> Iterator[None]:
     with forked_rng():
         seed_everything(seed)
         yield
+
+
+def generator_states(device: torch.device) -> tuple[bytes, ...]:
+    """Return the states of the global generators that code on a device may draw from, each as bytes.
+
+    >>> before = generator_states(torch.device("cpu"))
+    >>> with forked_rng():
+    ...     _ = torch.rand(2)
+    ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
+    [False, True, True]
+    """
+    states = [torch.get_rng_state().numpy().tobytes()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    if device.type == "mps":
+        states.append(torch.mps.get_rng_state().numpy().tobytes())
+    return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
 
 
 def randn(

@@ -90,6 +90,9 @@ def case(
     return checks.Case(name=name, factory=factory, inputs=inputs, loss=loss, xfail=xfail or {})
 
 
+STRIDES = {"layout_parity": "it flattens its labels by a view, which wants rows that follow each other in memory"}
+
+
 def square(output: Any) -> Tensor:
     return output[0].pow(2).mean()  # type: ignore[no-any-return]
 
@@ -149,7 +152,7 @@ CASES = [
             "checkpoint_parity": "its layers write into a cache of keys and values, and do it again when recomputed"
         },
     ),
-    case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labelled),
+    case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labelled, xfail=STRIDES),
     case("roberta", made("RobertaForSequenceClassification", "RobertaConfig", **COMMON), one_label),
     case(
         "distilbert",
@@ -163,11 +166,13 @@ CASES = [
             vocab_size=VOCABULARY,
         ),
         labelled,
+        xfail=STRIDES,
     ),
     case(
         "albert",
         made("AlbertForMaskedLM", "AlbertConfig", **{**COMMON, "num_hidden_layers": 2}, embedding_size=8),
         labelled,
+        xfail=STRIDES,
     ),
     case(
         "t5",
@@ -183,6 +188,7 @@ CASES = [
             decoder_start_token_id=0,
         ),
         uncached,
+        xfail=STRIDES,
     ),
     case(
         "switch",
@@ -203,9 +209,17 @@ CASES = [
             decoder_start_token_id=0,
         ),
         uncached,
-        xfail={"dtype_parity": "its router computes in float32, as its configuration says, whatever the model does"},
+        xfail={
+            **STRIDES,
+            "dtype_parity": "its router computes in float32, as its configuration says, whatever the model does",
+        },
     ),
-    case("bart", made("BartForConditionalGeneration", "BartConfig", **BOTH, max_position_embeddings=24), labelled),
+    case(
+        "bart",
+        made("BartForConditionalGeneration", "BartConfig", **BOTH, max_position_embeddings=24),
+        labelled,
+        xfail=STRIDES,
+    ),
     case(
         "whisper",
         made(

@@ -22,6 +22,8 @@ Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """How far two results of one computation may be apart that kernels do in another order, relative to their norm."""
 
+_MISSING = "not given out"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disagreement:
@@ -31,12 +33,19 @@ class Disagreement:
     change: float
     """Relative to the norm of the first; inf where it is not finite in one of them, or of another shape."""
     note: str = ""
-    """What else is to be said: another shape, not called."""
+    """What else is to be said: another shape, or `_MISSING`."""
 
     @property
     def row(self) -> tuple[Cell, ...]:
         """For a table: where, and by how much."""
         return self.given.where, self.note or percent(self.change)
+
+    @property
+    def changed(self) -> str:
+        """For a sentence: ``changed by 3 %``."""
+        if not self.note:
+            return changed(self.change)
+        return f"is {self.note}" if self.note == _MISSING else f"changed its {self.note}"
 
 
 def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -63,7 +72,7 @@ def disagreements(
     for given in one.given:
         again = there.get(given.where)
         if again is None:
-            found.append(Disagreement(given, math.inf, "not given out"))
+            found.append(Disagreement(given, math.inf, _MISSING))
         elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
             changes = [change(x, y) for x, y in pairs(given.tensor, again.tensor)]
             if changes and not min(changes) <= (limit(given.tensor) if tolerance is None else tolerance):
@@ -93,6 +102,15 @@ def change(one: Tensor, other: Tensor) -> float:
     distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
+
+
+def changed(by: float) -> str:
+    """Return a change as it stands in a sentence.
+
+    >>> changed(0.03), changed(math.inf)
+    ('changed by 3 %', 'changed from nothing')
+    """
+    return f"changed {'by ' * math.isfinite(by)}{percent(by)}"
 
 
 def negligible(gradients: Mapping[str, Tensor | None]) -> float:
@@ -125,13 +143,14 @@ def broken(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
 
     Args:
         found: What disagrees.
-        said: The sentence after the layer's name; ``{path}`` and ``{by}`` stand for which output changed, and how far.
+        said: The sentence after the layer's name; ``{path}`` stands for which output changed, ``{changed}`` for
+            "changed by 3 %".
         advice: Where to look.
     """
     first = found[0]
     return Break(
         layer=first.given.layer,
-        line=f"{first.given.layer} {said.format(path=first.given.path, by=first.row[1])}",
+        line=f"{first.given.layer} {said.format(path=first.given.path, changed=first.changed)}",
         columns=("given out by", "changed by"),
         rows=tuple(one.row for one in found),
         advice=advice,

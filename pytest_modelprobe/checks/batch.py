@@ -7,18 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, Pairs, broken, disagreements, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
-from .sequence import other_from
+from .sequence import other
 from .trial import Trace, Trial
 
 
 @check
 def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
     """Check that in evaluation mode a row of the batch gives out the same whatever the other rows are.
+
+    All rows but the first are replaced, then all but the last, which a recurrence over the batch comes to at its end.
 
     Args:
         trial: The model and its inputs.
@@ -29,7 +31,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.batch_independent(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    batch_independent holds for Linear: the first of 4 rows, in 1 layer
+    batch_independent holds for Linear: the first and the last of 4 rows, in 1 layer
     >>> print(checks.batch_independent.outcome(probe, nn.Softmax(dim=0), probe.randn(4, 3)).layer)
     (root)
     """
@@ -37,21 +39,24 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
     one = trial.reference(mode="eval")
-    first_rows = _first_rows(size, size)
-    layers = {given.layer for given in one.outputs if first_rows(given.tensor, given.tensor)}
+    first_row = _row(size, size)
+    layers = {given.layer for given in one.outputs if first_row(given.tensor, given.tensor)}
     if not layers:
         raise NotApplicableError(f"no layer gives out anything along an axis of {count(size, 'row')}")
-    found = _mixed(trial, one, size, axis, tolerance)
-    if not found:
-        return f"the first of {count(size, 'row')}, in {count(len(layers), 'layer')}"
-    if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
-        raise _no_batch(axis)
-    return broken(
-        found,
-        "mixes the batch: the first row changed by {by} with the other rows",
-        "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; or a BatchNorm that is not in "
-        "evaluation mode.",
-    )
+    for row, which in (0, "first"), (size - 1, "last"):
+        found = _mixed(trial, one, size, axis, tolerance, row)
+        if not found:
+            continue
+        if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
+            raise _no_batch(axis)
+        check_rows_go_together(trial, axis)
+        return broken(
+            found,
+            f"mixes the batch: the {which} row {{changed}} with the other rows",
+            "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
+            "batch_first=True; or a BatchNorm that is not in evaluation mode.",
+        )
+    return f"the first and the last of {count(size, 'row')}, in {count(len(layers), 'layer')}"
 
 
 @check
@@ -76,19 +81,21 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     for n in sorted({1, size + 1} - {size}):
         two = trial.run(mode="eval", vary=_sized(trial, size, n, axis))
         if two.error is not None:
-            if size > 1 and _mixed(trial, one, size, axis, tolerance):
+            check_rows_go_together(trial, axis)
+            if size > 1 and any(_mixed(trial, one, size, axis, tolerance, row) for row in (0, size - 1)):
                 raise _no_batch(axis)
             return Break(
                 layer=two.raised_in,
                 line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
-        found = disagreements(one, two, pairs=_first_rows(size, n), tolerance=tolerance)
-        found = upheld(found, one, _first_rows(size, size))
+        found = disagreements(one, two, pairs=_row(size, n), tolerance=tolerance)
+        found = upheld(found, one, _row(size, size))
         if found:
+            check_rows_go_together(trial, axis)
             return broken(
                 found,
-                f"depends on the batch size: the first row changed by {{by}} in a batch of {n}, not {size}",
+                f"depends on the batch size: the first row {{changed}} in a batch of {n}, not {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}"
@@ -104,6 +111,21 @@ def size_of(trial: Trial, axis: int) -> int:
     if not having[0].shape[axis]:
         raise NotApplicableError("the batch has no rows")
     return having[0].shape[axis]
+
+
+def check_rows_go_together(trial: Trial, axis: int) -> None:
+    """Refuse to call broken what takes offsets or edges of a graph beside rows: integers that point to them.
+
+    Raises:
+        NotApplicableError: Such inputs differ in size along the axis.
+    """
+    inputs = [(path, x) for path, x in trial.dense if x.dim() > axis and not path.endswith("mask")]
+    sizes = {path: x.shape[axis] for path, x in inputs if x.shape[axis] != 1}
+    if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
+        told = listed([f"{path} has {n}" for path, n in sizes.items()])
+        raise NotApplicableError(
+            f"the inputs differ in size along axis {axis}: {told}; which rows are of one is unknown"
+        )
 
 
 def _no_batch(axis: int) -> NotApplicableError:
@@ -127,8 +149,8 @@ def _sized(trial: Trial, size: int, n: int, axis: int) -> Callable[[str, Tensor]
     return vary
 
 
-def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | None) -> list[Disagreement]:
-    """Return what the first row gives out otherwise when all other rows are replaced."""
+def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | None, row: int) -> list[Disagreement]:
+    """Return what a row gives out otherwise when all other rows are replaced."""
     varied = batched(trial, size, axis)
     replaced = []
 
@@ -136,24 +158,25 @@ def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | No
         if path not in varied or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
-            varied_here = other_from(trial, x, axis, 1)
+            others = other(trial, x)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
-        return varied_here
+        others.select(axis, row).copy_(x.select(axis, row))
+        return others
 
     two = trial.other(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
-    pairs = _first_rows(size, size)
+    pairs = _row(size, size, row)
     return upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
 
 
-def _first_rows(size: int, n: int) -> Pairs:
-    """Return what takes the first row of two batches, along each axis that may be theirs."""
+def _row(size: int, n: int, row: int = 0) -> Pairs:
+    """Return what takes one row of two batches, along each axis that may be theirs."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         sizes = enumerate(zip(one.shape, other.shape, strict=False))
-        return [(one.select(i, 0), other.select(i, 0)) for i, both in sizes if both == (size, n)]
+        return [(one.select(i, row), other.select(i, row)) for i, both in sizes if both == (size, n)]
 
     return pairs

@@ -73,7 +73,8 @@ def standard(
     Args:
         model: The model; it is left as it was.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        loss: Of the output, for the checks of training.
+        loss: Of the output, for the checks of training. Targets that it holds itself go with the whole batch alone:
+            `gradient_accumulation` wants them as inputs, of a model that gives out its loss.
         skip: Names of checks to leave out.
         only: Names of the only checks to run; empty: all.
         probe: Gives the device and the seed.
@@ -126,8 +127,8 @@ class CaseCheck:
 
         args, kwargs = _arguments(self.case.inputs(probe))
         model = probe.build(self.case.factory)
-        options = {"factory": self.case.factory} if self.name == "initialised" else {}
         check = STANDARD[self.name]
+        options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
             pytest.skip(str(outcome))

@@ -74,7 +74,8 @@ class Check:
             probe: Gives the device and the seed.
             model: The model; it is left as it was.
             *args: Its positional arguments.
-            loss: Of the output, for checks that run backward; None: a fixed random projection.
+            loss: Of the output, for checks that run backward; None: a fixed random projection. Targets that it holds
+                itself go with the whole batch alone: checks that cut the batch want them as inputs.
             kwargs: Keyword arguments for the model whose names the check uses itself.
             **more: Options of the check by their names; all others are keyword arguments for the model.
         """

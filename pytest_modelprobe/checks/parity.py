@@ -15,13 +15,23 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import broken, change, disagreements, from_the_loss, negligible
+from .agreement import broken, change, changed, disagreements, from_the_loss, negligible
 from .check import check
 from .outcome import Break, NotApplicableError, line_of
 from .trial import Given, Trace, Trial, Vary, hooked
 
 _PARITY = 1e-3
 """Relative change between devices: kernels differ, TensorFloat-32 rounds to 1e-3."""
+
+_DEVICE = "Look for code that asks for a device, and for tensors that are made without device=."
+_DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
+_LAYOUT = "Look for as_strided, .storage() and other code that goes by memory: .contiguous() before it is a way out."
+_VIEW = "Look for a view where reshape is wanted, and for code that goes by strides."
+_CHECKPOINT = (
+    "A checkpointed layer runs again in the backward. Look for something that the layers write to, such as a cache: "
+    "use_cache=False; for a counter or a hidden state that they keep; and for code that asks whether gradients are on."
+)
+_COMPILED = "Look for code that asks whether it is compiled, and for what a graph leaves out: writes to attributes."
 
 
 @check
@@ -46,7 +56,7 @@ def device_parity(trial: Trial, *, device: str = "cuda", tolerance: float = _PAR
     one = trial.reference(mode="eval")
     other = trial.copied().to(device)
     two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(device))
-    return _parity(one, two, f"on {device}", tolerance)
+    return _parity(one, two, f"on {device}", tolerance, _DEVICE)
 
 
 @check
@@ -68,6 +78,8 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     >>> print(checks.dtype_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     dtype_parity holds for Linear: 1 output in float64
     """
+    if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
+        raise NotApplicableError("the model has complex parameters or buffers, of which Module.to makes real ones")
     one = trial.reference(mode="eval")
     two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")
@@ -99,7 +111,7 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
         torch.finfo(x).eps for x in {dtype, *(g.tensor.dtype for g in one.given if g.tensor.is_floating_point())}
     )
     limit = max(_PARITY, 8 * narrow) if tolerance is None else tolerance
-    return _parity(one, two, f"in {name}", limit)
+    return _parity(one, two, f"in {name}", limit, _DTYPE)
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
@@ -134,7 +146,8 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         def vary(path: str, x: Tensor, layout: Vary = layout) -> Tensor:
             return layout(path, x) if path in dense else x
 
-        found = _parity(one, trial.run(mode="eval", vary=vary), f"with inputs {name}", tolerance)
+        two = trial.run(mode="eval", vary=vary)
+        found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
         if isinstance(found, Break):
             return found
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
@@ -145,7 +158,8 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
     Each child of the model that gives out a tensor or a tuple of tensors is checkpointed: of a `ModuleList`, each of
-    its modules; of a child that gives out something else, which reentrant checkpoints cannot, its own children.
+    its modules; of a child that gives out something else, which reentrant checkpoints cannot, its own children. They
+    run again in the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -176,15 +190,16 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
                 two = Trace()
             except RuntimeError as error:
                 line = str(error).partition("\n")[0]
-                return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}")
+                return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}", advice=_CHECKPOINT)
         if reentrant and "incompatible with .grad()" in two.failure:
             how = "not reentrant"
             break  # its forward takes gradients itself, as of an energy
         if two.error is not None:
-            return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})")
-        found = _parity(one, two, f"under checkpointing ({how})", _limit(tolerance)) if two.given else None
+            return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
+        under = f"under checkpointing ({how})"
+        found = _parity(one, two, under, _limit(tolerance), _CHECKPOINT) if two.given else None
         if not isinstance(found, Break):
-            found = _gradients(one, two, tolerance, f"under checkpointing ({how})")
+            found = _gradients(one, two, tolerance, under, _CHECKPOINT)
         if isinstance(found, Break):
             return found
     else:
@@ -230,9 +245,13 @@ def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float
     finally:
         torch.compiler.reset()
     if two.error is not None:
-        return Break(layer=ROOT, line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}")
+        return Break(
+            layer=ROOT,
+            line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
+            advice="TORCH_LOGS=graph_breaks tells what cannot be followed; torch.compiler.disable leaves it out.",
+        )
     two.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in two.gradients.items()}
-    return _outputs(one, two, tolerance, "when compiled") or (
+    return _outputs(one, two, tolerance, "when compiled", _COMPILED) or (
         f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
     )
 
@@ -262,34 +281,39 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
             )
         two = trial.run(model=program.module(), traced=False)
     if two.error is not None:
-        return Break(layer=ROOT, line=f"{ROOT} does not run as an exported program: {two.failure}")
-    return _outputs(one, two, tolerance, "when exported") or count(len(one.final), "output")
+        return Break(
+            layer=ROOT,
+            line=f"{ROOT} does not run as an exported program: {two.failure}",
+            advice="Look for what it makes of a shape or a device: print(torch.export.export(...)) shows the program.",
+        )
+    return _outputs(one, two, tolerance, "when exported", _COMPILED) or count(len(one.final), "output")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def _parity(one: Trace, two: Trace, how: str, tolerance: float | None) -> Break | str:
+def _parity(one: Trace, two: Trace, how: str, tolerance: float | None, advice: str) -> Break | str:
     if two.error is not None:
-        return Break(layer=two.raised_in, line=f"{two.failure}, {how}")
+        return Break(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance)
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
-    return broken(found, f"gives out another {{path}} {how}: changed by {{by}}")
+    return broken(found, f"gives out another {{path}} {how}: {{changed}}", advice)
 
 
-def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
+def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
     """Return where what two runs end with disagrees: the output, then the gradients."""
     limit = _limit(tolerance)
     for path, tensor in one.final.items():
         other = two.final.get(path)
         far = float("inf") if other is None else change(tensor, other)
         if tensor.is_floating_point() and not far <= limit:
-            return Break(layer=ROOT, line=f"{ROOT} gives out another {path} {how}: changed by {percent(far)}")
-    return _gradients(one, two, tolerance, how) if two.gradients else None
+            line = f"{ROOT} gives out another {path} {how}: {changed(far)}"
+            return Break(layer=ROOT, line=line, advice=advice)
+    return _gradients(one, two, tolerance, how, advice) if two.gradients else None
 
 
-def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Break | None:
+def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
     limit = _limit(tolerance)
     found = []
     zero = negligible(one.gradients)
@@ -312,6 +336,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str) -> Bre
         line=f"{name} gets another gradient {how}: {what}",
         columns=("parameter", "gradient changed by"),
         rows=tuple(found),
+        advice=advice,
     )
 
 
@@ -353,13 +378,11 @@ def _parts(trial: Trial) -> list[str]:
 
 
 def _strided(_: str, x: Tensor) -> Tensor:
-    """Return a tensor with a gap behind each element."""
+    """Return a tensor whose axes lie in memory the other way round, with a gap behind each element."""
     if not x.dim():
         return x
-    wide = torch.empty((*x.shape, 2), dtype=x.dtype, device=x.device)
-    wide[..., 0] = x
-    wide[..., 1] = x
-    return wide[..., 0]
+    back = tuple(reversed(range(x.dim())))
+    return torch.stack([x.permute(back)] * 2, -1)[..., 0].permute(back)
 
 
 def _channels_last(_: str, x: Tensor) -> Tensor:

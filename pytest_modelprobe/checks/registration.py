@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe import seeding
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count
@@ -21,12 +24,18 @@ from .trial import Trace, Trial
 
 _DEEPEST = 3
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""What every module holds: its parameters, its buffers, its hooks."""
+
 
 @check_as_it_is
 def registered(trial: Trial) -> Break | str:
-    """Check that no module and no parameter is in a plain list, and that no tensor should be a buffer.
+    """Check that no module and no parameter is in a plain container, and that no tensor should be a buffer.
 
-    What is not registered is in no optimizer and no state_dict, and stays behind when the model moves.
+    What is not registered is in no optimizer and no state_dict, and stays behind when the model moves. With inputs, a
+    forward tells which tensors the model makes anew, as an attention map that it keeps: those need no registering.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -37,16 +46,11 @@ def registered(trial: Trial) -> Break | str:
     >>> print(checks.registered.outcome(ModelProbe(), model).layer)
     extra[0]
     """
-    known = {id(m) for m in trial.model.modules()}
-    known |= {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
-    # What FSDP and weight norms compute of the parameters is no state of its own.
-    found = [
-        (where, what)
-        for name, module in trial.layers.modules.items()
-        for key, value in vars(module).items()
-        if not key.startswith("_") or isinstance(value, (list, tuple, dict))
-        for where, what in _unregistered(qualified(name, key), value, known, _DEEPEST)
-    ]
+    before = _all_unregistered(trial)
+    with trial.lasting():
+        trial.run()
+        after = _all_unregistered(trial)
+    found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
     if not found:
         return count(sum(1 for _ in trial.model.modules()), "module")
     where, what = found[0]
@@ -60,23 +64,50 @@ def registered(trial: Trial) -> Break | str:
     )
 
 
-def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterator[tuple[str, str]]:
-    if isinstance(value, nn.Module):
-        if id(value) not in known:
-            yield where, f"a module ({type(value).__name__})"
-    elif isinstance(value, nn.Parameter):
-        if id(value) not in known:
-            yield where, "a parameter"
-    elif isinstance(value, Tensor):
-        if id(value) not in known and value.is_leaf and value.numel() > 1:
-            yield where, "a tensor"
-    elif depth and type(value) in (list, tuple):
+def _all_unregistered(trial: Trial) -> dict[str, Any]:
+    """Return the modules, parameters and tensors that the model does not know of, each by where it is."""
+    known = {id(m) for m in trial.model.modules()}
+    known |= {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
+    return {
+        where: value
+        for name, module in trial.layers.modules.items()
+        for key, attribute in vars(module).items()
+        if key not in _OF_ANY_MODULE and not _meant(module, key, attribute)
+        for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
+    }
+
+
+def _meant(module: nn.Module, key: str, attribute: Any) -> bool:
+    """Whether an attribute is not registered on purpose."""
+    # A plain assignment would have registered it.
+    hidden = key.startswith("_") and isinstance(attribute, (nn.Module, nn.Parameter))
+    # Spectral norms, weight norms and pruning compute it of a parameter.
+    return hidden or any(f"{key}_{suffix}" in module._parameters for suffix in ("orig", "g"))
+
+
+def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (nn.Module, Tensor)):
+        if id(value) not in known and _is_state(value):
+            yield where, value
+    elif depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _unregistered(f"{where}[{key!r}]", item, known, depth - 1)
+    elif depth and isinstance(value, (list, tuple, deque, set, frozenset)):
         for i, item in enumerate(value):
             yield from _unregistered(f"{where}[{i}]", item, known, depth - 1)
-    elif depth and type(value) is dict and not where.rpartition(".")[2].startswith(("_modules", "_param", "_buf")):
-        for key, item in value.items():
-            if "hook" not in where.rpartition(".")[2]:
-                yield from _unregistered(f"{where}[{key!r}]", item, known, depth - 1)
+
+
+def _is_state(value: nn.Module | Tensor) -> bool:
+    if isinstance(value, nn.Module | nn.Parameter):
+        return True
+    # One number may be a constant; what is no leaf is computed of parameters, as FSDP and weight norms do.
+    return value.is_leaf and value.numel() > 1
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"a module ({type(value).__name__})"
+    return "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
 
 
 @check_as_it_is
@@ -84,7 +115,8 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     """Check that every parameter and buffer was given a value.
 
     Without a factory only what memory betrays is seen: numbers that are not finite. With one the model is made again
-    while fresh memory is filled with NaN, and what still is NaN was never written to.
+    while fresh memory is filled with NaN, of integers with the largest there is, and what still is that was never
+    written to.
 
     Args:
         trial: The model.
@@ -100,27 +132,66 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     >>> print(checks.initialised.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
-    model = trial.model if factory is None else _made_in_nan(factory)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    floating = [(name, t) for name, t in tensors if t.is_floating_point() and has_bytes(t)]
+    if factory is None:
+        return _finite(trial.model)
+    here = dict(_numbers(trial.model, integers=True))
+    made = _numbers(_made_in_nan(factory), integers=True)
+    if not made:
+        raise NotApplicableError("the model has no parameters or buffers of numbers")
+    found = []
+    for name, t in made:
+        if t.is_floating_point() or t.is_complex():
+            empty = t.isnan()
+        else:  # the largest integer may be meant: then it is there without being filled in
+            largest, known = torch.iinfo(t.dtype).max, here.get(name)
+            meant = known is not None and known.shape == t.shape and bool((known == largest).any())
+            empty = (t == largest) & (not meant)
+        if missing := int(empty.sum()):
+            found.append((name, missing, t.numel()))
+    if not found:
+        return count(len(made), "parameters and buffer")
+    name, missing, numel = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} is not initialised: {missing:,} of {numel:,} elements were never written to",
+        columns=("name", "never written to", "elements"),
+        rows=tuple(found),
+        advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
+    )
+
+
+def _finite(model: nn.Module) -> Break | str:
+    """Return where numbers are not finite: memory that was never written to, or training."""
+    floating = _numbers(model, integers=False)
     if not floating:
         raise NotApplicableError("the model has no floating parameters or buffers")
     found = [
         (name, int((~t.detach().isfinite()).sum()), t.numel())
         for name, t in floating
         # Masks are made of -inf.
-        if bool((t.isnan() if factory is not None or not isinstance(t, nn.Parameter) else ~t.isfinite()).any())
+        if bool((~t.isfinite() if isinstance(t, nn.Parameter) else t.isnan()).any())
     ]
     if not found:
-        return f"{count(len(floating), 'parameters and buffer')}" + ("" if factory else ", as far as memory tells")
+        return f"{count(len(floating), 'parameters and buffer')}, as far as memory tells"
     name, missing, numel = found[0]
     return Break(
         layer=name,
-        line=f"{name} is not initialised: {missing:,} of {numel:,} elements were never written to",
+        line=f"{name} is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
         columns=("name", "not finite", "elements"),
         rows=tuple(found),
-        advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
+        advice="Either they were never written to, look for torch.empty without an nn.init after it, or a step of "
+        "training made them so: factory= tells.",
     )
+
+
+def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers that have memory, of bools none: either value may be left of it."""
+    tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_bytes(t)]
+    return [
+        (name, t)
+        for name, t in tensors
+        if t.is_floating_point() or t.is_complex() or (integers and t.dtype in _INTEGERS)
+    ]
 
 
 def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -138,10 +209,16 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 @check_as_it_is
-def state_dict_round_trip(trial: Trial) -> Break | str:
+def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
     """Check that another model with the state_dict of this one gives out the same, and that ties are kept.
 
-    The state_dict goes through `torch.save`; it is loaded, strictly, into a copy whose every number was replaced.
+    The state_dict goes through `torch.save`; it is loaded, strictly, into a model whose every parameter, and every
+    buffer that is stored, was replaced by other numbers.
+
+    Args:
+        trial: The model and its inputs.
+        factory: Makes such a model, to load into; None: a copy, which keeps what no state_dict holds, as a random
+            buffer that is not persistent.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -153,11 +230,15 @@ def state_dict_round_trip(trial: Trial) -> Break | str:
     stored = io.BytesIO()
     torch.save(trial.model.state_dict(), stored)
     stored.seek(0)
-    other = trial.copied()
+    if factory is None:
+        other = trial.copied()
+    else:
+        with seeding.seeded(seeding.derive(trial.probe.seed, "check another model")):
+            other = factory().to(trial.probe.device)
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
-            if tensor.is_floating_point():
-                tensor.copy_(trial.randn_like(tensor, name))
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            tensor.copy_(trial.randn_like(tensor, name) if floating else tensor == 0)
     try:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)
@@ -187,7 +268,17 @@ def copy_and_pickle(trial: Trial) -> Break | str:
     copy_and_pickle holds for Linear: 1 output
     """
     one = trial.reference(mode="eval")
-    found = _compared(one, trial.run(mode="eval", model=trial.copied()), "copy.deepcopy", "")
+    try:
+        copied = copy.deepcopy(trial.model)
+    except Exception as error:  # noqa: BLE001 - whatever cannot be copied
+        where = _first_not(trial, copy.deepcopy)
+        return Break(
+            layer=where,
+            line=f"{where} cannot be copied: {line_of(error)}",
+            advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
+            "__deepcopy__ of its own.",
+        )
+    found = _compared(one, trial.run(mode="eval", model=copied), "copy.deepcopy", "")
     if isinstance(found, Break):
         return found
     if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "parametrizations") for m in trial.model.modules()):
@@ -195,8 +286,7 @@ def copy_and_pickle(trial: Trial) -> Break | str:
     try:
         again = pickle.loads(pickle.dumps(trial.model))
     except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
-        bad = [name for name, m in trial.layers.modules.items() if name != ROOT and not _pickles(m)]
-        where = next((name for name in bad if not any(other.startswith(f"{name}.") for other in bad)), ROOT)
+        where = _first_not(trial, pickle.dumps)
         return Break(
             layer=where,
             line=f"{where} cannot be pickled: {line_of(error)}",
@@ -213,7 +303,7 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
         return f"{said}{count(len(one.outputs), 'output')}"
     return broken(
         found,
-        f"is another after {by}: {{path}} changed by {{by}}",
+        f"is another after {by}: {{path}} {{changed}}",
         "Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
         "model: a bound method, a closure.",
     )
@@ -239,9 +329,12 @@ def _tied(model: nn.Module, a: str, b: str) -> bool:
     return named[a].data_ptr() == named[b].data_ptr()
 
 
-def _pickles(module: nn.Module) -> bool:
-    try:
-        pickle.dumps(module)
-    except Exception:  # noqa: BLE001 - whatever cannot be pickled
-        return False
-    return True
+def _first_not(trial: Trial, copied: Callable[[nn.Module], object]) -> str:
+    """Return the first innermost layer that cannot be copied so."""
+    bad = []
+    for name, module in trial.layers.modules.items():
+        try:
+            copied(module)
+        except Exception:  # noqa: BLE001 - whatever cannot be copied
+            bad.append(name)
+    return next((name for name in bad if name != ROOT and not any(n.startswith(f"{name}.") for n in bad)), ROOT)

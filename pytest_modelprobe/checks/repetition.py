@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe import seeding
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trial, hooked
+from .trial import Trace, Trial, hooked
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -38,7 +41,7 @@ def deterministic(trial: Trial) -> Break | str:
         return f"{count(len(one.outputs), 'output')} in 2 runs"
     return broken(
         found,
-        "is not deterministic: {path} changed by {by} with one seed",
+        "is not deterministic: {path} {changed} with one seed",
         "Look for a random generator of its own, the clock, uninitialised memory, or something kept of its last "
         "forward.",
     )
@@ -64,7 +67,7 @@ def eval_stable(trial: Trial) -> Break | str:
         return f"{count(len(one.outputs), 'output')} in 3 runs, each with other random numbers"
     return broken(
         found,
-        "is random in evaluation mode: {path} changed by {by} with another seed",
+        "is random in evaluation mode: {path} {changed} with another seed",
         "Look for dropout that does not ask for self.training, or noise that is always added.",
     )
 
@@ -81,7 +84,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     >>> print(checks.train_eval_differ(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
     train_eval_differ holds for Dropout: 1 layer
     >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
-    train_eval_differ is not applicable to Dropout: no layer does anything else in training: there is nothing to check
+    train_eval_differ is not applicable to Dropout: no Dropout that drops, and no BatchNorm that keeps statistics
     """
     wanted = [
         name
@@ -89,7 +92,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
         if _drops(module) or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
     ]
     if not wanted:
-        raise NotApplicableError("no layer does anything else in training: there is nothing to check")
+        raise NotApplicableError("no Dropout that drops, and no BatchNorm that keeps statistics")
     with trial.lasting(), _switched(trial, wanted) as on:  # lasting: what an eval() switches off for good stays off
         evaluated = trial.reference(mode="eval")
         on_in_eval = on.copy()
@@ -98,7 +101,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     there = {given.where: given for given in evaluated.given}
     pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
-        raise NotApplicableError(f"{listed(wanted)} are never called")
+        raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
     same = [
         one
         for one, other in pairs
@@ -144,24 +147,36 @@ def _drops(module: nn.Module) -> bool:
 def seeded(trial: Trial) -> Break | str:
     """Check that in training mode one seed gives one result, and that two seeds, as of two workers, give two.
 
+    Two seeds may draw alike, as a dropout of 1 % does of few elements: what is compared is how far each layer moves the
+    states of the random generators, besides what it gives out.
+
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> print(checks.seeded(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 20)))
     seeded holds for Dropout: 1 layer that draws random numbers
     """
-    one, again, other = (trial.reference(mode="train", seed=seed) for seed in ("one", "one", "another"))
+    one = trial.reference(mode="train", seed="one")
+    (again, states), (other, other_states) = (_followed(trial, seed) for seed in ("one", "another"))
     found = disagreements(one, again, tolerance=0.0, integers=True)
     if found:
         return broken(
             found,
-            "does not go by the seed: {path} changed by {by} with one seed",
+            "does not go by the seed: {path} {changed} with one seed",
             "Look for a random generator of its own, or the clock.",
         )
-    drawn = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
-    random = [name for name, module in trial.layers.modules.items() if _drops(module)]
+    for (layer, state), (_, other_state) in zip(states, other_states, strict=False):
+        if any(a == b for a, b in zip(state, other_state, strict=True)):
+            return Break(
+                layer=layer,
+                line=f"{layer} seeds the random numbers itself: from there on ranks and workers repeat each other",
+                advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
+            )
+    changed = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
+    drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
+    dropping = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
-    fixed = [name for name in random if name in called and name not in drawn]
+    fixed = [name for name in dropping if name in called and name not in changed | drawing]
     if fixed:
         return Break(
             layer=fixed[0],
@@ -170,7 +185,24 @@ def seeded(trial: Trial) -> Break | str:
             rows=tuple((name,) for name in fixed),
             advice="Look for torch.manual_seed in the forward.",
         )
-    if not drawn:
+    # A generator of its own that goes by torch's seed moves no other.
+    drawing = drawing or {name for name in changed if trial.layers.is_leaf(name)} or changed
+    if not drawing:
         raise NotApplicableError("no layer draws random numbers: there is nothing to check")
-    first_drawn = [name for name in trial.layers.modules if name in drawn and trial.layers.is_leaf(name)] or list(drawn)
-    return f"{count(len(first_drawn), 'layer')} that {'draws' if len(first_drawn) == 1 else 'draw'} random numbers"
+    return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
+
+
+def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]]]:
+    """Return a run in training mode, and the states of the generators after each piece of code, with its layer."""
+    states: list[tuple[str, tuple[bytes, ...]]] = []
+    running: list[str] = []
+
+    def begin(name: str, *_: Any) -> None:
+        states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
+        running.append(name)
+
+    def end(*_: Any) -> None:
+        states.append((running.pop(), seeding.generator_states(trial.probe.device)))
+
+    with hooked(trial.layers.modules, begin, end):
+        return trial.reference(mode="train", seed=seed), states

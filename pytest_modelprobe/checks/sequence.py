@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.selection import nearest
 
-from .agreement import Pairs, broken, change, disagreements, limit, upheld
+from .agreement import Disagreement, Pairs, broken, change, changed, disagreements, limit, upheld
 from .check import check
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
@@ -23,7 +23,8 @@ from .trial import Trace, Trial
 def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
     """Check that no position knows of later ones: those before a change of the inputs give out what they gave out.
 
-    The second half of the first input is replaced. Of each layer the axis as long as the sequence is looked at.
+    The second half of the first input is replaced, then one position more: what leaks within chunks, of any one length,
+    shows in one of the two. Of each layer the axis as long as the sequence is looked at.
 
     Args:
         trial: The model and its inputs.
@@ -34,59 +35,72 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, model = ModelProbe(), nn.LSTM(4, 8, batch_first=True)
     >>> print(checks.causal(probe, model, probe.randn(2, 6, 4)))
-    causal holds for LSTM: 1 layer at the first 3 of 6 positions
+    causal holds for LSTM: 1 layer at the first 3 and the first 2 of 6 positions
     >>> print(checks.causal.outcome(probe, nn.LSTM(4, 8, batch_first=True, bidirectional=True), probe.randn(2, 6, 4)))
     ... # doctest: +ELLIPSIS
     (root) knows of later positions: ...
     """
     path, tensor = _sequence(trial, axis)
     length = tensor.shape[axis]
-    before = (length + 1) // 2
+    half = (length + 1) // 2
+    one = trial.reference(mode="eval")
+    looked_at = 0
+    cuts = [before for before in (half, half - 1) if before]
+    for before in cuts:
 
-    def vary(name: str, x: Tensor) -> Tensor:
-        return other_from(trial, x, axis, before) if name == path else x
+        def vary(name: str, x: Tensor, before: int = before) -> Tensor:
+            return other_from(trial, x, axis, before) if name == path else x
 
-    return _agreeing_at_first(
-        (trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)),
-        (before, length),
-        tolerance,
-        f"knows of later positions: the first {before} of {length} changed by {{by}} with the others",
-        "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken over "
-        "all positions: a norm, a mean.",
-    )
+        found, looked_at = _agreeing_at_first((one, trial.other(mode="eval", vary=vary)), (before, length), tolerance)
+        if found:
+            return broken(
+                found,
+                f"knows of later positions: the first {before} of {length} {{changed}} with the others",
+                "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken "
+                "over all positions, or over those of a chunk: a norm, a mean.",
+            )
+    return f"{count(looked_at, 'layer')} at {' and '.join(f'the first {n}' for n in cuts)} of {length} positions"
 
 
 @check
 def padding_invariant(
-    trial: Trial, *, mask: str | None = None, axis: int = 1, tolerance: float | None = None
+    trial: Trial, *, mask: str | Tensor | None = None, axis: int = 1, tolerance: float | None = None
 ) -> Break | str:
     """Check that what stands at masked positions does not matter to the others.
 
     The last quarter of the positions is masked, and what stands there is replaced.
 
     Args:
-        trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions).
-        mask: Its name; None: the one argument whose name ends with ``mask``. Where that contains ``padding``, as in
-            ``src_key_padding_mask``, and it is of bools, True marks what is masked, else what is not.
+        trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
+            0 or False marks what is masked. True does in a mask of bools with ``pad`` in its name, as
+            ``src_key_padding_mask``, and what is not 0 in a mask that is all 0 as it is given. Floats of which none is
+            above 0 are added: -inf marks what is masked.
+        mask: Its name, or the mask itself, of a model that has a keyword ``mask``; None: the one argument of that shape
+            whose name ends with ``mask``.
         axis: Which axis of the first input its positions are along.
         tolerance: Largest relative change; None: by dtype.
+
+    Raises:
+        UsageError: No argument has the name that is given.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, layer = ModelProbe(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> x, mask = probe.randn(2, 8, 8), torch.zeros(2, 8, dtype=torch.bool)
-    >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask))
-    padding_invariant holds for TransformerEncoderLayer: 9 layers at the first 6 of 8 positions
+    >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask).text)
+    9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
     path, tensor = _sequence(trial, axis)
     length = tensor.shape[axis]
     kept = length - max(1, length // 4)
-    name = mask or _mask_name(trial)
+    if isinstance(mask, Tensor):
+        trial.kwargs["mask"], mask = mask, "mask"
+    name = _mask_name(trial, mask, (tensor.shape[0 if axis else 1 % tensor.dim()], length))
+    marks = _marks(name, dict(trial.inputs)[name])
 
     def masked(given: Tensor) -> Tensor:
         given = given.clone()
-        padding = given.dtype == torch.bool and "padding" in name
-        given[..., kept:] = 1 if padding else 0
+        given[..., kept:] = marks
         return given
 
     def vary(another: bool) -> Callable[[str, Tensor], Tensor]:
@@ -97,12 +111,16 @@ def padding_invariant(
 
         return varied
 
-    return _agreeing_at_first(
-        (trial.reference(mode="eval", vary=vary(another=False)), trial.other(mode="eval", vary=vary(another=True))),
-        (kept, length),
-        tolerance,
-        f"sees masked positions: the first {kept} of {length} changed by {{by}} with what stands behind the mask",
-        "Look at whether the mask reaches the attention, and at what is taken over all positions: a norm, a mean.",
+    one, two = trial.reference(mode="eval", vary=vary(another=False)), trial.other(mode="eval", vary=vary(another=True))
+    found, looked_at = _agreeing_at_first((one, two), (kept, length), tolerance)
+    others = f"the others, masked by {marks} in {name}"
+    if not found:
+        return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions without {others}"
+    return broken(
+        found,
+        f"sees masked positions: the first {kept} of {length} {{changed}} with {others}",
+        "Look at whether the mask reaches the attention, the right way round, and at what is taken over all positions: "
+        "a norm, a mean.",
     )
 
 
@@ -144,7 +162,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
         return f"{count(looked_at, 'layer')} of {length} elements in another order"
     return broken(
         found,
-        "depends on the order of its elements: changed by {by} beyond that",
+        "depends on the order of its elements: {changed} beyond that",
         "Look for positions that are added, and for what is taken over neighbours: a convolution, a recurrence.",
     )
 
@@ -171,26 +189,24 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     for where, value in one.final.items():
         again = two.final.get(where)
         far = math.inf if again is None else change(value, again)
-        if value.is_floating_point() and not far <= (limit(value) if tolerance is None else tolerance):
+        rounded = value.is_floating_point() or value.is_complex()
+        if not far <= (0.0 if not rounded else limit(value) if tolerance is None else tolerance):
             return Break(
                 layer=ROOT,
-                line=f"{ROOT} depends on the order of its elements: {where} changed by {percent(far)}",
+                line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
                 advice="Look for positions that are added, and for a last step that picks one element.",
             )
     return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
 
 
 def _agreeing_at_first(
-    runs: tuple[Trace, Trace], first: tuple[int, int], tolerance: float | None, said: str, advice: str
-) -> Break | str:
-    """Return what was looked at, or where two runs disagree at the first positions of so many."""
+    runs: tuple[Trace, Trace], first: tuple[int, int], tolerance: float | None
+) -> tuple[list[Disagreement], int]:
+    """Return where two runs disagree at the first positions of so many, and how many layers were looked at."""
     (one, two), (before, length) = runs, first
     pairs = _first(before, length)
     found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
-    looked_at = _looked_at(one, pairs, length)
-    if found:
-        return broken(found, said, advice)
-    return f"{count(looked_at, 'layer')} at the first {before} of {length} positions"
+    return found, _looked_at(one, pairs, length)
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
@@ -227,18 +243,46 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
 def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
-        if tensor.dim() > axis and tensor.shape[axis] > 1 and tensor.dtype != torch.bool:
+        positions = tensor.dim() > axis and tensor.shape[axis] > 1
+        if positions and tensor.dtype != torch.bool and not path.endswith("mask"):
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(trial: Trial) -> str:
-    found = [path for path, tensor in trial.dense if path.endswith("mask") and tensor.dim() == 2]
+def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
+    """Return the path of the mask, of the shape (batch, positions)."""
+    shapes = {path: tuple(tensor.shape) for path, tensor in trial.dense}
+    if name is not None:
+        if name not in shapes:
+            near = nearest(name, shapes, n=1)
+            hint = f"is {near[0]} meant?" if near else f"there are {', '.join(shapes)}"
+            raise UsageError(f"mask= names an argument {name!r} that is not given: {hint}")
+        if shapes[name] != shape:
+            raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
+        return name
+    found = [path for path in shapes if path.endswith("mask") and shapes[path] == shape]
     if not found:
-        raise NotApplicableError("no argument of shape (batch, positions) is called a mask: give mask= its name")
+        raise NotApplicableError(
+            f"no argument of shape (batch, positions) is called a mask, here {shape}: give mask= its name"
+        )
     if len(found) > 1:
-        raise UsageError(f"there are several masks, {listed(found)}: give mask= the name of one")
+        raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
+    if shape[0] == shape[1]:
+        raise NotApplicableError(
+            f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) "
+            "too: give mask= its name"
+        )
     return found[0]
+
+
+def _marks(name: str, mask: Tensor) -> bool | int | float:
+    """Return what marks a masked position: of a mask that leaves something to be seen, as it is given."""
+    if mask.is_floating_point() and not bool((mask > 0).any()):
+        return -math.inf
+    marks = mask.dtype == torch.bool and "pad" in name
+    if bool((mask.bool() == marks).all()):
+        marks = not marks
+    return marks if mask.dtype == torch.bool else int(marks)
 
 
 def _axes(tensor: Tensor, length: int) -> list[int]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe.flatten import flatten_call
 from pytest_modelprobe.layers import attributes
+from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import Plain, qualified
 from pytest_modelprobe.report.text import count
 
@@ -58,7 +60,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
         what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
         return broken(
             found,
-            "gives out another {path} after a forward, by {by}",
+            "gives out another {path} after a forward: {changed}",
             f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
     return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
@@ -66,7 +68,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
 
 @check
 def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
-    """Check that the model writes into none of its inputs.
+    """Check that the model writes into none of its inputs: no tensor, and no list or dict that holds some.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -76,25 +78,25 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     >>> print(checks.inputs_unchanged_by_forward.outcome(probe, nn.ReLU(inplace=True), probe.randn(4, 3)).layer)
     (root)
     """
-    given: dict[str, Tensor] = {}
-    versions: dict[str, int] = {}
+    trial.reference(mode="eval")
+    call: list[Any] = []
+    known: dict[str, _Contents] = {}
     blamed: list[tuple[str, str]] = []
-
-    def remember(path: str, x: Tensor) -> Tensor:
-        given[path] = x
-        versions[path] = x._version
-        return x
-
     running: list[str] = []
 
     def look() -> None:
-        for path, x in given.items():
-            if x._version != versions[path]:
-                versions[path] = x._version
-                blamed.append((running[-1], path))
+        now = _contents(*call)
+        written = [path for path in known.keys() & now.keys() if not now[path].same(known[path])]
+        blamed.extend((running[-1], path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
+        known.clear()
+        known.update(now)
 
-    def begin(name: str, *_: Any) -> None:
-        look()  # the code of the layer around
+    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if running:
+            look()  # the code of the layer around
+        else:
+            call[:] = args, kwargs
+            known.update(_contents(*call))
         running.append(name)
 
     def end(*_: Any) -> None:
@@ -102,7 +104,7 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
         running.pop()
 
     with hooked(trial.layers.modules, begin, end):
-        trial.reference(mode="eval", vary=remember)
+        trial.other(mode="eval")
     if blamed:
         layer, path = blamed[0]
         return Break(
@@ -112,7 +114,28 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
             rows=tuple(blamed),
             advice="Look for an operation in place (inplace=True, x += ..., x[...] = ...), and copy before it.",
         )
-    return count(len(given), "input")
+    return count(len(trial.inputs), "input")
+
+
+class _Contents:
+    """What an input held at a moment."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        self._copy = value.detach().clone() if has_bytes(value) else None
+
+    def same(self, before: _Contents) -> bool:
+        """Whether it holds the same still; of tensors the same bits, as what goes by .data counts no version."""
+        if not isinstance(self._value, Tensor):
+            return repr(self._value) == repr(before._value)  # NaN is not equal to itself
+        same = self._value is before._value and self._version == before._version
+        return same and (self._copy is None or _same(self._copy, before._copy))
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Contents]:
+    flat = flatten_call(args, kwargs)
+    return {path: _Contents(value) for path, value in (*flat.tensors, *flat.plain.items())}
 
 
 def _state(model: nn.Module) -> list[tuple[str, Tensor]]:

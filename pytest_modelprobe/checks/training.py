@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.restoring import preserved
 
-from .agreement import change, disagreements, from_the_loss, negligible
-from .batch import batched, size_of
+from .agreement import change, disagreements, from_the_loss, limit, negligible
+from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_as_it_is
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
+
+_TARGETS = (
+    "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
+)
 
 
 @check
@@ -31,7 +38,8 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     its own number.
 
     Args:
-        trial: The model and its inputs, with a loss.
+        trial: The model and its inputs, with a loss. Targets that the loss holds itself have a row for each of the
+            whole batch, and go with no part of it: they are to be inputs too, of a model that gives out its loss.
         axis: Which axis of the inputs the batch is along.
         tolerance: Largest relative change of a gradient.
 
@@ -54,6 +62,9 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
     if disagreements(whole, trial.other(mode="eval", seed="another"), tolerance=0.0):
         raise NotApplicableError("the model is random in evaluation mode: each part draws other numbers")
+    check_rows_go_together(trial, axis)
+    if _knows_rows(trial, whole, size, axis):
+        raise NotApplicableError(_TARGETS)
     name, far_by, _ = found[0]
     return Break(
         layer=name,
@@ -76,7 +87,12 @@ def _accumulated(
             x = x if model is None else _wide(path, x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
-        parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of targets that are broadcast: `_knows_rows` tells of them
+            try:
+                parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+            except UsageError as error:  # it took the whole batch
+                raise NotApplicableError(_TARGETS) from error
     found = []
     zero = negligible(whole.gradients)
     for name, gradient in whole.gradients.items():
@@ -90,6 +106,16 @@ def _accumulated(
     return found
 
 
+def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
+    """Whether the loss is another when the rows of the output are in another order: it holds a target for each."""
+
+    def rolled(x: Tensor) -> Tensor:
+        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
+
+    one, other = trial.loss(whole.output), trial.loss(map_tensors(rolled, whole.output))
+    return change(one.detach(), other.detach()) > limit(one)
+
+
 def _beyond_rounding(
     trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
@@ -97,13 +123,13 @@ def _beyond_rounding(
     try:
         wide = trial.copied().double()
         whole = trial.other(mode="eval", backward=True, model=wide, vary=_wide)
-    except NotApplicableError:
+    except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
         return found
     return _accumulated(trial, whole, size, axis, tolerance, wide)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+    return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
 
 
 @check
@@ -123,9 +149,16 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     gradcheck holds for Linear: 3 gradients
     """
-    model = trial.copied().double()
+    model = trial.copied()
+    model._apply(lambda x: _wide("", x))  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
-    one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
+    try:
+        one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
+    except UsageError as error:
+        trial.reference(mode="eval", backward=True)  # a loss that never works is refused
+        raise NotApplicableError(
+            f"{error}, in float64: cast the tensors that it holds, target.to(output.dtype)"
+        ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
 
@@ -151,18 +184,17 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    tensors = {**dict(trial.inputs), **parameters}
-    tensors = {name: x.to(trial.probe.device, torch.float64) for name, x in tensors.items() if x.is_floating_point()}
+    inputs = {path: _wide(path, x.detach().to(trial.probe.device)) for path, x in trial.inputs}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
-        known = tensors[name or path or ""] if gradient is None else gradient
+        known = parameters[name] if name else inputs[path or ""]
         if not known.numel():
             continue
         looked_at += 1
         direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
-        exact = 0.0 if gradient is None else (gradient * direction).sum().item()
+        exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
         scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
         if not abs(near - exact) <= tolerance * scale:
             found.append((name or path or "", "none" if gradient is None else number(exact), number(near)))
@@ -233,9 +265,12 @@ def overfits_batch(
 
     Args:
         trial: The model and its inputs, with a loss.
-        steps: How many.
+        steps: How many; one or more.
         optimizer: Makes one of the parameters; None: Adam with a step of 1e-2.
-        below: The share of the first loss that is to be reached.
+        below: The share of the first loss that is to be reached, between 0 and 1.
+
+    Raises:
+        UsageError: No steps are left to take, or no loss is to be brought down.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -244,6 +279,10 @@ def overfits_batch(
     ... # doctest: +ELLIPSIS
     overfits_batch holds for Linear: loss ... in ... steps
     """
+    if steps < 1:
+        raise UsageError(f"steps= is 1 or more; got {steps}")
+    if not 0 < below < 1:
+        raise UsageError(f"below= is a share of the first loss, between 0 and 1; got {below}")
     if not trial.has_loss:
         raise NotApplicableError("without loss= there is nothing to bring down")
     first = last = math.nan
@@ -252,11 +291,10 @@ def overfits_batch(
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    steps_done = 0
     with trial.lasting(), seeding.seeded(seeding.derive(trial.probe.seed, "check batch")):
         step = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
-        for i in range(steps):
+        for done in range(steps + 1):
             args, kwargs = trial.copied_inputs()
             try:
                 output = trial.model(*args, **kwargs)
@@ -264,20 +302,28 @@ def overfits_batch(
                 raise NotApplicableError(f"the model does not run on these inputs: {error}") from error
             loss = trial.loss(output)
             last = loss.item()
-            first = last if i == 0 else first
+            first = first if done else last
+            if not math.isfinite(last):
+                when = f"after {count(done, 'step')}" if done else "before the first step"
+                return Break(
+                    layer=ROOT,
+                    line=f"{ROOT} has a loss of {last} {when}",
+                    advice="Look for a logarithm or a division by 0, and for a step that is too long: give it another "
+                    "optimizer=. assert_finite, of a run with this loss, names the layer where it begins.",
+                )
             if first <= 0:
                 raise NotApplicableError(f"the loss begins at {number(first)}: what share of it to reach is not known")
-            steps_done = i + 1
-            if last <= below * first and i:
+            if done == steps or (done and last <= below * first):
                 break
             step.zero_grad()
             loss.backward()
             step.step()
         still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
-    if last <= below * first:
-        return f"loss {number(first)} → {number(last)} in {count(steps_done, 'step')}"
-    name = still[0] if still else ROOT
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
+    if last <= below * first:
+        names = f": {listed(still)}" if still else ""
+        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+    name = still[0] if still else ROOT
     return Break(
         layer=name,
         line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
@@ -296,7 +342,7 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
 
     Args:
         trial: The model that is averaged.
-        average: The averaged one: an `AveragedModel`, or a copy.
+        average: The averaged one: an `AveragedModel` that was updated before, as its first update copies; or a copy.
         decay: Of the average.
         updates: Brings the average up to date.
 
@@ -311,7 +357,11 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     ... )
     ema_tracks holds for Linear: 2 parameters
     """
-    inner = getattr(average, "module", average)
+    if isinstance(average, AveragedModel) and not average.n_averaged:
+        raise NotApplicableError("the average was never updated, and its first update copies the model: update it once")
+    inner = average
+    if dict(average.named_parameters()).keys().isdisjoint(dict(trial.model.named_parameters())):
+        inner = getattr(average, "module", average)  # a wrapper
     with preserved(average):
         before = {name: p.detach().clone() for name, p in inner.named_parameters()}
         with torch.no_grad():
@@ -323,19 +373,19 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
         for name, p in trial.model.named_parameters():
             now = after.get(name)
             if now is None:
-                found.append((name, "not in the average"))
+                found.append((name, "is not in the average"))
                 continue
             wanted = before[name] + (1 - decay) * (p.detach() - before[name])
             far = change(wanted - before[name], now.detach() - before[name])
             if not far <= 1e-3:
-                found.append((name, percent(far)))
+                found.append((name, f"takes a step in the average that is {percent(far)} off"))
     if not found:
         return count(len(before), "parameter")
     name, what = found[0]
     return Break(
         layer=name,
-        line=f"{name} is not followed by the average: its step is {what} off",
-        columns=("parameter", "step off by"),
+        line=f"{name} {what}",
+        columns=("parameter", "what"),
         rows=tuple(found),
         advice="Look at which model the average is updated from, and when.",
     )

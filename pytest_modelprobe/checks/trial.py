@@ -286,8 +286,8 @@ class Trial:
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers of a tensor's shape, dtype and device that depend on the seed and the name alone."""
-        drawn = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"check {name}", device=tensor.device)
-        return drawn.to(tensor.dtype)
+        name = f"check {name}"
+        return seeding.randn(tensor.shape, seed=self.probe.seed, name=name, device=tensor.device, dtype=tensor.dtype)
 
     def _run(
         self,
