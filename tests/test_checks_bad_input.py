@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from pytest_modelprobe import ModelProbe, checks
 from pytest_modelprobe.exceptions import UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+
 
 class Calling(nn.Module):
     """A linear layer with any code around it."""
@@ -41,6 +43,46 @@ def slope(linear: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
 
 
+class Buffered(nn.Module):
+    """A linear layer that adds the first row of a buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: Tensor) -> Any:
+        kept: Any = self.kept
+        return self.linear(x) + (kept if kept.layout is torch.strided else kept.to_dense()).to(x.dtype)[0, :2]
+
+
+def quantised(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(linear(x).detach().float(), 0.1, 0, torch.qint8)
+
+
+def keeping_its_graph() -> nn.Module:
+    model = Calling(lambda linear, x: x @ model.twice.T)
+    model.twice = model.linear.weight * 2
+    return model
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        raise RuntimeError("no backward of it")
+
+
+def overwritten(linear: nn.Module, x: Tensor) -> Tensor:
+    h = linear(x).exp()
+    y = h.square()
+    h.add_(1)
+    return y
+
+
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 PACKED = nn.utils.rnn.pack_padded_sequence(X.reshape(2, 2, 3), [2, 1], batch_first=True)
 
@@ -67,6 +109,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "lazy": (lambda: nn.LazyLinear(2), (X,)),
     "meta": (lambda: nn.Linear(3, 2, device="meta"), (X,)),
     "takes a gradient itself": (lambda: Calling(slope), (X,)),
+    "sparse buffer": (lambda: Buffered(torch.eye(3).to_sparse()), (X,)),
+    "compressed buffer": (lambda: Buffered(torch.eye(3).to_sparse_csr()), (X,)),
+    "quantised out": (lambda: Calling(quantised), (X,)),
+    "keeps its graph": (keeping_its_graph, (X,)),
+    "its backward raises": (lambda: Calling(lambda linear, x: NoBackward.apply(linear(x))), (X,)),
+    "overwritten before the backward": (lambda: Calling(overwritten), (X,)),
+    "an input on meta": (lambda: nn.Linear(3, 2), (X.to("meta"),)),
     "half": (lambda: nn.Linear(3, 2).bfloat16(), (X.bfloat16(),)),
 }
 UNPICKLED = {"copy_and_pickle"}  # the code is a lambda
@@ -90,8 +139,8 @@ def test_no_check_raises_with_a_loss(modelprobe: ModelProbe, name: str) -> None:
         floats = [x.to_dense() for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
         return sum((x.pow(2).mean() for x in floats), torch.zeros(()))
 
-    for key in ("checkpoint_parity", "gradient_accumulation", "overfits_batch"):
-        assert checks.STANDARD[key].outcome(modelprobe, factory(), *args, loss=loss).text
+    for check in (checks.checkpoint_parity, checks.gradient_accumulation, checks.overfits_batch, checks.gradcheck):
+        assert check.outcome(modelprobe, factory(), *args, loss=loss).text
 
 
 def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -> None:
@@ -153,3 +202,65 @@ def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[
 def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
     outcomes = checks.standard(nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"])
     assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+@pytest.mark.parametrize("name", ["its backward raises", "overwritten before the backward"])
+def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe, name: str) -> None:
+    outcome = checks.overfits_batch.outcome(modelprobe, MODELS[name][0](), X, loss=lambda y: y.square().mean())
+    assert outcome.text.startswith("(root) cannot be trained: in step 1 its backward raised RuntimeError: ")
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation", "checkpoint_parity", "compile_parity", "gradcheck"])
+def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: ModelProbe, name: str) -> None:
+    model = nn.Sequential(MODELS["its backward raises"][0]())
+    outcome = getattr(checks, name).outcome(modelprobe, model, X, loss=lambda y: y.square().mean())
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.endswith(": its backward raised RuntimeError: no backward of it")
+
+
+def test_an_expanded_buffer_that_load_state_dict_does_not_write_to_is_told(modelprobe: ModelProbe) -> None:
+    outcome = checks.state_dict_round_trip.outcome(modelprobe, Buffered(torch.ones(1, 1).expand(2, 2)), X)
+    assert outcome.text.startswith("(root) does not take its own state_dict: RuntimeError: Error(s) in loading state_d")
+    assert 'While copying the parameter named "kept"' in outcome.text
+
+
+def test_an_expanded_parameter_that_starts_from_zero_is_woken(modelprobe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 1).expand(2, 3))
+    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
+
+
+def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, x: linear(x.float()))
+    outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
+
+
+def test_inference_mode_around_a_check_does_not_matter(modelprobe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        outcomes = checks.standard(model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
+    assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+TRAINED = ["deterministic", "gradient_accumulation", "checkpoint_parity", "overfits_batch"]
+
+
+def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"made under torch.inference_mode\(\) and cannot change: make it outside"):
+        checks.deterministic(modelprobe, model, X)
+
+
+def test_an_optimizer_that_takes_no_such_gradients_is_told(modelprobe: ModelProbe) -> None:
+    model, ids = nn.Embedding(4, 3, sparse=True), torch.arange(4)
+    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: give another optimizer="):
+        checks.overfits_batch(modelprobe, model, ids, loss=lambda y: y.square().mean())
+
+
+def test_an_average_of_another_shape_is_told(modelprobe: ModelProbe) -> None:
+    average = nn.Linear(2, 2)
+    outcome = checks.ema_tracks.outcome(modelprobe, nn.Linear(3, 2), average=average, decay=0.5, updates=lambda: None)
+    assert outcome.text.startswith("weight is not followed by the average: it is of another shape there")

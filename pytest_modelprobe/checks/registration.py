@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count
@@ -17,7 +18,7 @@ from pytest_modelprobe.report.text import count
 from .agreement import broken, disagreements
 from .check import check_as_it_is
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial
+from .trial import Trace, Trial, distinct, plain
 
 _DEEPEST = 3
 
@@ -103,13 +104,14 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     model = trial.model if factory is None else _made_in_nan(factory)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     floating = [(name, t) for name, t in tensors if t.is_floating_point() and has_bytes(t)]
+    numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
     if not floating:
         raise NotApplicableError("the model has no floating parameters or buffers")
     found = [
-        (name, int((~t.detach().isfinite()).sum()), t.numel())
-        for name, t in floating
+        (name, int((~t.isfinite()).sum()), t.numel())
+        for name, t, trained in numbers
         # Masks are made of -inf.
-        if bool((t.isnan() if factory is not None or not isinstance(t, nn.Parameter) else ~t.isfinite()).any())
+        if bool((t.isnan() if factory is not None or not trained else ~t.isfinite()).any())
     ]
     if not found:
         return f"{count(len(floating), 'parameters and buffer')}" + ("" if factory else ", as far as memory tells")
@@ -131,10 +133,15 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = True
     try:
-        return factory()
+        model = factory()
+    except Exception as error:
+        raise UsageError(f"factory= raised {line_of(error)}") from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
         memory.fill_uninitialized_memory = filled
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"factory= makes a model, a torch.nn.Module; got {type(model).__name__}")
+    return model
 
 
 @check_as_it_is
@@ -156,8 +163,9 @@ def state_dict_round_trip(trial: Trial) -> Break | str:
     other = trial.copied()
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
-            if tensor.is_floating_point():
-                tensor.copy_(trial.randn_like(tensor, name))
+            if tensor.is_floating_point() and has_bytes(tensor):
+                written = distinct(tensor)
+                written.copy_(trial.randn_like(written, name))
     try:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)

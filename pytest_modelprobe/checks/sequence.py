@@ -171,7 +171,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     for where, value in one.final.items():
         again = two.final.get(where)
         far = math.inf if again is None else change(value, again)
-        if value.is_floating_point() and not far <= (limit(value) if tolerance is None else tolerance):
+        if value.is_floating_point() and not far <= limit(value, tolerance):
             return Break(
                 layer=ROOT,
                 line=f"{ROOT} depends on the order of its elements: {where} changed by {percent(far)}",
@@ -227,7 +227,7 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
 def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
-        if tensor.dim() > axis and tensor.shape[axis] > 1 and tensor.dtype != torch.bool:
+        if -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1 and tensor.dtype != torch.bool:
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
