@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -264,3 +265,69 @@ def test_an_average_of_another_shape_is_told(modelprobe: ModelProbe) -> None:
     average = nn.Linear(2, 2)
     outcome = checks.ema_tracks.outcome(modelprobe, nn.Linear(3, 2), average=average, decay=0.5, updates=lambda: None)
     assert outcome.text.startswith("weight is not followed by the average: it is of another shape there")
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
+AVERAGE: dict[str, Any] = {"average": nn.Linear(3, 2), "decay": 0.5, "updates": lambda: None}
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("causal", {"axis": "0"}, "axis= of causal is an integer; got '0'"),
+    ("causal", {"axis": True}, "axis= of causal is an integer; got True"),
+    ("causal", {"axis": -9}, "no input has more than one position along axis -9"),
+    ("batch_independent", {"axis": -9}, "no input has an axis -9"),
+    ("causal", {"tolerance": "x"}, "tolerance= of causal is a number or None; got 'x'"),
+    ("causal", {"tolerance": -1}, "tolerance= of causal is a number or None, not negative; got -1"),
+    ("causal", {"tolerance": float("nan")}, "not negative; got nan"),
+    (
+        "padding_invariant",
+        {"mask": X},
+        "is a string or None; got Tensor: what the model itself calls mask goes",
+    ),
+    ("device_parity", {"device": "meta"}, "on meta there are no numbers"),
+    ("device_parity", {"device": 3}, "device= of device_parity is a string or a torch.device; got 3"),
+    ("compile_parity", {"backend": "nope"}, "backend= is one of torch.compile; got 'nope': InvalidBackend: "),
+    ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is a torch.dtype; got 'float64'"),
+    (
+        "dtype_parity",
+        {"dtype": torch.int32},
+        "dtype= is torch.float64, torch.float32, torch.float16, torch.bfloat16",
+    ),
+    ("dtype_parity", {"dtype": torch.float8_e5m2}, "got torch.float8_e5m2"),
+    ("gradcheck", {"step": 0}, "step= is how far the loss is looked at from there: more than 0; got 0"),
+    ("gradcheck", {"loss": "mse"}, "loss is a function of the output, 'random' or None; got 'mse'"),
+    ("overfits_batch", {"loss": lambda y: 1j * y.sum()}, "returns a tensor of one real number; got () torch.complex64"),
+    ("overfits_batch", {**SQUARE, "steps": 0}, "steps= is how many: 1 or more; got 0"),
+    (
+        "overfits_batch",
+        {**SQUARE, "optimizer": torch.optim.Adam(nn.Linear(3, 2).parameters())},
+        "optimizer= of overfits_batch is a function that returns a torch.optim.Optimizer or None; got Adam",
+    ),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: 1 / 0}, "optimizer= raised ZeroDivisionError: division by ze"),
+    ("initialised", {"factory": lambda: None}, "factory= makes a model, a torch.nn.Module; got NoneType"),
+    ("initialised", {"factory": lambda: 1 / 0}, "factory= raised ZeroDivisionError: division by zero"),
+    ("initialised", {"factory": nn.Linear(3, 2)}, "is a function that returns a torch.nn.Module or None; got Linear"),
+    ("ema_tracks", {**AVERAGE, "average": object()}, "average= of ema_tracks is a torch.nn.Module; got object"),
+    ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
+    ("ema_tracks", {"average": nn.Linear(3, 2)}, "ema_tracks needs decay=, a number"),
+    ("optimizer_covers", {}, "optimizer_covers needs optimizer=, a torch.optim.Optimizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), WRONG)
+def test_an_argument_that_is_none_is_refused(
+    modelprobe: ModelProbe, name: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        getattr(checks, name)(modelprobe, nn.Linear(3, 2), X, **options)
+
+
+def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
+    assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
+
+
+def test_the_probe_comes_first() -> None:
+    with pytest.raises(UsageError, match=r"causal takes the probe first: checks.causal\(modelprobe"):
+        checks.causal(nn.Linear(3, 2), X)  # type: ignore[arg-type]
