@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
-from pytest_modelprobe.checks import Check, Outcome
+from pytest_modelprobe.checks import Check, Outcome, battery
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
 ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
@@ -269,6 +269,15 @@ def test_code_for_the_compiler_alone_is_seen_in_a_compiled_model_too(probe: Mode
 def test_random_is_the_loss_that_a_check_takes_of_itself(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Linear(6, 2)
     assert checks.gradcheck(probe, model, rows, loss="random") == checks.gradcheck(probe, model, rows)
+
+
+def test_each_check_is_in_the_battery_or_said_to_be_apart() -> None:
+    assert {*checks.STANDARD, *battery.APART} == set(ALL)
+
+
+def test_the_documentation_says_what_is_apart() -> None:
+    said = checks.standard.__doc__ or ""
+    assert [name for name in battery.APART if f"`{name}`" not in said] == []
 
 
 # --- clean models -------------------------------------------------------------------------------------------------

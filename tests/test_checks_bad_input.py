@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe.checks.battery import CaseCheck
 from pytest_modelprobe.exceptions import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
@@ -331,3 +332,96 @@ def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
 def test_the_probe_comes_first() -> None:
     with pytest.raises(UsageError, match=r"causal takes the probe first: checks.causal\(modelprobe"):
         checks.causal(nn.Linear(3, 2), X)  # type: ignore[arg-type]
+
+
+# --- the battery --------------------------------------------------------------------------------------------------
+
+DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Linear(4, 2), X, "the model does not run on these inputs: (root) raised RuntimeError: mat1 and mat2"),
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
+    (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
+    (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
+    (lambda: nn.LazyLinear(2), X, "the model is lazy and has seen no input: run it once before"),
+    (lambda: nn.Linear(3, 2, device="meta"), X, "the model is on the meta device"),
+]
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+def test_a_model_that_does_not_run_is_not_fit_for_the_battery(
+    factory: Callable[[], nn.Module], inputs: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(factory(), inputs)
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+def test_a_case_that_does_not_run_fails_and_is_not_skipped(
+    modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: Any, said: str
+) -> None:
+    case = checks.Case(name="one", factory=factory, inputs=lambda probe: inputs)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        CaseCheck(case, "deterministic")(modelprobe)
+
+
+def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    model = Calling(four_rows_only)
+    outcome = checks.standard(model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
+    assert outcome.verdict == "not applicable"
+
+
+def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    class Trained(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(x)
+
+    assert checks.standard(Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
+
+
+def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it() -> None:
+    assert [outcome.verdict for outcome in checks.standard(nn.Linear(3, 2), only="registered")] == ["holds"]
+
+
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"only": ["seeded"], "skip": ["seeded"]}, "skip= and only= leave no check to run: seeded is skipped"),
+    ({"skip": [*checks.STANDARD]}, "skip= and only= leave no check to run: registered, "),
+    (
+        {"skip": "compile_parity"},
+        "skip= names compile_parity, which is no part of the standard checks, as",
+    ),
+    (
+        {"only": "causal"},
+        "only= names causal, which is no part of the standard checks, as only some",
+    ),
+    ({"only": "sead"}, "only= names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CHOICES)
+def test_a_choice_of_checks_that_are_not_there_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(nn.Linear(3, 2), X, **options)
+
+
+CASE: dict[str, Any] = {"name": "tiny", "factory": lambda: nn.Linear(3, 2), "inputs": lambda probe: X}
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": X}, "inputs= of the case 'tiny' is a function that makes the inputs from a probe: lambda probe: "),
+    (
+        {"factory": nn.Linear(3, 2)},
+        "factory= of the case 'tiny' is a function that makes the model: lambda: Net()",
+    ),
+    ({"xfail": ["seeded"]}, "xfail= of the case 'tiny' maps the name of a check to why it fails; got list"),
+    ({"xfail": {"sead": "why"}}, "xfail= of the case 'tiny' names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CASES)
+def test_a_case_of_something_else_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.Case(**{**CASE, **options})
+
+
+@pytest.mark.parametrize("cases", [checks.Case(**CASE), [nn.Linear(3, 2)]])
+def test_what_is_no_list_of_cases_is_refused(cases: Any) -> None:
+    with pytest.raises(UsageError, match=r"takes cases in a list: \[checks.Case"):
+        checks.parametrize_with_checks(cases)
