@@ -120,8 +120,7 @@ class Capture:
         """Put the hooks on. On an error none stays behind."""
         try:
             with _collection_paused(), torch._C.DisableTorchFunction():
-                if self.layers.compiled or "torch._dynamo" in sys.modules:
-                    self._exit.enter_context(_EagerStance())
+                self._exit.enter_context(run_eagerly(self.layers))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
@@ -792,6 +791,13 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
     return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
+
+
+def run_eagerly(layers: Layers) -> contextlib.AbstractContextManager[object]:
+    """Return what lets compiled code of a model run eagerly, hooks and all, where there may be some."""
+    if layers.compiled or "torch._dynamo" in sys.modules:  # importing it takes seconds
+        return _EagerStance()
+    return contextlib.nullcontext()
 
 
 class _EagerStance:

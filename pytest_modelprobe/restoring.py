@@ -1,9 +1,9 @@
-"""Put a model back as it was: tensors bit for bit, attributes of its modules, gradients."""
+"""Put a model back as it was: tensors bit for bit, attributes of its modules, gradients; and the settings of torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
@@ -65,6 +65,45 @@ def hooks_preserved(model: nn.Module) -> Iterator[None]:
                 del hooks[key]
 
 
+@contextmanager
+def settings_preserved() -> Iterator[None]:
+    """Put back on exit the settings of torch for the whole process, which a forward may have changed.
+
+    >>> with settings_preserved():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.ones(1).dtype
+    torch.float32
+    """
+    before = [(change, now()) for now, change in _SETTINGS]
+    try:
+        yield
+    finally:
+        for (change, was), (now, _) in zip(before, _SETTINGS, strict=True):
+            if now() != was:
+                change(*was)
+
+
+_SETTINGS: tuple[tuple[Callable[[], tuple[Any, ...]], Callable[..., object]], ...] = (
+    (lambda: (torch.get_default_dtype(),), torch.set_default_dtype),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda on, warn_only: torch.use_deterministic_algorithms(on, warn_only=warn_only),
+    ),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        torch.autograd.set_detect_anomaly,
+    ),
+    # Not the properties of torch.backends, which cannot be set where they are frozen.
+    (lambda: (torch._C._get_cudnn_benchmark(),), torch._C._set_cudnn_benchmark),
+    (lambda: (torch._C._get_cudnn_deterministic(),), torch._C._set_cudnn_deterministic),
+    (lambda: (torch._C._get_cudnn_enabled(),), torch._C._set_cudnn_enabled),
+)
+"""How each is read, and how it is set to what was read."""
+
+
 class ModelState:
     """What a model is at this moment, to be put back with `restore`, any number of times.
 
@@ -113,6 +152,7 @@ class ModelState:
             parts: list[_Part] = [*self._containers.values(), *self._tensors.values()]
             for part in (*parts, *self._memory.values()):
                 part.restore()
+        torch.clear_autocast_cache()  # of copies, in another dtype, of the weights as they were meanwhile
 
     def _remember_module(self, module: nn.Module) -> None:
         names = vars(module)

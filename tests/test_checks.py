@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
-from pytest_modelprobe.checks import Check, Outcome
+from pytest_modelprobe.checks import Check, Outcome, battery
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
 ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
@@ -253,6 +253,31 @@ def test_the_name_of_a_check_is_that_of_its_function() -> None:
 def test_a_compiled_model_is_told_under_its_own_names(probe: ModelProbe, rows: Tensor) -> None:
     model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Softmax(0), nn.Linear(6, 6)), backend="eager")
     assert named(checks.batch_independent.outcome(probe, model, rows)) == "1"
+
+
+def test_a_compiled_model_that_writes_in_place_is_deterministic(probe: ModelProbe, rows: Tensor) -> None:
+    torch.compiler.reset()  # the fault was of the first compilations
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)), backend="aot_eager")
+    assert checks.deterministic.outcome(probe, model, rows).verdict == "holds"
+
+
+def test_code_for_the_compiler_alone_is_seen_in_a_compiled_model_too(probe: ModelProbe, rows: Tensor) -> None:
+    model = torch.compile(between(lambda x: x * 2 if torch.compiler.is_compiling() else x), backend="eager")
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
+
+
+def test_random_is_the_loss_that_a_check_takes_of_itself(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Linear(6, 2)
+    assert checks.gradcheck(probe, model, rows, loss="random") == checks.gradcheck(probe, model, rows)
+
+
+def test_each_check_is_in_the_battery_or_said_to_be_apart() -> None:
+    assert {*checks.STANDARD, *battery.APART} == set(ALL)
+
+
+def test_the_documentation_says_what_is_apart() -> None:
+    said = checks.standard.__doc__ or ""
+    assert [name for name in battery.APART if f"`{name}`" not in said] == []
 
 
 # --- clean models -------------------------------------------------------------------------------------------------
@@ -848,6 +873,20 @@ def test_a_counter_that_a_checkpoint_counts_twice_is_named(probe: ModelProbe, ro
     assert named(checks.checkpoint_parity.outcome(probe, between(Counter(6, 6)), rows)) == "2.weight"
 
 
+@pytest.mark.parametrize("name", ["compile_parity", "checkpoint_parity", "device_parity"])
+def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: Tensor) -> None:
+    class Otherwise(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Otherwise.calls += 1
+            return x * (1 + 0.008 * (Otherwise.calls % 2))
+
+    model = between(Otherwise()).bfloat16()
+    found = ALL[name].outcome(probe, model, rows.bfloat16(), **options_of(name, model))
+    assert found.verdict == "holds", found
+
+
 def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
     assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
@@ -968,6 +1007,35 @@ def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> No
     found = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: (y + 1).mean())
     assert named(found) == "0.weight"
     assert "4 parameters never moved" in found.text
+
+
+def test_an_optimizer_that_wants_a_closure_gets_one(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch(
+        probe, probe.build(lambda: nn.Linear(6, 2)), rows, loss=lambda y: y.square().mean(), optimizer=torch.optim.LBFGS
+    )
+    assert found.text.endswith("in 2 steps")
+
+
+def test_under_autocast_the_weights_of_the_last_step_are_trained(probe: ModelProbe, rows: Tensor) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = checks.overfits_batch(probe, model, rows, loss=lambda y: (y.float() - 1).square().mean())
+    assert found.verdict == "holds"
+
+
+def test_a_graph_that_is_made_once_cannot_be_trained(probe: ModelProbe, rows: Tensor) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.doubled = self.fc.weight * self.fc.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.doubled
+
+    found = checks.overfits_batch.outcome(probe, between(Once()), rows, loss=lambda y: y.square().mean())
+    assert named(found) == "(root)"
+    assert found.text.startswith("(root) cannot be trained: in step 2 its backward raised RuntimeError: Trying to")
 
 
 def test_a_step_that_does_nothing_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe.checks.battery import CaseCheck
 from pytest_modelprobe.exceptions import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 
 
 class Calling(nn.Module):
@@ -41,6 +45,46 @@ def slope(linear: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
 
 
+class Buffered(nn.Module):
+    """A linear layer that adds the first row of a buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: Tensor) -> Any:
+        kept: Any = self.kept
+        return self.linear(x) + (kept if kept.layout is torch.strided else kept.to_dense()).to(x.dtype)[0, :2]
+
+
+def quantised(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(linear(x).detach().float(), 0.1, 0, torch.qint8)
+
+
+def keeping_its_graph() -> nn.Module:
+    model = Calling(lambda linear, x: x @ model.twice.T)
+    model.twice = model.linear.weight * 2
+    return model
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        raise RuntimeError("no backward of it")
+
+
+def overwritten(linear: nn.Module, x: Tensor) -> Tensor:
+    h = linear(x).exp()
+    y = h.square()
+    h.add_(1)
+    return y
+
+
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 PACKED = nn.utils.rnn.pack_padded_sequence(X.reshape(2, 2, 3), [2, 1], batch_first=True)
 
@@ -67,6 +111,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "lazy": (lambda: nn.LazyLinear(2), (X,)),
     "meta": (lambda: nn.Linear(3, 2, device="meta"), (X,)),
     "takes a gradient itself": (lambda: Calling(slope), (X,)),
+    "sparse buffer": (lambda: Buffered(torch.eye(3).to_sparse()), (X,)),
+    "compressed buffer": (lambda: Buffered(torch.eye(3).to_sparse_csr()), (X,)),
+    "quantised out": (lambda: Calling(quantised), (X,)),
+    "keeps its graph": (keeping_its_graph, (X,)),
+    "its backward raises": (lambda: Calling(lambda linear, x: NoBackward.apply(linear(x))), (X,)),
+    "overwritten before the backward": (lambda: Calling(overwritten), (X,)),
+    "an input on meta": (lambda: nn.Linear(3, 2), (X.to("meta"),)),
     "half": (lambda: nn.Linear(3, 2).bfloat16(), (X.bfloat16(),)),
 }
 UNPICKLED = {"copy_and_pickle"}  # the code is a lambda
@@ -90,8 +141,8 @@ def test_no_check_raises_with_a_loss(modelprobe: ModelProbe, name: str) -> None:
         floats = [x.to_dense() for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
         return sum((x.pow(2).mean() for x in floats), torch.zeros(()))
 
-    for key in ("checkpoint_parity", "gradient_accumulation", "overfits_batch"):
-        assert checks.STANDARD[key].outcome(modelprobe, factory(), *args, loss=loss).text
+    for check in (checks.checkpoint_parity, checks.gradient_accumulation, checks.overfits_batch, checks.gradcheck):
+        assert check.outcome(modelprobe, factory(), *args, loss=loss).text
 
 
 def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -> None:
@@ -153,3 +204,224 @@ def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[
 def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
     outcomes = checks.standard(nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"])
     assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+@pytest.mark.parametrize("name", ["its backward raises", "overwritten before the backward"])
+def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe, name: str) -> None:
+    outcome = checks.overfits_batch.outcome(modelprobe, MODELS[name][0](), X, loss=lambda y: y.square().mean())
+    assert outcome.text.startswith("(root) cannot be trained: in step 1 its backward raised RuntimeError: ")
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation", "checkpoint_parity", "compile_parity", "gradcheck"])
+def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: ModelProbe, name: str) -> None:
+    model = nn.Sequential(MODELS["its backward raises"][0]())
+    outcome = getattr(checks, name).outcome(modelprobe, model, X, loss=lambda y: y.square().mean())
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.endswith(": its backward raised RuntimeError: no backward of it")
+
+
+def test_an_expanded_buffer_that_load_state_dict_does_not_write_to_is_told(modelprobe: ModelProbe) -> None:
+    outcome = checks.state_dict_round_trip.outcome(modelprobe, Buffered(torch.ones(1, 1).expand(2, 2)), X)
+    assert outcome.text.startswith("(root) does not take its own state_dict: RuntimeError: Error(s) in loading state_d")
+    assert 'While copying the parameter named "kept"' in outcome.text
+
+
+def test_an_expanded_parameter_that_starts_from_zero_is_woken(modelprobe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 1).expand(2, 3))
+    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
+
+
+def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, x: linear(x.float()))
+    outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
+
+
+def test_inference_mode_around_a_check_does_not_matter(modelprobe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        outcomes = checks.standard(model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
+    assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+TRAINED = ["deterministic", "gradient_accumulation", "checkpoint_parity", "overfits_batch"]
+
+
+def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"made under torch.inference_mode\(\) and cannot change: make it outside"):
+        checks.deterministic(modelprobe, model, X)
+
+
+def test_an_optimizer_that_takes_no_such_gradients_is_told(modelprobe: ModelProbe) -> None:
+    model, ids = nn.Embedding(4, 3, sparse=True), torch.arange(4)
+    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: give another optimizer="):
+        checks.overfits_batch(modelprobe, model, ids, loss=lambda y: y.square().mean())
+
+
+def test_an_average_of_another_shape_is_told(modelprobe: ModelProbe) -> None:
+    average = nn.Linear(2, 2)
+    outcome = checks.ema_tracks.outcome(modelprobe, nn.Linear(3, 2), average=average, decay=0.5, updates=lambda: None)
+    assert outcome.text.startswith("weight is not followed by the average: it is of another shape there")
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
+AVERAGE: dict[str, Any] = {"average": nn.Linear(3, 2), "decay": 0.5, "updates": lambda: None}
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("causal", {"axis": "0"}, "axis= of causal is an integer; got '0'"),
+    ("causal", {"axis": True}, "axis= of causal is an integer; got True"),
+    ("causal", {"axis": -9}, "no input has more than one position along axis -9"),
+    ("batch_independent", {"axis": -9}, "no input has an axis -9"),
+    ("causal", {"tolerance": "x"}, "tolerance= of causal is a number or None; got 'x'"),
+    ("causal", {"tolerance": -1}, "tolerance= of causal is a number or None, not negative; got -1"),
+    ("causal", {"tolerance": float("nan")}, "not negative; got nan"),
+    (
+        "padding_invariant",
+        {"mask": X},
+        "is a string or None; got Tensor: what the model itself calls mask goes",
+    ),
+    ("device_parity", {"device": "meta"}, "on meta there are no numbers"),
+    ("device_parity", {"device": 3}, "device= of device_parity is a string or a torch.device; got 3"),
+    ("compile_parity", {"backend": "nope"}, "backend= is one of torch.compile; got 'nope': InvalidBackend: "),
+    ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is a torch.dtype; got 'float64'"),
+    (
+        "dtype_parity",
+        {"dtype": torch.int32},
+        "dtype= is torch.float64, torch.float32, torch.float16, torch.bfloat16",
+    ),
+    ("dtype_parity", {"dtype": torch.float8_e5m2}, "got torch.float8_e5m2"),
+    ("gradcheck", {"step": 0}, "step= is how far the loss is looked at from there: more than 0; got 0"),
+    ("gradcheck", {"loss": "mse"}, "loss is a function of the output, 'random' or None; got 'mse'"),
+    ("overfits_batch", {"loss": lambda y: 1j * y.sum()}, "returns a tensor of one real number; got () torch.complex64"),
+    ("overfits_batch", {**SQUARE, "steps": 0}, "steps= is how many: 1 or more; got 0"),
+    (
+        "overfits_batch",
+        {**SQUARE, "optimizer": torch.optim.Adam(nn.Linear(3, 2).parameters())},
+        "optimizer= of overfits_batch is a function that returns a torch.optim.Optimizer or None; got Adam",
+    ),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: 1 / 0}, "optimizer= raised ZeroDivisionError: division by ze"),
+    ("initialised", {"factory": lambda: None}, "factory= makes a model, a torch.nn.Module; got NoneType"),
+    ("initialised", {"factory": lambda: 1 / 0}, "factory= raised ZeroDivisionError: division by zero"),
+    ("initialised", {"factory": nn.Linear(3, 2)}, "is a function that returns a torch.nn.Module or None; got Linear"),
+    ("ema_tracks", {**AVERAGE, "average": object()}, "average= of ema_tracks is a torch.nn.Module; got object"),
+    ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
+    ("ema_tracks", {"average": nn.Linear(3, 2)}, "ema_tracks needs decay=, a number"),
+    ("optimizer_covers", {}, "optimizer_covers needs optimizer=, a torch.optim.Optimizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), WRONG)
+def test_an_argument_that_is_none_is_refused(
+    modelprobe: ModelProbe, name: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        getattr(checks, name)(modelprobe, nn.Linear(3, 2), X, **options)
+
+
+def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
+    assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
+
+
+def test_the_probe_comes_first() -> None:
+    with pytest.raises(UsageError, match=r"causal takes the probe first: checks.causal\(modelprobe"):
+        checks.causal(nn.Linear(3, 2), X)  # type: ignore[arg-type]
+
+
+# --- the battery --------------------------------------------------------------------------------------------------
+
+DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Linear(4, 2), X, "the model does not run on these inputs: (root) raised RuntimeError: mat1 and mat2"),
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
+    (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
+    (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
+    (lambda: nn.LazyLinear(2), X, "the model is lazy and has seen no input: run it once before"),
+    (lambda: nn.Linear(3, 2, device="meta"), X, "the model is on the meta device"),
+]
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+def test_a_model_that_does_not_run_is_not_fit_for_the_battery(
+    factory: Callable[[], nn.Module], inputs: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(factory(), inputs)
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+def test_a_case_that_does_not_run_fails_and_is_not_skipped(
+    modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: Any, said: str
+) -> None:
+    case = checks.Case(name="one", factory=factory, inputs=lambda probe: inputs)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        CaseCheck(case, "deterministic")(modelprobe)
+
+
+def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    model = Calling(four_rows_only)
+    outcome = checks.standard(model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
+    assert outcome.verdict == "not applicable"
+
+
+def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    class Trained(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(x)
+
+    assert checks.standard(Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
+
+
+def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it() -> None:
+    assert [outcome.verdict for outcome in checks.standard(nn.Linear(3, 2), only="registered")] == ["holds"]
+
+
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"only": ["seeded"], "skip": ["seeded"]}, "skip= and only= leave no check to run: seeded is skipped"),
+    ({"skip": [*checks.STANDARD]}, "skip= and only= leave no check to run: registered, "),
+    (
+        {"skip": "compile_parity"},
+        "skip= names compile_parity, which is no part of the standard checks, as",
+    ),
+    (
+        {"only": "causal"},
+        "only= names causal, which is no part of the standard checks, as only some",
+    ),
+    ({"only": "sead"}, "only= names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CHOICES)
+def test_a_choice_of_checks_that_are_not_there_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(nn.Linear(3, 2), X, **options)
+
+
+CASE: dict[str, Any] = {"name": "tiny", "factory": lambda: nn.Linear(3, 2), "inputs": lambda probe: X}
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": X}, "inputs= of the case 'tiny' is a function that makes the inputs from a probe: lambda probe: "),
+    (
+        {"factory": nn.Linear(3, 2)},
+        "factory= of the case 'tiny' is a function that makes the model: lambda: Net()",
+    ),
+    ({"xfail": ["seeded"]}, "xfail= of the case 'tiny' maps the name of a check to why it fails; got list"),
+    ({"xfail": {"sead": "why"}}, "xfail= of the case 'tiny' names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CASES)
+def test_a_case_of_something_else_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.Case(**{**CASE, **options})
+
+
+@pytest.mark.parametrize("cases", [checks.Case(**CASE), [nn.Linear(3, 2)]])
+def test_what_is_no_list_of_cases_is_refused(cases: Any) -> None:
+    with pytest.raises(UsageError, match=r"takes cases in a list: \[checks.Case"):
+        checks.parametrize_with_checks(cases)

@@ -21,11 +21,22 @@ from pytest_modelprobe.checks import Check
 from pytest_modelprobe.restoring import preserved
 
 # Of the backward hook of the first layer, whose inputs have no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing:UserWarning", "ignore:Anomaly Detection has been enabled:UserWarning"
+)
 
 WIDTH, LENGTH, BATCH = 4, 5, 3
 SLOW = {"compile_parity", "export_parity"}
 ALL = [one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check) and name not in SLOW]
+
+
+def set_otherwise() -> None:
+    """Change all settings of torch that a model may think it needs."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
+    torch.set_default_dtype(torch.float64)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 class Everything(nn.Module):
@@ -64,6 +75,8 @@ class Everything(nn.Module):
         if self.fault == "mode":
             self.drop.train()
             self.drop.p = 0.9
+        if self.fault == "settings":
+            set_otherwise()
         h = self.fc1(self.drop(self.norm(x))) @ self.turn
         return self.tied(h.relu()) + self.gate * self.fc2(h) * self.plain
 
@@ -137,6 +150,8 @@ def around() -> dict[str, Any]:
         "random": random.getstate(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn deterministic": torch.backends.cudnn.deterministic,
         "filled": torch.utils.deterministic.fill_uninitialized_memory,
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -177,7 +192,7 @@ def options(check: Check, model: nn.Module, kind: Callable[[str], nn.Module]) ->
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from([Everything, Sequence, Images]),
-    fault=st.sampled_from(["", "raises", "writes", "input", "seed", "mode"]),
+    fault=st.sampled_from(["", "raises", "writes", "input", "seed", "mode", "settings"]),
     mode=st.sampled_from(["train", "eval", "mixed"]),
     masked=st.booleans(),
     graph=st.booleans(),
@@ -207,6 +222,30 @@ def test_a_compiler_leaves_all_as_it_was(name: str) -> None:
     getattr(checks, name).outcome(ModelProbe(), model, x)
     assert around() == shared
     assert all_of(model) == before
+
+
+@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+def test_settings_of_torch_that_a_forward_changes_are_put_back(check: Check) -> None:
+    model, x = build(Everything, "settings", "train"), torch.randn(BATCH, LENGTH, WIDTH)
+    shared = around()
+    try:
+        check.outcome(ModelProbe(), model, x, **options(check, model, Everything))
+        assert around() == shared
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+def test_under_autocast_the_model_computes_afterwards_with_its_own_weights(check: Check) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check.outcome(ModelProbe(), model, x, **options(check, model, lambda _: nn.Linear(2, 2)))
+        assert not model(x).any()
 
 
 @pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)

@@ -14,7 +14,7 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
 from .outcome import Break
-from .trial import Given, Trace
+from .trial import Given, Trace, plain
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """What of two tensors is to agree: one pair; several where it is not known which axis is meant and one has to; none."""
@@ -54,7 +54,13 @@ def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def disagreements(
-    one: Trace, other: Trace, *, pairs: Pairs = whole, tolerance: float | None = None, integers: bool = False
+    one: Trace,
+    other: Trace,
+    *,
+    pairs: Pairs = whole,
+    tolerance: float | None = None,
+    least: float = 0.0,
+    integers: bool = False,
 ) -> list[Disagreement]:
     """Return what disagrees between two runs of a model, in the order in which the layers returned.
 
@@ -65,6 +71,7 @@ def disagreements(
         other: Another run.
         pairs: What of two tensors to compare.
         tolerance: Largest relative change; None: by dtype, see `TOLERANCE`. 0: bit for bit.
+        least: The least that None stands for.
         integers: Whether integers and bools are to agree too: those that are chosen by rounding need not.
     """
     found = []
@@ -75,7 +82,7 @@ def disagreements(
             found.append(Disagreement(given, math.inf, _MISSING))
         elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
             changes = [change(x, y) for x, y in pairs(given.tensor, again.tensor)]
-            if changes and not min(changes) <= (limit(given.tensor) if tolerance is None else tolerance):
+            if changes and not min(changes) <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
                 note = reshaped if given.tensor.shape != again.tensor.shape and math.isinf(min(changes)) else ""
                 found.append(Disagreement(given, min(changes), note))
@@ -88,7 +95,7 @@ def change(one: Tensor, other: Tensor) -> float:
     >>> change(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1
     """
-    one, other = _dense(one), _dense(other)
+    one, other = plain(one), plain(other)
     if one.shape != other.shape:
         return math.inf
     if torch.equal(one, other):
@@ -157,13 +164,6 @@ def broken(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
     )
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_nested:
-        padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan)
-        return padded
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
 def _wide(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
@@ -174,7 +174,18 @@ def _wide(tensor: Tensor) -> Tensor:
     return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
 
 
-def limit(tensor: Tensor) -> float:
-    """Return how far results of a tensor's dtype may be apart, see `TOLERANCE`."""
+def limit(tensor: Tensor, tolerance: float | None = None, *, least: float = 0.0) -> float:
+    """Return the largest relative change that is none: the one given, or by dtype, see `TOLERANCE`.
+
+    Args:
+        tensor: What may change.
+        tolerance: What was asked for.
+        least: For dtypes that round less: where other kernels run, which may round as TensorFloat-32 does.
+
+    >>> limit(torch.ones(1)), limit(torch.ones(1), least=1e-3), limit(torch.ones(1).bfloat16(), least=1e-3)
+    (0.0001, 0.001, 0.05)
+    """
+    if tolerance is not None:
+        return tolerance
     dtype = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-    return TOLERANCE.get(dtype, 1e-4)
+    return max(least, TOLERANCE.get(dtype, 1e-4))

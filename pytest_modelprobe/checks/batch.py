@@ -103,7 +103,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
 
 def size_of(trial: Trial, axis: int) -> int:
     """Return the number of rows of the batch."""
-    having = [tensor for _, tensor in trial.dense if tensor.dim() > axis]
+    having = [tensor for _, tensor in trial.dense if -tensor.dim() <= axis < tensor.dim()]
     if not having:
         raise NotApplicableError(f"no input has an axis {axis}, of a batch")
     if all(tensor.dim() == 1 and tensor.is_floating_point() for tensor in having):
@@ -136,7 +136,7 @@ def _no_batch(axis: int) -> NotApplicableError:
 
 def batched(trial: Trial, size: int, axis: int) -> set[str]:
     """Return the paths of the inputs that have a row for each of the batch."""
-    return {path for path, tensor in trial.dense if tensor.dim() > axis and tensor.shape[axis] == size}
+    return {path for path, x in trial.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
 
 
 def _sized(trial: Trial, size: int, n: int, axis: int) -> Callable[[str, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""All checks that ask nothing but a model and inputs: at once, or each as a test of its own."""
+"""The checks of what any model is expected to be: at once, or each as a test of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pytest_modelprobe.selection import nearest
 
 from .batch import any_batch_size, batch_independent
 from .check import Check
-from .outcome import Outcome
+from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
-from .trial import Loss
+from .trial import Loss, Trial
 
 STANDARD: Mapping[str, Check] = {
     check.__name__: check
@@ -35,12 +35,32 @@ STANDARD: Mapping[str, Check] = {
 }  # fmt: skip
 """Name → check, of those that `standard` runs: what a model is expected to be unless it is meant to be otherwise."""
 
+APART: Mapping[str, str] = {
+    "causal": "as only some models are meant to be so",
+    "permutation_equivariant": "as only some models are meant to be so",
+    "permutation_invariant": "as only some models are meant to be so",
+    "compile_parity": "as compiling takes long",
+    "export_parity": "as only some models are meant to be exported",
+    "gradcheck": "as it runs the model twice for each parameter",
+    "device_parity": "as it needs another device",
+    "optimizer_covers": "as it needs the optimizer",
+    "ema_tracks": "as it needs the average",
+}
+"""Name of each other check → why `standard` leaves it to be called by itself."""
+
 Inputs = Any
 """A tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 
 class Outcomes(tuple[Outcome, ...]):
-    """What each check said; ``str`` is a list of them, the broken ones in full."""
+    """What each check said; ``str`` is a list of them, the broken ones in full.
+
+    >>> one = Outcome(check="seeded", model="Net", verdict="holds")
+    >>> print(Outcomes([one]))
+    0 checks of 1 broken; 1 hold, 0 are not applicable
+    >>> Outcomes([one]).broken
+    ()
+    """
 
     __slots__ = ()
 
@@ -70,18 +90,23 @@ def standard(
 ) -> Outcomes:
     """Assert all that is expected of a model unless it is meant to be otherwise, and return what each check said.
 
+    `STANDARD` has their names. Left to be called by themselves are those that only some models are meant to pass
+    (`causal`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
+    (`compile_parity`, `gradcheck`) and those that need something more (`device_parity`, `optimizer_covers`,
+    `ema_tracks`).
+
     Args:
         model: The model; it is left as it was.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        loss: Of the output, for the checks of training. Targets that it holds itself go with the whole batch alone:
-            `gradient_accumulation` wants them as inputs, of a model that gives out its loss.
+        loss: Of the output, for the checks of training, which mean nothing without. Targets that it holds itself go
+            with the whole batch alone: `gradient_accumulation` wants them as inputs, and the loss as the output.
         skip: Names of checks to leave out.
         only: Names of the only checks to run; empty: all.
         probe: Gives the device and the seed.
 
     Raises:
         AssertionError: A property is broken; all that are, each with the first layer where it is.
-        UsageError: There is no such check.
+        UsageError: The model does not run on these inputs; there is no such check, or none is left.
 
     >>> import torch
     >>> from pytest_modelprobe import checks
@@ -94,6 +119,8 @@ def standard(
     probe = probe or ModelProbe()
     names = _chosen(skip, only)
     outcomes = Outcomes(STANDARD[name].outcome(probe, model, *args, loss=loss, kwargs=kwargs) for name in names)
+    if any(outcome.verdict == "not applicable" for outcome in outcomes):
+        _check_runs(probe, model, inputs)
     if outcomes.broken:
         raise AssertionError(str(outcomes))
     return outcomes
@@ -101,17 +128,46 @@ def standard(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model to be checked, made when its test runs."""
+    """A model to be checked, made when its test runs.
+
+    Raises:
+        UsageError: Something is not what it should be; ``xfail`` names no check.
+
+    >>> case = Case(
+    ...     name="tiny",
+    ...     factory=lambda: nn.Linear(8, 2),
+    ...     inputs=lambda probe: {"input": probe.randn(4, 8)},
+    ...     loss=lambda output: output.square().mean(),
+    ...     xfail={"any_batch_size": "it was exported for a batch of 4"},
+    ... )
+    """
 
     name: str
     factory: Callable[[], nn.Module]
     inputs: Callable[[ModelProbe], Inputs]
-    """Makes the inputs, from a probe: ``lambda probe: probe.randn(4, 8)``."""
+    """Makes the inputs, as `standard` takes them, from a probe: ``lambda probe: probe.randn(4, 8)``."""
     loss: Loss | None = None
     xfail: Mapping[str, str] = field(default_factory=dict)
     """Name of a check → why the model is not expected to have that property."""
     marks: Collection[Any] = ()
     """Markers for all tests of it."""
+
+    def __post_init__(self) -> None:
+        for what, value, how in (
+            ("factory", self.factory, "makes the model: lambda: Net()"),
+            ("inputs", self.inputs, "makes the inputs from a probe: lambda probe: probe.randn(4, 8)"),
+        ):
+            if not callable(value) or isinstance(value, nn.Module):
+                raise UsageError(
+                    f"{what}= of the case {self.name!r} is a function that {how}; got {type(value).__name__}"
+                )
+        if not isinstance(self.xfail, Mapping):
+            raise UsageError(
+                f"xfail= of the case {self.name!r} maps the name of a check to why it fails; "
+                f"got {type(self.xfail).__name__}"
+            )
+        for name in self.xfail:
+            _check_name(name, f"xfail= of the case {self.name!r}")
 
 
 class CaseCheck:
@@ -121,16 +177,22 @@ class CaseCheck:
         self.case, self.name = case, name
 
     def __call__(self, probe: ModelProbe) -> Outcome:
-        """Assert that the property holds; skip the test where it means nothing."""
+        """Assert that the property holds; skip the test where it means nothing.
+
+        Raises:
+            UsageError: The model does not run on its inputs.
+        """
         __tracebackhide__ = True
         import pytest
 
-        args, kwargs = _arguments(self.case.inputs(probe))
+        inputs = self.case.inputs(probe)
+        args, kwargs = _arguments(inputs)
         model = probe.build(self.case.factory)
         check = STANDARD[self.name]
         options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
+            _check_runs(probe, model, inputs)
             pytest.skip(str(outcome))
         if outcome.verdict == "broken":
             raise AssertionError(str(outcome))
@@ -151,7 +213,7 @@ def parametrize_with_checks(
         only: Names of the only checks to run; empty: all.
 
     Raises:
-        UsageError: There is no such check, or two cases have one name.
+        UsageError: There is no such check, or none is left; two cases have one name.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import checks
@@ -162,14 +224,15 @@ def parametrize_with_checks(
     """
     import pytest
 
-    cases = list(cases)
+    cases = list(cases) if isinstance(cases, Iterable) else cases
+    if not isinstance(cases, list) or not all(isinstance(case, Case) for case in cases):
+        raise UsageError("parametrize_with_checks takes cases in a list: [checks.Case(...), ...]")
     names = [case.name for case in cases]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise UsageError(f"two cases have the name {listed(twice)}: snapshots and reports could not tell them apart")
     parameters = []
     for case in cases:
-        _chosen((), tuple(case.xfail))  # misspelt
         for name in _chosen(skip, only):
             marks = [*case.marks]
             if name in case.xfail:
@@ -180,18 +243,47 @@ def parametrize_with_checks(
 
 def _chosen(skip: Collection[str], only: Collection[str]) -> list[str]:
     """Return the names of the checks to run."""
-    for given in ("skip", skip), ("only", only):
-        what, names = given
-        for name in [names] if isinstance(names, str) else names:
-            if name not in STANDARD:
-                near = nearest(name, STANDARD, n=1)
-                hint = f": is {near[0]} meant?" if near else f": there are {', '.join(STANDARD)}"
-                raise UsageError(f"{what}= names a check {name!r} that the battery has not{hint}")
     skip, only = ([names] if isinstance(names, str) else names for names in (skip, only))
-    return [name for name in STANDARD if name not in skip and (not only or name in only)]
+    for what, names in ("skip=", skip), ("only=", only):
+        for name in names:
+            _check_name(name, what)
+    left = [name for name in STANDARD if name not in skip and (not only or name in only)]
+    if not left:
+        raise UsageError(f"skip= and only= leave no check to run: {listed(list(only or STANDARD))} is skipped")
+    return left
+
+
+def _check_name(name: str, what: str) -> None:
+    if name in STANDARD:
+        return
+    if name in APART:
+        raise UsageError(
+            f"{what} names {name}, which is no part of the standard checks, {APART[name]}: call checks.{name} itself"
+        )
+    near = nearest(name, [*STANDARD, *APART], n=1)
+    hint = f"is {near[0]} meant?" if near else f"there are {', '.join(STANDARD)}"
+    raise UsageError(f"{what} names a check {name!r} that there is not: {hint}")
+
+
+def _check_runs(probe: ModelProbe, model: nn.Module, inputs: Inputs) -> None:
+    """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
+    __tracebackhide__ = True
+    args, kwargs = _arguments(inputs)
+    try:
+        with Trial(probe, model, args, kwargs) as trial:
+            if trial.run(mode="train").error is not None:
+                trial.reference(mode="eval")
+    except NotApplicableError as reason:
+        hint = ""
+        if isinstance(inputs, Mapping):
+            hint = "; inputs= is a mapping, of keyword arguments: if the model takes it as one, wrap it: ({...},)"
+        if isinstance(inputs, list):
+            hint = "; inputs= is a list, one argument: if the model takes its items, give a tuple"
+        raise UsageError(f"{reason}{hint}") from reason
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return positional and keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), inputs
     plain = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument

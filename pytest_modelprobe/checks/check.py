@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +26,14 @@ class Check:
     """A property that a model has or has not. Made of a function by `check`.
 
     Called, it asserts: it returns the `Outcome` of a property that holds. `outcome` returns whatever it is.
+
+    >>> from pytest_modelprobe import checks
+    >>> probe, model = ModelProbe(), nn.Softmax(dim=0)
+    >>> print(checks.deterministic(probe, model, probe.randn(4, 3)))
+    deterministic holds for Softmax: 1 output in 2 runs
+    >>> outcome = checks.batch_independent.outcome(probe, model, probe.randn(4, 3))
+    >>> outcome.verdict, outcome.layer
+    ('broken', '(root)')
     """
 
     def __init__(self, function: Property, *, wake: bool = True) -> None:
@@ -30,9 +41,11 @@ class Check:
         self.__name__: str
         self._function = function
         self._wake = wake
-        parameters = list(inspect.signature(function).parameters.values())
-        self.options = frozenset(p.name for p in parameters[1:])
+        self._kinds = typing.get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        self.options = frozenset(p.name for p in parameters)
         """Keyword arguments of the check itself; all others go to the model."""
+        self._needed = [p.name for p in parameters if p.default is p.empty]
 
     def __call__(
         self,
@@ -48,7 +61,8 @@ class Check:
 
         Raises:
             AssertionError: The property is broken; the message names the first layer at which it is.
-            UsageError: The check is not applicable to this model or these inputs; the message says why.
+            UsageError: The check is not applicable to this model or these inputs, or an option is not what it takes;
+                the message says why.
         """
         __tracebackhide__ = True
         found = self.outcome(probe, model, *args, loss=loss, kwargs=kwargs, **more)
@@ -78,10 +92,19 @@ class Check:
                 itself go with the whole batch alone: checks that cut the batch want them as inputs.
             kwargs: Keyword arguments for the model whose names the check uses itself.
             **more: Options of the check by their names; all others are keyword arguments for the model.
+
+        Raises:
+            UsageError: An option is not what the check takes, or the loss is none; the message says what is.
         """
         __tracebackhide__ = True
+        if not isinstance(probe, ModelProbe):
+            raise UsageError(
+                f"{self.__name__} takes the probe first: checks.{self.__name__}(modelprobe, model, ...); "
+                f"got {type(probe).__name__}"
+            )
         options = {name: value for name, value in more.items() if name in self.options}
         passed_on = {name: value for name, value in more.items() if name not in self.options}
+        self._check_options(options)
         trial = Trial(probe, model, args, {**(kwargs or {}), **passed_on}, loss=loss, wake=self._wake)
         try:
             with trial:
@@ -92,8 +115,48 @@ class Check:
             return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=said(found), layer=found.layer)
         return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
 
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        __tracebackhide__ = True
+        for name in self._needed:
+            if name not in options:
+                raise UsageError(f"{self.__name__} needs {name}=, {_said(self._kinds[name])}")
+        for name, value in options.items():
+            wanted = f"{name}= of {self.__name__} is {_said(self._kinds[name])}"
+            plain = value if isinstance(value, (bool, int, float, str)) else None
+            if not _is(value, self._kinds[name]):
+                got = type(value).__name__ if plain is None else repr(plain)
+                raise UsageError(f"{wanted}; got {got}: what the model itself calls {name} goes into kwargs=")
+            if isinstance(value, numbers.Real) and name != "axis" and not float(value) >= 0:
+                raise UsageError(f"{wanted}, not negative; got {value}")
+
     def __repr__(self) -> str:
         return f"<check {self.__name__}>"
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of the kind that a signature names."""
+    if isinstance(kind, types.UnionType):
+        return any(_is(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Callable:
+        return callable(value) and not isinstance(value, nn.Module)
+    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
+    return isinstance(value, number or kind) and not (number and isinstance(value, bool))
+
+
+def _said(kind: Any) -> str:
+    """Return the kind that a signature names, as messages say it.
+
+    >>> _said(float | None), _said(Callable[[], nn.Module])
+    ('a number or None', 'a function that returns a torch.nn.Module')
+    """
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_said(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Callable:
+        returned = typing.get_args(kind)[-1]
+        return "a function" + ("" if returned in (object, Any) else f" that returns {_said(returned)}")
+    names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
+    room = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
+    return names.get(kind, f"a {room}.{kind.__name__}")
 
 
 def check(function: Property) -> Check:

@@ -54,8 +54,14 @@ class Outcome:
 
 
 def line_of(error: BaseException | None) -> str:
-    """Return the type and the first line of what was raised."""
-    text = str(error).strip().partition("\n")[0]
+    r"""Return the type and the first line of what was raised, and the next if the first only announces it.
+
+    >>> line_of(ValueError("two things:\n  this one\n  and that"))
+    'ValueError: two things: this one'
+    """
+    text, _, rest = str(error).strip().partition("\n")
+    if text.endswith(":"):
+        text = f"{text} {rest.strip().partition(chr(10))[0]}"
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
 

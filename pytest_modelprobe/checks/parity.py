@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import broken, change, changed, disagreements, from_the_loss, negligible
+from .agreement import TOLERANCE, broken, change, changed, disagreements, from_the_loss, limit, negligible
 from .check import check
 from .outcome import Break, NotApplicableError, line_of
 from .trial import Given, Trace, Trial, Vary, hooked
 
-_PARITY = 1e-3
-"""Relative change between devices: kernels differ, TensorFloat-32 rounds to 1e-3."""
+_ELSEWHERE = 1e-3
+"""Relative change that other kernels may always make: they sum up in another order, TensorFloat-32 rounds to 1e-3."""
 
 _DEVICE = "Look for code that asks for a device, and for tensors that are made without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
@@ -35,13 +37,13 @@ _COMPILED = "Look for code that asks whether it is compiled, and for what a grap
 
 
 @check
-def device_parity(trial: Trial, *, device: str = "cuda", tolerance: float = _PARITY) -> Break | str:
+def device_parity(trial: Trial, *, device: str | torch.device = "cuda", tolerance: float | None = None) -> Break | str:
     """Check that the model gives out the same on another device.
 
     Args:
         trial: The model and its inputs.
         device: The other one.
-        tolerance: Largest relative change.
+        tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -50,13 +52,14 @@ def device_parity(trial: Trial, *, device: str = "cuda", tolerance: float = _PAR
     device_parity is not applicable to Linear: there is no device nowhere
     """
     try:
-        torch.empty(1, device=device)
+        there = torch.empty(1, device=device)
     except Exception as error:
         raise NotApplicableError(f"there is no device {device}") from error
+    if there.is_meta:
+        raise UsageError(f"device= is one that computes; on {device} there are no numbers")
     one = trial.reference(mode="eval")
-    other = trial.copied().to(device)
-    two = trial.run(mode="eval", model=other, vary=lambda _, x: x.to(device))
-    return _parity(one, two, f"on {device}", tolerance, _DEVICE)
+    two = trial.run(mode="eval", model=trial.copied(device), vary=lambda _, x: x.to(device))
+    return _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE)
 
 
 @check
@@ -68,8 +71,8 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
 
     Args:
         trial: The model and its inputs.
-        dtype: The other one.
-        tolerance: Largest relative change; None: 1e-3, or as wide as the narrower of the two dtypes needs.
+        dtype: The other one: float64, float32, float16 or bfloat16.
+        tolerance: Largest relative change; None: 1e-3, or more by the narrowest dtype of the two runs.
 
     >>> import torch
     >>> from torch import nn
@@ -78,9 +81,13 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     >>> print(checks.dtype_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     dtype_parity holds for Linear: 1 output in float64
     """
+    if dtype not in TOLERANCE:
+        raise UsageError(f"dtype= is {', '.join(map(str, TOLERANCE))}; got {dtype}")
     if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
         raise NotApplicableError("the model has complex parameters or buffers, of which Module.to makes real ones")
     one = trial.reference(mode="eval")
+    if one.quantised:
+        raise NotApplicableError("the model is quantised, and computes in no other dtype")
     two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")
     if two.error is not None:  # a dtype that is written into the code is another than any; a kernel may lack just one
@@ -107,21 +114,16 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
                 rows=tuple((given.where, _dtype(given)) for given in kept),
                 advice="Look for a dtype that is written into the code, and for tensors that are made without one.",
             )
-    narrow = max(
-        torch.finfo(x).eps for x in {dtype, *(g.tensor.dtype for g in one.given if g.tensor.is_floating_point())}
-    )
-    limit = max(_PARITY, 8 * narrow) if tolerance is None else tolerance
-    return _parity(one, two, f"in {name}", limit, _DTYPE)
+    floating = [given.tensor for given in (*one.given, *two.given) if given.tensor.is_floating_point()]
+    widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
+    return _parity(one, two, f"in {name}", widest, _DTYPE)
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
     def cast(_: str, x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() else x.to(dtype.to_complex()) if x.is_complex() else x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # .to() looks at the gradients of what a copied ScriptModule has
-        other = trial.copied().to(dtype)
-    return trial.run(mode="eval", model=other, vary=cast)
+    return trial.run(mode="eval", model=trial.copied(dtype), vary=cast)
 
 
 @check
@@ -188,16 +190,16 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
                 two = trial.run(backward=True, input_gradients=wanted, model=other)
             except NotApplicableError:  # nothing has a gradient any more
                 two = Trace()
-            except RuntimeError as error:
-                line = str(error).partition("\n")[0]
-                return Break(layer=ROOT, line=f"{ROOT} cannot be checkpointed ({how}): {line}", advice=_CHECKPOINT)
+        if two.in_backward:
+            line = f"{ROOT} cannot be checkpointed ({how}): {line_of(two.error)}"
+            return Break(layer=ROOT, line=line, advice=_CHECKPOINT)
         if reentrant and "incompatible with .grad()" in two.failure:
             how = "not reentrant"
             break  # its forward takes gradients itself, as of an energy
         if two.error is not None:
             return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
         under = f"under checkpointing ({how})"
-        found = _parity(one, two, under, _limit(tolerance), _CHECKPOINT) if two.given else None
+        found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.given else None
         if not isinstance(found, Break):
             found = _gradients(one, two, tolerance, under, _CHECKPOINT)
         if isinstance(found, Break):
@@ -219,7 +221,9 @@ def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) 
 
 
 @check
-def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float | None = None) -> Break | str:
+def compile_parity(
+    trial: Trial, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
+) -> Break | str:
     """Check that the compiled model gives out the same, and the same gradients.
 
     Compiled regions have no layers to look into: what is named is the first gradient, or the output.
@@ -227,7 +231,7 @@ def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float
     Args:
         trial: The model and its inputs.
         backend: Of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -239,7 +243,10 @@ def compile_parity(trial: Trial, *, backend: str = "aot_eager", tolerance: float
     torch.compiler.reset()
     try:
         compiled: Any = torch.compile(trial.copied(), backend=backend)
-        with warnings.catch_warnings():
+    except Exception as error:
+        raise UsageError(f"backend= is one of torch.compile; got {backend!r}: {line_of(error)}") from error
+    try:
+        with warnings.catch_warnings(), torch.compiler.set_stance("default"):
             warnings.simplefilter("ignore")
             two = trial.run(mode="eval", backward=True, model=compiled, traced=False)
     finally:
@@ -292,10 +299,12 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def _parity(one: Trace, two: Trace, how: str, tolerance: float | None, advice: str) -> Break | str:
+def _parity(
+    one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0
+) -> Break | str:
     if two.error is not None:
         return Break(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
-    found = disagreements(one, two, tolerance=tolerance)
+    found = disagreements(one, two, tolerance=tolerance, least=least)
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
     return broken(found, f"gives out another {{path}} {how}: {{changed}}", advice)
@@ -303,18 +312,16 @@ def _parity(one: Trace, two: Trace, how: str, tolerance: float | None, advice: s
 
 def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
     """Return where what two runs end with disagrees: the output, then the gradients."""
-    limit = _limit(tolerance)
     for path, tensor in one.final.items():
         other = two.final.get(path)
         far = float("inf") if other is None else change(tensor, other)
-        if tensor.is_floating_point() and not far <= limit:
+        if tensor.is_floating_point() and not far <= limit(tensor, tolerance, least=_ELSEWHERE):
             line = f"{ROOT} gives out another {path} {how}: {changed(far)}"
             return Break(layer=ROOT, line=line, advice=advice)
     return _gradients(one, two, tolerance, how, advice) if two.gradients else None
 
 
 def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
-    limit = _limit(tolerance)
     found = []
     zero = negligible(one.gradients)
     for name, gradient in one.gradients.items():
@@ -323,7 +330,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
             found.append((name, "none arrives" if other is None else "one arrives"))
         elif gradient is None or other is None or max(gradient.norm(), other.norm()) <= zero:
             continue
-        elif not (far := change(gradient, other)) <= limit:
+        elif not (far := change(gradient, other)) <= limit(gradient, tolerance, least=_ELSEWHERE):
             found.append((name, percent(far)))
     if not found:
         return None
@@ -338,10 +345,6 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
         rows=tuple(found),
         advice=advice,
     )
-
-
-def _limit(tolerance: float | None) -> float:
-    return _PARITY if tolerance is None else tolerance
 
 
 def _dtype(given: Given) -> str:
@@ -378,10 +381,13 @@ def _parts(trial: Trial) -> list[str]:
 
 
 def _strided(_: str, x: Tensor) -> Tensor:
-    """Return a tensor whose axes lie in memory the other way round, with a gap behind each element."""
+    """Return a tensor with a gap behind each element in memory, its axes the other way round.
+
+    Those of integers stay as they are: labels that a loss flattens by a view come row by row from every loader.
+    """
     if not x.dim():
         return x
-    back = tuple(reversed(range(x.dim())))
+    back = tuple(range(x.dim()))[:: -1 if x.is_floating_point() or x.is_complex() else 1]
     return torch.stack([x.permute(back)] * 2, -1)[..., 0].permute(back)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count
@@ -20,7 +21,7 @@ from pytest_modelprobe.report.text import count
 from .agreement import broken, disagreements
 from .check import check_as_it_is
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial
+from .trial import Trace, Trial, distinct, plain
 
 _DEEPEST = 3
 
@@ -163,13 +164,14 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
 def _finite(model: nn.Module) -> Break | str:
     """Return where numbers are not finite: memory that was never written to, or training."""
     floating = _numbers(model, integers=False)
+    numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
     if not floating:
         raise NotApplicableError("the model has no floating parameters or buffers")
     found = [
-        (name, int((~t.detach().isfinite()).sum()), t.numel())
-        for name, t in floating
+        (name, int((~t.isfinite()).sum()), t.numel())
+        for name, t, trained in numbers
         # Masks are made of -inf.
-        if bool((~t.isfinite() if isinstance(t, nn.Parameter) else t.isnan()).any())
+        if bool((~t.isfinite() if trained else t.isnan()).any())
     ]
     if not found:
         return f"{count(len(floating), 'parameters and buffer')}, as far as memory tells"
@@ -202,10 +204,15 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = True
     try:
-        return factory()
+        model = factory()
+    except Exception as error:
+        raise UsageError(f"factory= raised {line_of(error)}") from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
         memory.fill_uninitialized_memory = filled
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"factory= makes a model, a torch.nn.Module; got {type(model).__name__}")
+    return model
 
 
 @check_as_it_is
@@ -237,8 +244,10 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
             other = factory().to(trial.probe.device)
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
-            floating = tensor.is_floating_point() or tensor.is_complex()
-            tensor.copy_(trial.randn_like(tensor, name) if floating else tensor == 0)
+            if has_bytes(tensor):
+                written = distinct(tensor)
+                floating = written.is_floating_point() or written.is_complex()
+                written.copy_(trial.randn_like(written, name) if floating else written == 0)
     try:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)

@@ -17,7 +17,7 @@ from pytest_modelprobe.report.text import count, listed
 from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, hooked
+from .trial import Trace, Trial, hooked, plain
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -127,7 +127,7 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
     given: dict[str, Tensor] = {}
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[name] = args[0].detach().clone() if args else torch.empty(0)
+        given[name] = plain(args[0].detach().clone()) if args else torch.empty(0)
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not isinstance(module, _Dropout):

@@ -190,7 +190,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
         again = two.final.get(where)
         far = math.inf if again is None else change(value, again)
         rounded = value.is_floating_point() or value.is_complex()
-        if not far <= (0.0 if not rounded else limit(value) if tolerance is None else tolerance):
+        if not far <= (limit(value, tolerance) if rounded else 0.0):
             return Break(
                 layer=ROOT,
                 line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
@@ -243,7 +243,7 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
 def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
-        positions = tensor.dim() > axis and tensor.shape[axis] > 1
+        positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1
         if positions and tensor.dtype != torch.bool and not path.endswith("mask"):
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")

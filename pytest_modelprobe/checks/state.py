@@ -16,7 +16,7 @@ from pytest_modelprobe.report.text import count
 from .agreement import broken, disagreements
 from .check import check
 from .outcome import Break
-from .trial import Trial, hooked
+from .trial import Trial, hooked, plain
 
 
 @check
@@ -153,4 +153,5 @@ def _attributes(trial: Trial) -> dict[str, Plain]:
 def _same(now: Tensor, before: Tensor | None) -> bool:
     if before is None or now.shape != before.shape or now.dtype != before.dtype:
         return False
+    now, before = plain(now), plain(before)
     return torch.equal(now, before) or torch.equal(torch.nan_to_num(now), torch.nan_to_num(before))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
@@ -22,7 +23,7 @@ from pytest_modelprobe.restoring import preserved
 from .agreement import change, disagreements, from_the_loss, limit, negligible
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_as_it_is
-from .outcome import Break, NotApplicableError
+from .outcome import Break, NotApplicableError, line_of
 from .trial import Trace, Trial
 
 _TARGETS = (
@@ -121,7 +122,7 @@ def _beyond_rounding(
 ) -> list[tuple[str, str, str]]:
     """Return what is found in float64; what was found before where the model does not run in it."""
     try:
-        wide = trial.copied().double()
+        wide = trial.copied(torch.float64)
         whole = trial.other(mode="eval", backward=True, model=wide, vary=_wide)
     except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
         return found
@@ -149,6 +150,8 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     gradcheck holds for Linear: 3 gradients
     """
+    if step <= 0:
+        raise UsageError(f"step= is how far the loss is looked at from there: more than 0; got {step}")
     model = trial.copied()
     model._apply(lambda x: _wide("", x))  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
@@ -230,8 +233,6 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
     >>> print(checks.optimizer_covers.outcome(ModelProbe(), model, optimizer=optimizer).layer)
     1.weight
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer is a torch.optim.Optimizer; got {type(optimizer).__name__}")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = dict(trial.model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
@@ -266,7 +267,7 @@ def overfits_batch(
     Args:
         trial: The model and its inputs, with a loss.
         steps: How many; one or more.
-        optimizer: Makes one of the parameters; None: Adam with a step of 1e-2.
+        optimizer: Makes one of the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a step of 1e-2.
         below: The share of the first loss that is to be reached, between 0 and 1.
 
     Raises:
@@ -291,17 +292,15 @@ def overfits_batch(
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    with trial.lasting(), seeding.seeded(seeding.derive(trial.probe.seed, "check batch")):
-        step = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2)
+    with trial.lasting():
+        taken = _made(optimizer or (lambda given: torch.optim.Adam(given, 1e-2)), parameters)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
         for done in range(steps + 1):
-            args, kwargs = trial.copied_inputs()
-            try:
-                output = trial.model(*args, **kwargs)
-            except Exception as error:
-                raise NotApplicableError(f"the model does not run on these inputs: {error}") from error
-            loss = trial.loss(output)
-            last = loss.item()
+            trace = _with_gradients(trial, done)
+            if trace.in_backward:
+                return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
+            assert trace.loss is not None
+            last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
                 when = f"after {count(done, 'step')}" if done else "before the first step"
@@ -315,9 +314,7 @@ def overfits_batch(
                 raise NotApplicableError(f"the loss begins at {number(first)}: what share of it to reach is not known")
             if done == steps or (done and last <= below * first):
                 break
-            step.zero_grad()
-            loss.backward()
-            step.step()
+            _step(taken, functools.partial(_with_gradients, trial, done))
         still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
@@ -332,6 +329,43 @@ def overfits_batch(
         advice="Look for a part that is detached or frozen, a softmax before a cross entropy, targets that do not go "
         "with the inputs; or give it more steps=, another optimizer=.",
     )
+
+
+def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    try:
+        made = optimizer(parameters)
+    except Exception as error:
+        raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(made).__name__}")
+    return made
+
+
+def _with_gradients(trial: Trial, i: int) -> Trace:
+    """Return the run of a step of training, whose gradients are those of the parameters now."""
+    trace = trial.run(backward=True, seed=f"step {i}", traced=i == 0)
+    if trace.error is not None and not trace.in_backward:
+        raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+    for name, p in trial.model.named_parameters():
+        p.grad = trace.gradients.get(name)
+    return trace
+
+
+def _step(optimizer: torch.optim.Optimizer, run: Callable[[], Trace]) -> None:
+    """Take a step, with a closure if the optimizer, as LBFGS, cannot do without."""
+    wanted: Any = [lambda: run().loss for p in inspect.signature(optimizer.step).parameters.values() if _is_needed(p)]
+    try:
+        optimizer.step(*wanted)
+    except (NotApplicableError, UsageError):
+        raise
+    except Exception as error:
+        name = type(optimizer).__name__
+        raise NotApplicableError(f"{name} raised {line_of(error)}: give another optimizer=") from error
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    named = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return named and parameter.default is inspect.Parameter.empty
 
 
 @check_as_it_is
@@ -367,13 +401,19 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
         with torch.no_grad():
             for name, p in trial.model.named_parameters():
                 p.add_(trial.randn_like(p, name))
-        updates()
-        found = []
+        try:
+            updates()
+        except Exception as error:
+            raise UsageError(f"updates= raised {line_of(error)}") from error
+        found: list[tuple[str, str]] = []
         after = dict(inner.named_parameters())
         for name, p in trial.model.named_parameters():
             now = after.get(name)
             if now is None:
                 found.append((name, "is not in the average"))
+                continue
+            if now.shape != p.shape or before[name].shape != p.shape:
+                found.append((name, "is of another shape in the average"))
                 continue
             wanted = before[name] + (1 - decay) * (p.detach() - before[name])
             far = change(wanted - before[name], now.detach() - before[name])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,16 +18,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, qualified
-from pytest_modelprobe.restoring import ModelState, hooks_preserved
+from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
 
 from .outcome import NotApplicableError, line_of
 
-Loss: TypeAlias = Callable[[Any], Tensor]
+Loss: TypeAlias = Callable[[Any], Tensor] | Literal["random"]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 Mode = Literal["train", "eval"]
 
@@ -42,7 +45,7 @@ class Given:
     """Which of the layer's calls, from 0."""
     path: str
     tensor: Tensor
-    """A copy: the layers after it may write into the original."""
+    """A copy, see `plain`: the layers after it may write into the original."""
     inside: bool = False
     """Whether the layer handed it to one inside it, and did not get it as it is from another."""
 
@@ -63,10 +66,14 @@ class Trace:
     """Of each parameter that requires one, by its full name; None where none arrived. Empty without a backward."""
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Of each floating input, by its path."""
+    quantised: bool = False
+    """Whether some of what was given is quantised: it is dequantised in `given`."""
     loss: Tensor | None = None
     error: Exception | None = None
     raised_in: str = ""
     """The innermost layer that was running when the model raised."""
+    in_backward: bool = False
+    """Whether it was the backward that raised."""
 
     @property
     def outputs(self) -> list[Given]:
@@ -76,27 +83,32 @@ class Trace:
     @property
     def final(self) -> dict[str, Tensor]:
         """The tensors that the model itself gave out, each with its path."""
-        return {path: tensor.detach() for path, tensor in flatten("output", self.output).tensors}
+        return {path: plain(tensor.detach()) for path, tensor in flatten("output", self.output).tensors}
 
     @property
     def failure(self) -> str:
-        """What the model raised, in one line."""
-        return f"{self.raised_in} raised {line_of(self.error)}"
+        """What the model or its backward raised, in one line."""
+        return f"{'its backward' if self.in_backward else self.raised_in} raised {line_of(self.error)}"
 
 
 class Trial:
     """A model and its inputs, on the device of the probe, for the time of a check.
 
-    As a context it leaves no trace: parameters, buffers, gradients, modes, attributes and random states are put back
-    after each run and at the end. Weights that are all zero, as those of heads and gates may be at the start, are
-    small random ones meanwhile: they would hide whatever is wrong before them.
+    As a context it leaves no trace: parameters, buffers, gradients, modes, attributes, random states and the settings
+    of torch are put back after each run and at the end. Weights that are all zero, as those of heads and gates may be
+    at the start, are small random ones meanwhile: they would hide whatever is wrong before them. Whatever is compiled
+    runs eagerly.
+
+    What the model raises, in its forward or its backward, is in the trace of a run; what else cannot be done with it
+    is a `NotApplicableError`.
 
     Args:
         probe: Gives the device and the seed.
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        loss: Of the output; None: a fixed random projection of all floating outputs, which no softmax makes constant.
+        loss: Of the output; None or ``"random"``: a fixed random projection of all floating outputs, which no softmax
+            makes constant.
         wake: Whether to give layers that start from zero random parameters.
     """
 
@@ -111,11 +123,13 @@ class Trial:
         wake: bool = True,
     ) -> None:
         check_supported(model)
+        if loss is not None and loss != "random" and not callable(loss):
+            raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
         self.probe, self.model = probe, model
         self.args, self.kwargs = args, dict(kwargs or {})
         self.layers = Layers(model)
         self.name = type(next(iter(self.layers.modules.values()))).__name__
-        self._loss = loss
+        self._loss = loss if callable(loss) else None
         self._wake = wake
         self._exit = ExitStack()
         self._state: ModelState | None = None
@@ -137,22 +151,37 @@ class Trial:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss was given."""
+        """Whether a loss of its own was given."""
         return self._loss is not None
 
     def __enter__(self) -> Trial:
-        if any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if any(t.is_meta for t in tensors):
             raise NotApplicableError("the model is on the meta device and has no numbers")
-        if any(is_lazy(t) for t in (*self.model.parameters(), *self.model.buffers())):
+        if any(x.is_meta for _, x in self.inputs):
+            raise NotApplicableError("an input is on the meta device and has no numbers")
+        if any(is_lazy(t) for t in tensors):
             raise NotApplicableError("the model is lazy and has seen no input: run it once before")
+        if any(t.is_inference() for t in tensors):
+            raise NotApplicableError(
+                "the model was made under torch.inference_mode() and cannot change: make it outside"
+            )
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(ModelState(self.model))
             stack.enter_context(hooks_preserved(self.model))
             stack.enter_context(seeding.forked_rng())
+            stack.enter_context(settings_preserved())
+            stack.enter_context(run_eagerly(self.layers))
             stack.enter_context(torch.enable_grad())
             for parameter in self.model.parameters():
                 parameter.grad = None
-            self.model.to(self.probe.device)
+            try:
+                self.model.to(self.probe.device)
+            except Exception as error:
+                raise NotApplicableError(
+                    f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
+                ) from error
             if self._wake:
                 self._wake_up()
             self._state = ModelState(self.model)
@@ -193,7 +222,7 @@ class Trial:
         hooks = hooks_preserved(self.model) if model is None and not self._lasting else nullcontext()
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
-            with hooks, seeds, torch.set_grad_enabled(backward or self._graph):
+            with hooks, seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
                 inputs = self.copied_inputs(vary, requires_grad=input_gradients)
                 self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
         finally:
@@ -217,10 +246,11 @@ class Trial:
         """Return a run on the inputs as they are given, which has to succeed.
 
         Raises:
-            NotApplicableError: The model raised.
+            NotApplicableError: The model or its backward raised.
         """
         trace = self.run(**options)
-        if trace.error is not None and not self._graph:  # its forward may take gradients itself, as of an energy
+        if trace.error is not None and not (self._graph or trace.in_backward):
+            # Its forward may take gradients itself, as of an energy.
             self._graph = True
             again = self.run(**options)
             self._graph = again.error is None
@@ -233,7 +263,7 @@ class Trial:
         """Return a run on other inputs than those given, which the model may refuse.
 
         Raises:
-            NotApplicableError: The model raised.
+            NotApplicableError: The model or its backward raised.
         """
         trace = self.run(**options)
         if trace.error is not None:
@@ -258,31 +288,51 @@ class Trial:
         """Return copies of the arguments on the device, varied.
 
         Those that require a gradient do so again, all floating ones if that is wanted, and none under `no_grad`.
+
+        Raises:
+            NotApplicableError: One of them is of a kind that cannot be varied so.
         """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
         copies: dict[int, Tensor] = {}
+
+        def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
+            try:
+                return vary(path, tensor)
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:
+                what = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
+                raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in copies:
                 given = tensor.detach().clone().to(self.probe.device)
                 if vary is not None and id(tensor) in paths:
-                    given = vary(paths[id(tensor)], given)
+                    given = varied(paths[id(tensor)], given, vary)
                 wanted = tensor.requires_grad or (requires_grad and given.is_floating_point())
                 copies[id(tensor)] = given.requires_grad_(wanted and torch.is_grad_enabled())
             return copies[id(tensor)]
 
         return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
 
-    def copied(self) -> nn.Module:
-        """Return a deep copy of the model.
+    def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
+        """Return a deep copy of the model, its floating tensors of another dtype, or all of them on another device.
 
         Raises:
-            NotApplicableError: It cannot be copied.
+            NotApplicableError: It cannot be copied, or not be converted.
         """
         try:
-            return copy.deepcopy(self.model)
+            other = copy.deepcopy(self.model)
         except Exception as error:
-            raise NotApplicableError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
+            raise NotApplicableError(f"the model cannot be copied: {line_of(error)}") from error
+        if to is None:
+            return other
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # .to() looks at the gradients of what a copied ScriptModule has
+                return other.to(to)
+        except Exception as error:
+            raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers of a tensor's shape, dtype and device that depend on the seed and the name alone."""
@@ -302,6 +352,7 @@ class Trial:
         args, kwargs = inputs
         if mode is not None:
             model.train(mode == "train")
+        torch.clear_autocast_cache()  # of copies, in another dtype, of what the weights were
         with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
             try:
                 trace.output = model(*args, **kwargs)
@@ -312,7 +363,13 @@ class Trial:
             trace.loss = self.loss(trace.output)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             floating = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad and x.is_leaf}
-            trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            for parameter in parameters.values():
+                parameter.grad = None  # a step of training leaves it there
+            try:
+                trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            except Exception as error:  # noqa: BLE001 - the same
+                trace.error, trace.in_backward = error, True
+                return
             trace.gradients = {name: _taken(p) for name, p in parameters.items()}
             trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
 
@@ -323,11 +380,10 @@ class Trial:
         try:
             found = self._loss(output)
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise UsageError(f"loss= raised {type(error).__name__} on what the model gives out: {text}") from error
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            what = f"a tensor of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"loss= takes what the model gives out and returns a tensor of one number; got {what}")
+            raise UsageError(f"loss= raised {line_of(error)}, given what the model gives out") from error
+        if not isinstance(found, Tensor) or found.numel() != 1 or found.is_complex():
+            what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(f"loss= takes what the model gives out, returns a tensor of one real number; got {what}")
         return found
 
     def _projection(self, output: Any) -> Tensor:
@@ -349,7 +405,33 @@ class Trial:
                 for parameter_name, parameter in zero:
                     full = qualified(name, parameter_name)
                     with torch.no_grad():
-                        parameter.copy_(self.randn_like(parameter, full) * _WOKEN)
+                        written = distinct(parameter)
+                        written.copy_(self.randn_like(written, full) * _WOKEN)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as one that any operation takes: dense, rows of one length, not quantised, of two bytes or more.
+
+    >>> plain(torch.eye(2).to_sparse())
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """Return what can be written into of a tensor: of an expanded one its first elements, which are the others too.
+
+    >>> distinct(torch.ones(2, 1).expand(2, 3)).shape
+    torch.Size([2, 1])
+    """
+    return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
 
 
 def _taken(leaf: Tensor) -> Tensor | None:
@@ -390,6 +472,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
 
     def is_news(tensor: Tensor) -> bool:
+        trace.quantised |= tensor.is_quantized
         version = 0 if tensor.is_inference() else tensor._version
         there = known.get(id(tensor))
         known[id(tensor)] = tensor, version
@@ -400,7 +483,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         for path, tensor in flatten_call(args, kwargs).tensors:
             if is_news(tensor) and running:
                 made = f"{path} of {name}{call}"
-                trace.given.append(Given(running[-1], counts[running[-1]], made, tensor.detach().clone(), True))
+                trace.given.append(Given(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True))
         running.append(name)
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -408,7 +491,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
             pass
         for path, tensor in flatten("output", output).tensors:
             is_news(tensor)
-            trace.given.append(Given(name, counts[name], path, tensor.detach().clone()))
+            trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
         counts[name] += 1
 
     try:
