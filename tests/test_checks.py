@@ -1013,7 +1013,7 @@ def test_an_optimizer_that_wants_a_closure_gets_one(probe: ModelProbe, rows: Ten
     found = checks.overfits_batch(
         probe, probe.build(lambda: nn.Linear(6, 2)), rows, loss=lambda y: y.square().mean(), optimizer=torch.optim.LBFGS
     )
-    assert found.text.endswith("in 2 steps")
+    assert found.text.endswith("in 1 step")
 
 
 def test_under_autocast_the_weights_of_the_last_step_are_trained(probe: ModelProbe, rows: Tensor) -> None:

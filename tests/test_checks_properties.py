@@ -689,3 +689,36 @@ def test_a_dict_that_is_read_is_unchanged(probe: ModelProbe) -> None:
 def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
     model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
     assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
+
+
+# --- padding that is pooled ---------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Takes the mean of a sequence, over what the mask keeps or over everything."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.masked = nn.Linear(3, 8), nn.Linear(8, 2), masked
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        weights = attention_mask[..., None] if self.masked else torch.ones_like(attention_mask[..., None])
+        return self.head((self.embed(x) * weights).sum(1) / weights.sum(1))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mean_over_the_padding_is_seen_in_what_is_pooled(probe: ModelProbe, masked: bool) -> None:
+    x, mask = probe.randn(2, 8, 3), torch.ones(2, 8)
+    found = checks.padding_invariant.outcome(probe, Pooled(masked), x, attention_mask=mask)
+    assert (found.verdict, found.layer) == (("holds", None) if masked else ("broken", "(root)"))
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_twice_in_the_optimizer_is_named(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*model.parameters(), model[1].bias], 0.1)
+    found = checks.optimizer_covers.outcome(probe, model, optimizer=optimizer)
+    assert str(found).startswith("1.bias is in the optimizer 2 times")

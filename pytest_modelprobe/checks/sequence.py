@@ -68,7 +68,8 @@ def padding_invariant(
 ) -> Break | str:
     """Check that what stands at masked positions does not matter to the others.
 
-    The last quarter of the positions is masked, and what stands there is replaced.
+    The last quarter of the positions is masked, and what stands there is replaced. The others must stay as they are,
+    and what is pooled of a sequence: tensors of the shape (batch, features).
 
     Args:
         trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
@@ -112,7 +113,9 @@ def padding_invariant(
         return varied
 
     one, two = trial.reference(mode="eval", vary=vary(another=False)), trial.other(mode="eval", vary=vary(another=True))
-    found, looked_at = _agreeing_at_first((one, two), (kept, length), tolerance)
+    pairs = _first_and_pooled(tensor.shape[0] if axis else -1, kept, length)
+    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
+    looked_at = _looked_at(one, pairs, length)
     others = f"the others, masked by {marks} in {name}"
     if not found:
         return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions without {others}"
@@ -207,6 +210,17 @@ def _agreeing_at_first(
     pairs = _first(before, length)
     found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
     return found, _looked_at(one, pairs, length)
+
+
+def _first_and_pooled(batch: int, before: int, length: int) -> Pairs:
+    """Return what takes the first positions of two tensors, or all of what has no positions but one row an example."""
+    first = _first(before, length)
+
+    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        pooled = one.dim() == 2 and len(one) == batch
+        return first(one, other) or ([(one, other)] if pooled else [])
+
+    return pairs
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
