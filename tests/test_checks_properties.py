@@ -722,3 +722,22 @@ def test_a_parameter_that_is_twice_in_the_optimizer_is_named(probe: ModelProbe) 
     optimizer = torch.optim.SGD([*model.parameters(), model[1].bias], 0.1)
     found = checks.optimizer_covers.outcome(probe, model, optimizer=optimizer)
     assert str(found).startswith("1.bias is in the optimizer 2 times")
+
+
+# --- frozen on purpose --------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.BatchNorm1d):
+    """Stays in evaluation mode whatever the model does."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(mode=False)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: ModelProbe, trained: bool) -> None:
+    norm = Frozen(3).requires_grad_(trained)
+    norm.running_mean.fill_(1.0)
+    model = nn.Sequential(nn.Linear(3, 3), norm, nn.BatchNorm1d(3))
+    found = checks.train_eval_differ.outcome(probe, model, probe.randn(4, 3))
+    assert (found.verdict, found.layer) == (("broken", "1") if trained else ("holds", None))

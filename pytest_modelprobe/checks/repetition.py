@@ -76,7 +76,8 @@ def eval_stable(trial: Trial) -> Break | str:
 def train_eval_differ(trial: Trial) -> Break | str:
     """Check that dropout is on in training mode and off in evaluation mode, and a BatchNorm goes by the batch in one.
 
-    Each such layer has to give out something else in the other mode.
+    Each such layer has to give out something else in the other mode. A BatchNorm that stays in evaluation mode and
+    whose parameters are frozen is left out: it is meant so.
 
     >>> import torch
     >>> from torch import nn
@@ -86,11 +87,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
     >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
     train_eval_differ is not applicable to Dropout: no Dropout that drops, and no BatchNorm that keeps statistics
     """
-    wanted = [
-        name
-        for name, module in trial.layers.modules.items()
-        if _drops(module) or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats)
-    ]
+    wanted = [name for name, module in trial.layers.modules.items() if _drops(module) or _gathers(module)]
     if not wanted:
         raise NotApplicableError("no Dropout that drops, and no BatchNorm that keeps statistics")
     with trial.lasting(), _switched(trial, wanted) as on:  # lasting: what an eval() switches off for good stays off
@@ -105,8 +102,11 @@ def train_eval_differ(trial: Trial) -> Break | str:
     same = [
         one
         for one, other in pairs
-        if (one.layer in on and on[one.layer] == on_in_eval.get(one.layer))
-        or (change(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+        if (
+            (one.layer in on and on[one.layer] == on_in_eval.get(one.layer))
+            or (change(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+        )
+        and not (on.get(one.layer) is False and _is_frozen(trial.layers.modules[one.layer]))
     ]
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
@@ -141,6 +141,15 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
 
 def _drops(module: nn.Module) -> bool:
     return isinstance(module, _Dropout) and 0 < module.p < 1
+
+
+def _gathers(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 @check
