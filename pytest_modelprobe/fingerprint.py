@@ -41,7 +41,7 @@ _SCALE = K**-0.5
 _DIRECT = 512  # elements up to which there is a matrix of signs: above, OpenBLAS starts threads for it
 _ROWS = 128  # of one product: (8, 128) @ (128, 256) is the largest for which OpenBLAS starts no threads
 _PERIOD = 4096  # rows after which the table of their signs is used again, with other signs
-PIECE = 1 << 18  # elements handled at a time on the CPU: a megabyte, in the cache
+PIECE = 1 << 20  # elements handled at a time on the CPU: four megabytes, in the cache
 _CHUNK = 1 << 23  # elements handled at a time on a device
 _HASHED = 1 << 14  # integers hashed at a time: all steps in the cache
 

@@ -12,7 +12,6 @@ are taken again of the differences from it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 import threading
@@ -35,7 +34,8 @@ Array = npt.NDArray[Any]
 
 _SMALL = 1 << 13  # elements up to which numpy in float64 is cheaper than calls of torch
 _ROW = 1 << 10  # elements whose squares are added in float32
-_BLOCK = 1 << 18  # elements of a partial sum in float32: a megabyte, in the cache for all passes
+_BLOCK = 1 << 20  # elements of a partial sum in float32: four megabytes, in the cache for all passes
+_LEAST = 1e-15  # magnitudes from here to its inverse have squares that float32 can add up
 _CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 holds counts up to here
 
 _WITH_FLOAT64 = {"cuda", "cpu", "meta"}
@@ -389,7 +389,10 @@ def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
     """Return the numbers and the range of each unit of (outer, units, inner)."""
     by_torch = x.numel() > _SMALL and x.dtype in _FLOATS
     low, high = _ranges_by_torch(x) if by_torch else _ranges(x.numpy())
-    bottom, top = np.minimum.reduce(low).item(), np.maximum.reduce(high).item()
+    if len(low) == 1:
+        bottom, top = low.item(), high.item()
+    else:
+        bottom, top = np.minimum.reduce(low).item(), np.maximum.reduce(high).item()
     if bottom == top and math.isfinite(bottom):
         return _of_finite(x.numel(), 0 if bottom else x.numel(), bottom, top, float(bottom), 0.0), low, high
     quick = _quickly(x.view(-1), bottom, top) if by_torch else None
@@ -424,25 +427,23 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
 
 def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
     """Return the numbers by the arithmetic of the dtype itself, or None where it does not suffice."""
-    if not (math.isfinite(bottom) and math.isfinite(top)):
-        return None
+    largest = max(-bottom, top)
+    if not (math.isfinite(bottom) and math.isfinite(top) and _LEAST < largest < 1 / _LEAST):
+        return None  # not finite, or squares may over- or underflow
     count = x.numel()
     total = x.sum().item()
     mean = total / count
     squares = _sum_of_squares(x.numpy())
-    limits = torch.finfo(x.dtype)
-    if not 1e8 * limits.tiny * count < squares < limits.max:
-        return None  # squares that over- or underflow
     deviations = squares - total * mean
     if deviations < squares / 2:  # digits were lost: subtract the mean first; reduction 0 is "none"
-        deviations = torch.ops.aten.mse_loss(x, torch.tensor(mean, dtype=x.dtype), 0).sum().item()
-        if not 1e8 * limits.tiny * count < deviations:
-            return None
+        scratch = _scratch(count, x.dtype)
+        deviations = torch.ops.aten.mse_loss.out(x, torch.tensor(mean, dtype=x.dtype), 0, out=scratch).sum().item()
+    if deviations < count * _LEAST**2:
+        return None
     zeros = 0
     if bottom <= 0 <= top:
-        nonzero = _scratch(count)
-        truth = nonzero.copy_(x).numpy()  # to count zeros at once takes four times as long
-        zeros = 0 if truth.all() else count - int(np.count_nonzero(truth))
+        nonzero = _scratch(count, torch.bool).copy_(x).numpy()  # to count zeros at once takes four times as long
+        zeros = 0 if nonzero.all() else count - int(np.count_nonzero(nonzero))
     return _of_finite(count, zeros, bottom, top, mean, deviations)
 
 
@@ -450,23 +451,24 @@ def _sum_of_squares(x: Array) -> float:
     """Return the sum of squares, rows of 1,024 in the arithmetic of the dtype, by BLAS, and their sums in float64."""
     rest = x.size % _ROW
     rows = x[: x.size - rest].reshape(-1, 1, _ROW)
-    with np.errstate(over="ignore"):
-        squares = np.add.reduce(np.matmul(rows, rows.transpose(0, 2, 1)), axis=None, dtype=np.float64).item()
-        return float(squares + np.dot(x[x.size - rest :], x[x.size - rest :]).item())
+    squares: float = np.matmul(rows, rows.transpose(0, 2, 1)).sum(dtype=np.float64).item()
+    return squares + np.dot(x[x.size - rest :], x[x.size - rest :]).item() if rest else squares
 
 
 class _Scratch(threading.local):
-    """Memory that is used again and again: to get it anew takes longer than to fill it."""
+    """Memory that is used again and again, by dtype: to get it anew takes longer than to fill it."""
 
     def __init__(self) -> None:
-        self.bools = torch.empty(_BLOCK, dtype=torch.bool, device="cpu")
+        self.blocks: dict[torch.dtype, Tensor] = {}
 
 
-_SCRATCH = functools.cache(_Scratch)
+_SCRATCH = _Scratch()
 
 
-def _scratch(count: int) -> Tensor:
-    return _SCRATCH().bools[:count]
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    if dtype not in _SCRATCH.blocks:
+        _SCRATCH.blocks[dtype] = torch.empty(_BLOCK, dtype=dtype, device="cpu")
+    return _SCRATCH.blocks[dtype][:count]
 
 
 def _carefully(x: Array, bottom: float, top: float, index: int) -> Row:
