@@ -458,7 +458,8 @@ def report(results: dict[str, Any]) -> str:
             f"on a machine whose Python takes {n['a million additions, ms']:.0f} ms for a loop of a million additions.",
             "",
             "Which faults a snapshot finds and names, beside other tests of the same faults:",
-            "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md). How far harmless changes move a value, in units of its",
+            "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md); which the checks do, beside the tests of pytest-torch:",
+            "[CHECKS.md](CHECKS.md). How far harmless changes move a value, in units of its",
             "measured noise: [TOLERANCE.md](TOLERANCE.md).",
             "",
         ]
