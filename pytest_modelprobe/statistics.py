@@ -128,7 +128,7 @@ def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0,
 def merge(a: Reduced, b: Reduced) -> Reduced:
     """Return the reduction of both sets of elements together; nothing is read from a device.
 
-    >>> both = merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))
+    >>> (both,) = collect([merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))])
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
