@@ -251,7 +251,7 @@ def read_by_kind(watch: Watch) -> dict[str, list[int]]:
     }
 
 
-def bench_peers(rounds: int = 5) -> dict[str, dict[str, float | str]]:
+def bench_peers(rounds: int = 3) -> dict[str, dict[str, float | str]]:
     """Other tools on the same models, one forward each."""
     found = {}
     for title, make in MODELS.items():
@@ -511,14 +511,19 @@ def main() -> None:
         if wanted(make.__name__.removesuffix("50")):
             results.setdefault("models", {})[title] = bench_model(make, options.rounds)
             print(title, json.dumps(results["models"][title]), flush=True)
+            keep(results)
     for bench in BENCHES:
         name = name_of(bench)
         if wanted(name):
             results[name] = bench()
-    text = report(results)
-    print(text)
-    RESULTS.write_text(text, encoding="utf-8")
-    known.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            keep(results)
+    print(report(results))
+
+
+def keep(results: dict[str, Any]) -> None:
+    """Write down what is known by now: a run takes long, and may be stopped."""
+    RESULTS.write_text(report(results), encoding="utf-8")
+    RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -741,3 +741,21 @@ def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: Mode
     model = nn.Sequential(nn.Linear(3, 3), norm, nn.BatchNorm1d(3))
     found = checks.train_eval_differ.outcome(probe, model, probe.randn(4, 3))
     assert (found.verdict, found.layer) == (("broken", "1") if trained else ("holds", None))
+
+
+# --- dropout of one seed ------------------------------------------------------------------------------------------
+
+
+class Seeded(nn.Dropout):
+    """Drops the same under any seed, and leaves the generators as they were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(("dropout", "layer"), [(Seeded, "2"), (nn.Dropout, None)])
+def test_dropout_of_one_seed_is_seen_behind_another(probe: ModelProbe, dropout: type, layer: str | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), dropout(0.3), nn.Linear(16, 2))
+    assert checks.seeded.outcome(probe, model, probe.randn(8, 8)).layer == layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -166,7 +167,9 @@ def seeded(trial: Trial) -> Break | str:
     seeded holds for Dropout: 1 layer that draws random numbers
     """
     one = trial.reference(mode="train", seed="one")
-    (again, states), (other, other_states) = (_followed(trial, seed) for seed in ("one", "another"))
+    (again, states, dropped), (other, other_states, others_dropped) = (
+        _followed(trial, seed) for seed in ("one", "another")
+    )
     found = disagreements(one, again, tolerance=0.0, integers=True)
     if found:
         return broken(
@@ -185,7 +188,8 @@ def seeded(trial: Trial) -> Break | str:
     drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
     dropping = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
-    fixed = [name for name in dropping if name in called and name not in changed | drawing]
+    alike = {name for name, mask in dropped.items() if torch.equal(mask, others_dropped.get(name, ~mask))}
+    fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
     if fixed:
         return Break(
             layer=fixed[0],
@@ -201,17 +205,27 @@ def seeded(trial: Trial) -> Break | str:
     return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
 
 
-def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]]]:
-    """Return a run in training mode, and the states of the generators after each piece of code, with its layer."""
+def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, Tensor]]:
+    """Return a run in training mode, and how random numbers were drawn in it.
+
+    That is the states of the generators after each piece of code, with its layer; and what each dropout drops, if two
+    of so many elements are alike by chance in one of ten million runs at most.
+    """
     states: list[tuple[str, tuple[bytes, ...]]] = []
     running: list[str] = []
+    dropped: dict[str, Tensor] = {}
 
     def begin(name: str, *_: Any) -> None:
         states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
         running.append(name)
 
-    def end(*_: Any) -> None:
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
         states.append((running.pop(), seeding.generator_states(trial.probe.device)))
+        if isinstance(module, nn.Dropout) and args and _drops(module):
+            given = args[0] != 0
+            alike = module.p**2 + (1 - module.p) ** 2
+            if int(given.sum()) * math.log(alike) < -16:
+                dropped[name] = given & (output == 0)
 
     with hooked(trial.layers.modules, begin, end):
-        return trial.reference(mode="train", seed=seed), states
+        return trial.reference(mode="train", seed=seed), states, dropped
