@@ -188,7 +188,11 @@ def seeded(trial: Trial) -> Break | str:
     drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
     dropping = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
-    alike = {name for name, mask in dropped.items() if torch.equal(mask, others_dropped.get(name, ~mask))}
+    alike = {
+        name
+        for name in dropped.keys() & others_dropped.keys()
+        if _drop_alike(dropped[name], others_dropped[name], trial.layers.modules[name])
+    }
     fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
     if fixed:
         return Break(
@@ -205,15 +209,25 @@ def seeded(trial: Trial) -> Break | str:
     return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
 
 
-def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, Tensor]]:
-    """Return a run in training mode, and how random numbers were drawn in it.
+_Dropped = tuple[Tensor, Tensor]
+"""Where a dropout was given something, and where it gave out nothing."""
 
-    That is the states of the generators after each piece of code, with its layer; and what each dropout drops, if two
-    of so many elements are alike by chance in one of ten million runs at most.
-    """
+
+def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
+    """Whether two runs dropped the same, and would by chance in one of ten million at most."""
+    assert isinstance(module, nn.Dropout)
+    if one[0].shape != other[0].shape:
+        return False
+    both = one[0] & other[0]
+    chance = int(both.sum()) * math.log(module.p**2 + (1 - module.p) ** 2)
+    return chance < -16 and torch.equal(one[1][both], other[1][both])
+
+
+def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, _Dropped]]:
+    """Return a run in training mode, the states of the generators after each piece of code, and what was dropped."""
     states: list[tuple[str, tuple[bytes, ...]]] = []
     running: list[str] = []
-    dropped: dict[str, Tensor] = {}
+    dropped: dict[str, _Dropped] = {}
 
     def begin(name: str, *_: Any) -> None:
         states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
@@ -222,10 +236,7 @@ def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[byt
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
         states.append((running.pop(), seeding.generator_states(trial.probe.device)))
         if isinstance(module, nn.Dropout) and args and _drops(module):
-            given = args[0] != 0
-            alike = module.p**2 + (1 - module.p) ** 2
-            if int(given.sum()) * math.log(alike) < -16:
-                dropped[name] = given & (output == 0)
+            dropped[name] = args[0] != 0, output == 0
 
     with hooked(trial.layers.modules, begin, end):
         return trial.reference(mode="train", seed=seed), states, dropped
