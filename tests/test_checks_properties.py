@@ -480,7 +480,8 @@ def test_a_reshape_takes_any_strides(probe: ModelProbe) -> None:
         ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
         ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
         ("compile_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
-        ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
+        # Older versions of torch refuse to export it: that has another step next.
+        ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for co"),
     ],
 )
 def test_a_parity_that_is_broken_comes_with_a_next_step(probe: ModelProbe, name: str, code: Any, advice: str) -> None:
