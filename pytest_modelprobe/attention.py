@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from . import statistics
 from .functionals import ForwardMode
-
-if TYPE_CHECKING:
-    from .capture import Capture
 
 _MASKED = -5e3
 """Scores from here down are those of keys that a mask leaves out: it adds -1e4 or less, the least number, -infinity."""
@@ -45,10 +42,6 @@ class Attended(NamedTuple):
 
 class AttentionMode(ForwardMode):
     """Shows a capture the attention weights of one forward."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

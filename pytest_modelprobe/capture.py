@@ -305,17 +305,19 @@ class Capture:
             with statistics.plainly():
                 attended = read()
             if attended is not None:
-                frame.call.attention.append(attended)
-                for outer in self._stack:
-                    outer.attended = True
+                self._attend(frame.call, [attended])
 
     def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
         if self._attention and not frame.attended:
             found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
-            call.attention += found
-            for outer in self._stack if found else ():
-                outer.attended = True
+            self._attend(call, found)
+
+    def _attend(self, call: ObservedCall, found: list[Attended]) -> None:
+        """Add attention weights to a call; they were seen in all that run."""
+        call.attention += found
+        for outer in self._stack if found else ():
+            outer.attended = True
 
     # --- the stack of running calls -------------------------------------------------------------------------------
 

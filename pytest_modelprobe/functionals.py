@@ -35,8 +35,9 @@ _FUNCTIONS = dict(_watched())
 class ForwardMode(TorchFunctionMode):
     """A mode that a capture enters as a forward begins, and leaves as it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, capture: Capture) -> None:
         super().__init__()
+        self._capture = capture
         self._entered = False
 
     def enter(self) -> None:
@@ -54,10 +55,6 @@ class ForwardMode(TorchFunctionMode):
 
 class FunctionalMode(ForwardMode):
     """Shows a capture the functional calls of one forward."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -124,8 +124,9 @@ class ObservedCall:
         self.inputs_known &= other.inputs_known
         for name in ("started", "finished", "training", "grad_enabled", "autocast", "random", "arguments"):
             setattr(self, name, getattr(other, name))  # of the newest
-        together = itertools.zip_longest(self.attention, other.attention)
-        self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
+        if other.attention:
+            together = itertools.zip_longest(self.attention, other.attention)
+            self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
         for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
             targets = dict(mine)
             for path, seen in theirs:

@@ -126,12 +126,10 @@ def assert_attention_mask(
     given = None if mask is None else _Mask(mask)
     looked_at = _attentions(subject, layers)
     bad: list[list[Any]] = []
-    names: dict[str, None] = {}
     for name, attention in looked_at:
         worst = _worst(name, attention, given, causal=causal, exact=exact)
         if worst is not None:
             bad.append([name, *worst])
-            names[name] = None
     if bad:
         name, batch, query, key, weight, _ = bad[0]
         what = f"gives weight {number(weight)} to key {key}, which the mask leaves out"
@@ -139,8 +137,8 @@ def assert_attention_mask(
             what = f"gives no weight to key {key}, which the mask leaves"
         raise AssertionError(
             failure(
-                f"{name} does not keep to the mask: query {query} of example {batch} {what}; {len(names):,} of "
-                f"{count(len({n for n, _ in looked_at}), 'layer')} looked at",
+                f"{name} does not keep to the mask: query {query} of example {batch} {what}; "
+                f"{len({row[0] for row in bad}):,} of {count(len({n for n, _ in looked_at}), 'layer')} looked at",
                 ["layer", "example", "query", "key", "weight", "weights wrong"],
                 bad,
                 "Look at how the mask gets there: its polarity, its diagonal, the axes it is spread along, and whether "

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -233,8 +234,7 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
     >>> print(checks.optimizer_covers.outcome(ModelProbe(), model, optimizer=optimizer).layer)
     1.weight
     """
-    every = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    held = set(every)
+    held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     named = dict(trial.model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
     if missing:
@@ -245,16 +245,16 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
             rows=tuple((name,) for name in missing),
             advice="Make the optimizer after the model is whole, and on the device where it stays.",
         )
-    twice = [name for name, p in named.items() if every.count(id(p)) > 1]
+    twice = [name for name, p in named.items() if held[id(p)] > 1]
     if twice:
         return Break(
             layer=twice[0],
-            line=f"{twice[0]} is in the optimizer {every.count(id(named[twice[0]]))} times: each takes a step with it",
+            line=f"{twice[0]} is in the optimizer {held[id(named[twice[0]])]} times: each takes a step with it",
             columns=("parameter",),
             rows=tuple((name,) for name in twice),
             advice="Make each group of parameters of what the groups before it have not.",
         )
-    foreign = len(held - {id(p) for p in named.values()})
+    foreign = len(held.keys() - {id(p) for p in named.values()})
     if foreign:
         return Break(
             layer="(optimizer)",
