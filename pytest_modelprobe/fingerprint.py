@@ -261,12 +261,29 @@ def _folded(part: Array, row: int) -> Array:
     sums = np.zeros((_SUMS, _COLUMNS))
     if count:
         whole = part[: part.size - rest].reshape(count, _ROWS, _COLUMNS)
-        sums += np.add.reduce(np.matmul(signs[block : block + count], whole), axis=0)
+        sums += _sum_of_products(signs[block : block + count], whole)
     if rows:
         sums += np.dot(signs[block + count, :, :rows], part[part.size - rest : part.size - left].reshape(rows, -1))
     if left:
         sums[:, :left] += signs[block + count, :, rows, None] * part[part.size - left :]
     return sums * _periods()[period % 4096, :, None] if period else sums
+
+
+def _sum_of_products(a: Array, b: Array) -> Array:
+    """Return the sum of the products of two stacks of matrices."""
+    if not _torch_is_exact():
+        return np.add.reduce(np.matmul(a, b), axis=0)  # type: ignore[no-any-return]
+    products = torch.bmm(torch.from_numpy(a), torch.from_numpy(b))  # on all threads
+    total: Array = products.sum(0).numpy()
+    return total
+
+
+def _torch_is_exact() -> bool:
+    """Whether torch multiplies matrices of float32 on the CPU in float32: it may be told to use less."""
+    settings = getattr(torch.backends.mkldnn, "matmul", None)
+    if settings is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return settings.fp32_precision in ("none", "ieee")
 
 
 def _carefully(x: Tensor) -> Array:

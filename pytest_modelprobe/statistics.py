@@ -5,8 +5,8 @@ that stays there: no element is read, so nothing waits for the device. `merge` j
 and `collect` reads any number of them with one transfer per device.
 
 Moments are accurate to 1e-6 of the root mean square. That takes care: a float32 `dot` over 256 k elements of one
-magnitude is wrong by 5e-5, so `dot` sees 1,024 at a time; and where the mean is most of what the squares are of, they
-are taken again of the differences from it.
+magnitude is wrong by 5e-5, so squares are added 1,024 at a time; and where the mean is most of what the squares are
+of, they are taken again of the differences from it.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
     count = x.numel()
     total = x.sum().item()
     mean = total / count
-    squares = _sum_of_squares(x.numpy())
+    squares = _sum_of_squares(x)
     deviations = squares - total * mean
     if deviations < squares / 2:  # digits were lost: subtract the mean first; reduction 0 is "none"
         scratch = _scratch(count, x.dtype)
@@ -442,17 +442,20 @@ def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
         return None
     zeros = 0
     if bottom <= 0 <= top:
-        nonzero = _scratch(count, torch.bool).copy_(x).numpy()  # to count zeros at once takes four times as long
-        zeros = 0 if nonzero.all() else count - int(np.count_nonzero(nonzero))
+        nonzero = _scratch(count, torch.bool).copy_(x)  # to count zeros at once takes four times as long
+        zeros = 0 if nonzero.view(torch.uint8).amin().item() else count - int(np.count_nonzero(nonzero.numpy()))
     return _of_finite(count, zeros, bottom, top, mean, deviations)
 
 
-def _sum_of_squares(x: Array) -> float:
-    """Return the sum of squares, rows of 1,024 in the arithmetic of the dtype, by BLAS, and their sums in float64."""
-    rest = x.size % _ROW
-    rows = x[: x.size - rest].reshape(-1, 1, _ROW)
-    squares: float = np.matmul(rows, rows.transpose(0, 2, 1)).sum(dtype=np.float64).item()
-    return squares + np.dot(x[x.size - rest :], x[x.size - rest :]).item() if rest else squares
+def _sum_of_squares(x: Tensor) -> float:
+    """Return the sum of squares: of rows of 1,024 in the arithmetic of the dtype, of these in float64."""
+    rest = x.numel() % _ROW
+    norms = torch.linalg.vector_norm(x[: x.numel() - rest].view(-1, _ROW), dim=1).double().numpy()
+    squares: float = np.dot(norms, norms).item()
+    if rest:
+        last = x[x.numel() - rest :].numpy()
+        squares += np.dot(last, last).item()
+    return squares
 
 
 class _Scratch(threading.local):
