@@ -19,6 +19,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -42,7 +43,10 @@ from .observation import (
 )
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
+from .statistics import Reduced
 from .units import unit_axis
+
+_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to reduce it again
 
 
 class Capture:
@@ -113,6 +117,8 @@ class Capture:
         self._storages: frozenset[int] = frozenset()
         self._backward = -1
         self._newest_task = -1
+        # Of the newest backward pass, by what tells them apart.
+        self._gradients: dict[tuple[int, Identity], tuple[Reduced, StorageWeakRef]] = {}
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 
@@ -176,6 +182,7 @@ class Capture:
             hook.handle.remove()
         self._tensor_hooks.clear()
         self._parameters.clear()
+        self._gradients.clear()
         while self._handles:
             self._handles.pop().remove()
         self._exit.close()
@@ -470,8 +477,7 @@ class Capture:
         inner = self._count_backward()
         self._recomputed = None
         forwards = list(hook.observed)
-        with statistics.plainly():
-            reduced = statistics.reduce(gradient, index=max(forward.index for forward in forwards))
+        reduced = self._reduced(gradient, max(forward.index for forward in forwards))
         for forward in forwards:
             for seen in hook.observed[forward]:
                 seen.receive(reduced, inner=inner)
@@ -480,14 +486,24 @@ class Capture:
 
     def parameter_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Called with the gradient of a parameter, before it is added to ``.grad``."""
-        with statistics.plainly():
-            reduced = statistics.reduce(gradient, index=0 if self.newest is None else self.newest.index)
+        reduced = self._reduced(gradient, 0 if self.newest is None else self.newest.index)
         # Of the forwards that are told of alone, those that the pass came through; it may have come by no hooked value.
         alone = {forward for forward in (self.first, self.newest) if forward is not None}
         reached = {forward for forward in alone if self._backward in forward.backwards} or alone & {self.newest}
         for name in names:
             for gradients in (self.parameters, *(forward.parameters for forward in reached)):
                 gradients.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
+
+    def _reduced(self, gradient: torch.Tensor, index: int) -> Reduced:
+        """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
+        with statistics.plainly():
+            key = identity(gradient) if gradient.numel() > _LARGE else None
+            if key is None:
+                return statistics.reduce(gradient, index=index)
+            if (index, key) not in self._gradients:
+                kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
+                self._gradients[index, key] = statistics.reduce(gradient, index=index), kept
+            return self._gradients[index, key][0]
 
     def backward_pass(self) -> int:
         """Return which backward pass runs, counting it if it is new."""
@@ -519,6 +535,7 @@ class Capture:
         task = torch._C._current_graph_task_id()
         if task > self._newest_task:
             self._newest_task = task
+            self._gradients.clear()
             if self._recomputed is None:  # else it is the backward of a segment, inside that of the whole
                 self._backward = task
                 if not inner:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from pytest_modelprobe import statistics
 from pytest_modelprobe.probe import Watch
 
 Pair = namedtuple("Pair", "left right")
@@ -529,6 +530,47 @@ def test_a_parameter_passed_as_an_input_gets_no_hook_per_forward():
             model(randn(4)).sum().backward()
         assert len(model.query._backward_hooks) == 2  # as a parameter, and as an input
     assert value(watch.record, "fc", "input").backward.tensors == 5
+
+
+def branches():
+    """Two layers of one input, whose outputs are added: the sum hands both the same gradient, of 12,000 elements."""
+    return Call(lambda self, x: self.a(x) + self.b(x), a=nn.Identity(), b=nn.Tanh())
+
+
+def test_a_gradient_that_a_sum_hands_to_each_of_its_terms_is_reduced_once(monkeypatch):
+    model, x, direction = branches(), randn(3, 4000, grad=True).cos(), randn(3, 4000).sin()
+    with Watch(model) as watch:
+        output = model(x)
+        seen = []
+        reduce = statistics.reduce
+        monkeypatch.setattr(statistics, "reduce", lambda tensor, **options: seen.append(0) or reduce(tensor, **options))
+        output.backward(direction)
+    assert reads(value(watch.record, "b").backward, direction)
+    assert reads(value(watch.record, "(root)").backward, direction)
+    assert len(seen) == 2  # that of the sum and its terms, and that of the input
+
+
+def test_a_shared_gradient_that_changes_in_place_between_is_read_again():
+    def forward(self, x):
+        early, late = self.a(x), self.b(x)
+        late.register_hook(lambda gradient: [gradient.mul_(3)].clear())  # the later layer comes first
+        return early + late
+
+    model, x, direction = Call(forward, a=nn.Sigmoid(), b=nn.Tanh()), randn(3, 4000, grad=True), randn(3, 4000)
+    with Watch(model) as watch:
+        model(x).backward(direction.clone())
+    assert reads(value(watch.record, "b").backward, direction)
+    assert reads(value(watch.record, "a").backward, 3 * direction)
+
+
+def test_another_pass_with_the_same_gradient_reads_it_again():
+    model, x, direction = branches(), randn(3, 4000, grad=True), randn(3, 4000)
+    with Watch(model) as watch:
+        output = model(x)
+        output.backward(direction, retain_graph=True)
+        direction.data.mul_(2)  # which counts as no change
+        output.backward(direction)
+    assert reads(value(watch.record, "b").backward, direction / 2, direction)
 
 
 # --- calls, names and forwards --------------------------------------------------------------------------------------
