@@ -68,37 +68,60 @@ MODELS = {"ResNet-50, 8 x 224²": resnet50, "GPT-2, 6 blocks, 2 x 256": gpt2, "V
 # --- modes --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def unwatched(model: nn.Module) -> Iterator[None]:
-    yield
+def nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
-    with Watch(model):
-        yield
+def unwatched(model: nn.Module) -> Iterator[Step]:
+    yield nothing
 
 
 @contextlib.contextmanager
-def statistics_alone(model: nn.Module) -> Iterator[None]:
+def idle(model: nn.Module) -> Iterator[Step]:
+    """Watched before, and no more."""
+    Watch(model).close()
+    yield nothing
+
+
+@contextlib.contextmanager
+def without_statistics(model: nn.Module) -> Iterator[Step]:
+    """All of the watch but the reading of elements."""
+    reduce = room.reduce
+    room.reduce = lambda tensor, **options: room.Reduced(reason="not read")
+    try:
+        with Watch(model):
+            yield nothing
+    finally:
+        room.reduce = reduce
+
+
+@contextlib.contextmanager
+def statistics_alone(model: nn.Module) -> Iterator[Step]:
     options = room.reduce.__kwdefaults__
     options["fingerprint"] = False
     try:
         with Watch(model):
-            yield
+            yield nothing
     finally:
         options["fingerprint"] = True
 
 
 @contextlib.contextmanager
-def watched_and_read(model: nn.Module) -> Iterator[None]:
-    with Watch(model) as watch:
-        yield
-        _ = watch.record
+def watched(model: nn.Module) -> Iterator[Step]:
+    with Watch(model):
+        yield nothing
 
 
 @contextlib.contextmanager
-def naive(model: nn.Module) -> Iterator[None]:
+def watched_and_read(model: nn.Module) -> Iterator[Step]:
+    """The record is made after the step, from all steps so far."""
+    with Watch(model) as watch:
+        yield lambda: watch.record and None
+
+
+@contextlib.contextmanager
+def naive(model: nn.Module) -> Iterator[Step]:
     """What one writes by hand: eight statistics of each output and its gradient, each read at once."""
     kept: dict[str, list[float]] = {}
 
@@ -118,13 +141,15 @@ def naive(model: nn.Module) -> Iterator[None]:
         return see
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    yield
+    yield nothing
     for handle in handles:
         handle.remove()
 
 
 MODES: dict[str, Mode] = {
     "unwatched": unwatched,
+    "idle": idle,
+    "hooks alone": without_statistics,
     "statistics alone": statistics_alone,
     "watched": watched,
     "watched, record read": watched_and_read,
@@ -157,9 +182,11 @@ def in_turns(model: nn.Module, step: Step, modes: dict[str, Mode], rounds: int) 
         shuffle(order)
         for name in order:
             gc.collect()
-            with modes[name](model):
+            with modes[name](model) as finish:
+                step()  # what is left of one step for the next to do counts as the next one's
                 start = time.perf_counter()
                 step()
+                finish()
                 seconds = time.perf_counter() - start
             if turn >= 0:
                 times[name].append(seconds)

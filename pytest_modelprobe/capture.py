@@ -1,7 +1,8 @@
 """Attach, observe, detach: the hooks on a model, and what they see while it runs.
 
-The hooks hold numbers, never tensors or graphs. A hook that comes without its partner finds nothing to close; calls
-that ended without one (``KeyboardInterrupt`` and ``pytest.fail`` run no hooks) are known by their Python frame.
+The hooks hold numbers and a few copies of small tensors, never a tensor or graph of the model. A hook that comes
+without its partner finds nothing to close; calls that ended without one (``KeyboardInterrupt`` and ``pytest.fail`` run
+no hooks) are known by their Python frame.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .observation import (
 )
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
-from .statistics import Reduced
+from .statistics import Reduced, SmallTensors
 from .units import unit_axis
 
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to reduce it again
@@ -118,6 +119,7 @@ class Capture:
         self._backward = -1
         self._newest_task = -1
         # Of the newest backward pass, by what tells them apart.
+        self._small = SmallTensors()
         self._gradients: dict[tuple[int, Identity], tuple[Reduced, StorageWeakRef]] = {}
 
     # --- attach, detach -------------------------------------------------------------------------------------------
@@ -400,7 +402,7 @@ class Capture:
         if contents is not None:
             seen = Observed(tensor, contents.number, contents.reduced)
         else:
-            reduced = statistics.reduce(tensor, axis=axis, index=forward.index)
+            reduced = statistics.reduce(tensor, axis=axis, index=forward.index, small=self._small)
             seen = Observed(tensor, forward.next_number(), reduced)
             if key is not None:
                 forward.contents[key] = Contents(tensor, seen.number, reduced)
@@ -499,7 +501,7 @@ class Capture:
         with statistics.plainly():
             key = identity(gradient) if gradient.numel() > _LARGE else None
             if key is None:
-                return statistics.reduce(gradient, index=index)
+                return statistics.reduce(gradient, index=index, small=self._small)
             if (index, key) not in self._gradients:
                 kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
                 self._gradients[index, key] = statistics.reduce(gradient, index=index), kept

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pytest_modelprobe.record import estimated_change
 
-__all__ = ["K", "estimated_change", "project", "project_on_device", "read"]
+__all__ = ["K", "estimated_change", "project", "project_on_device", "project_rows", "read"]
 
 Array = npt.NDArray[Any]
 
@@ -214,10 +214,6 @@ def project(tensor: Tensor, index: int = 0) -> Array:
     (24,)
     """
     with np.errstate(all="ignore"):  # what overflows is found in the result
-        if 0 < tensor.numel() <= _DIRECT and tensor.dtype in _FLOATS and tensor.is_contiguous():
-            numbers = _projected_directly(_real(tensor).numpy().reshape(-1))
-            if math.isfinite(sum(numbers.tolist())):
-                return _of_forward(numbers, index)
         x = _real(tensor)
         if not x.is_floating_point():
             numbers, digest = _integers(x, index)
@@ -227,6 +223,29 @@ def project(tensor: Tensor, index: int = 0) -> Array:
         if not math.isfinite(np.add.reduce(numbers)):
             numbers = _carefully(x)
         return _of_forward(numbers, index)
+
+
+def project_rows(x: Array, indices: Sequence[int]) -> Array:
+    """Return what `project` does of each row, shape (rows, 16), the index of a forward for each.
+
+    Args:
+        x: Finite numbers in float64, far from overflow; at most 32,768 in a row.
+        indices: Numbers of the forwards, from 0.
+
+    >>> project_rows(np.array([[3.0], [6.0]]), [0, 0])[:, :2] * 4
+    array([[-3., -3.],
+           [-6., -6.]])
+    """
+    count = x.shape[1]
+    if count <= _DIRECT:
+        numbers = np.matmul(x, _direct(x.dtype)[:, :count].T)
+    else:
+        rest = -count % _COLUMNS
+        rows = (np.pad(x, ((0, 0), (0, rest))) if rest else x).reshape(len(x), -1, _COLUMNS)
+        sums = np.matmul(_rows(x.dtype)[0, :, : rows.shape[1]], rows)
+        numbers = np.einsum("sjc,ksc->ksj", _columns().reshape(_SUMS, -1, _COLUMNS), sums).reshape(-1, K) * _SCALE
+    signed: Array = numbers * _forwards()[np.asarray(indices) % 1024]
+    return signed
 
 
 def _of_forward(numbers: Array, index: int) -> Array:

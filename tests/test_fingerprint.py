@@ -341,7 +341,7 @@ def test_every_device_gives_the_same_digest(dtype, size, index):
 
 
 def test_on_a_device_without_float64_no_product_is_used(monkeypatch):
-    monkeypatch.setattr(statistics, "_WITH_FLOAT64", set())
+    monkeypatch.setattr(statistics.device, "_WITH_FLOAT64", set())
     x = draw(300_000)
     with torch.no_grad():
         monkeypatch.setattr(torch.Tensor, "__matmul__", None)
@@ -496,7 +496,7 @@ def over(tensors, way=reduce):
 
 
 def test_the_first_forward_counts_as_it_is():
-    assert over([draw(10)]).fingerprint == tuple(project(draw(10)))
+    assert estimated_change(over([draw(10)]).fingerprint, project(draw(10))) < 1e-7
 
 
 @pytest.mark.parametrize("way", [reduce, reduce_on_device])

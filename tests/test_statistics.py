@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import threading
 import warnings
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.fingerprint import project
 from pytest_modelprobe.record import Statistics
-from pytest_modelprobe.statistics import collect, merge, plainly, reduce, reduce_on_device
+from pytest_modelprobe.statistics import SmallTensors, collect, merge, plainly, reduce, reduce_on_device
+from pytest_modelprobe.statistics.small import SMALL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EIGHT_BITS = sorted((d for n, d in vars(torch).items() if n.startswith("float8_")), key=str)
@@ -335,6 +338,68 @@ def test_any_tensor(tensor, axis, read):
         assert not tensor.numel() or -axis > tensor.dim()
 
 
+# --- small tensors, reduced together --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(tensors(), st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_together_small_tensors_are_what_each_is_alone(given):
+    small = SmallTensors()
+    together = collect([reduce(x, axis=-1, index=i, fingerprint=f, small=small) for x, i, f in given])
+    for reading, (tensor, index, fingerprint) in zip(together, given, strict=True):
+        alone = read(tensor, axis=-1, index=index, fingerprint=fingerprint)
+        same = [(one.units, one.digest, one.reason) for one in (reading, alone)]
+        assert repr(same[0]) == repr(same[1])  # NaN equals nothing
+        check(reading.statistics, numbers(tensor))
+        assert (reading.fingerprint is None) == (alone.fingerprint is None) == (not fingerprint)
+        assert not fingerprint or np.allclose(reading.fingerprint, alone.fingerprint, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf, 1e200])
+def test_one_that_needs_care_leaves_those_beside_it_alone(damage):
+    small = SmallTensors()
+    given = [draw(3, 40).double() + n for n in range(5)]
+    given[2][1, 7] = damage
+    together = collect([reduce(x, axis=-1, index=4, small=small) for x in given])
+    for reading, tensor in zip(together, given, strict=True):
+        check(reading.statistics, numbers(tensor))
+        check_units(reading.units, numbers(tensor), -1)
+        assert reading.fingerprint == pytest.approx(tuple(project(tensor, 4)), rel=1e-6)
+    assert together[2].statistics.first_nan == (4 if math.isnan(damage) else None)
+
+
+def test_a_small_tensor_that_changes_while_it_waits_counts_as_it_was():
+    small, tensor = SmallTensors(), torch.ones(3)
+    waiting = reduce(tensor, small=small)
+    tensor.zero_()
+    assert collect([waiting])[0].statistics.mean == 1
+
+
+def test_no_more_than_so_many_elements_wait():
+    small = SmallTensors()
+    waiting = [reduce(torch.ones(SMALL), small=small) for _ in range(200)]
+    assert sum(SMALL for one in waiting if one.waiting) <= 2**18
+
+
+def test_threads_may_add_while_others_settle():
+    small, found = SmallTensors(), []
+
+    def work(number):
+        for i in range(300):
+            reading = reduce(torch.full((5,), float(1000 * number + i)), small=small)
+            if i % 7 == 0:
+                small.settle()
+            found.append((reading, 1000 * number + i))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1200
+    assert all(collect([one])[0].statistics.mean == number for one, number in found)
+
+
 # --- merging -------------------------------------------------------------------------------------------------------
 
 
@@ -389,8 +454,8 @@ def test_reductions_of_two_devices_merge():
 
 
 def test_a_device_without_float64_is_combined_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(statistics, "_WITH_FLOAT64", set())
-    monkeypatch.setattr(statistics, "_CHUNK", 1000)
+    monkeypatch.setattr(statistics.device, "_WITH_FLOAT64", set())
+    monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
     tensor = draw(5_000, 3) + 30
     merged = functools.reduce(merge, [reduce_on_device(part, axis=-1) for part in tensor.split(1700)])
     assert merged.rows.dtype == torch.float32
@@ -433,13 +498,13 @@ def test_the_device_path_runs_where_there_is_nothing_to_read(dtype):
     assert meta.rows.shape == (1, 12)
     assert meta.low.shape == (3,)
     with FakeTensorMode():
-        one = statistics._on_device(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
+        one = statistics.device.on_device(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
         assert type(one.rows).__name__ == "FakeTensor"
-        assert statistics._combined(torch.cat([one.rows, one.rows])).shape == (1, 12)
+        assert statistics.device.combined(torch.cat([one.rows, one.rows])).shape == (1, 12)
 
 
 def test_large_tensors_go_through_a_device_in_chunks(monkeypatch):
-    monkeypatch.setattr(statistics, "_CHUNK", 1000)
+    monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
     tensor = draw(2_500, 2) + 100
     check(read_on_device(tensor).statistics, numbers(tensor))
     assert reduce_on_device(tensor).rows.shape == (1, 12)

@@ -1,0 +1,213 @@
+"""Statistics of tensors: reduced where the tensor lives, read when the record is made.
+
+`reduce` is what a hook calls. On the CPU it returns plain numbers at once. On another device it returns a small tensor
+that stays there: no element is read, so nothing waits for the device. `merge` joins two reductions in the same manner,
+and `collect` reads any number of them with one transfer per device.
+
+Moments are accurate to 1e-6 of the root mean square. That takes care: a float32 `dot` over 256 k elements of one
+magnitude is wrong by 5e-5, so squares are added 1,024 at a time; and where the mean is most of what the squares are
+of, they are taken again of the differences from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.fingerprint import project, read
+from pytest_modelprobe.record import Reading, Statistics, Units
+
+from .cpu import on_cpu
+from .device import combined, fetch, on_device
+from .opening import FLOATS, NARROW, NOTHING, opened, plainly, real
+from .reduced import Array, Reduced, joined
+from .small import SMALL, SmallTensors
+
+__all__ = ["Reduced", "SmallTensors", "collect", "merge", "opened", "plainly", "reduce", "reduce_on_device"]
+
+_FLOATING = FLOATS | NARROW
+
+
+def reduce(
+    tensor: Tensor,
+    *,
+    axis: int | None = None,
+    index: int = 0,
+    fingerprint: bool = True,
+    small: SmallTensors | None = None,
+) -> Reduced:
+    """Return what is to be kept of a tensor; of one that cannot be read, the reason.
+
+    Of a `DTensor` it is the local shard. Complex elements count by their magnitude.
+
+    Args:
+        tensor: Any tensor; it and every global state stay as they are.
+        axis: Axis of the units, counted from the end (-1 is the last); None for no units.
+        index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
+        fingerprint: Whether to take the fingerprint too.
+        small: Where a small tensor may wait until others can be reduced with it; at once if None.
+
+    >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
+    >>> reading.statistics.mean, reading.statistics.zeros, reading.units.dead
+    (1.0, 2, 1)
+    >>> reduce(torch.empty(3, device="meta")).reason
+    'meta tensor'
+    """
+    with plainly():
+        plain, reason = opened(tensor)
+        if reason is not None:
+            return Reduced(reason=reason)
+        if not plain.is_cpu:
+            return on_device(plain, axis, index, fingerprint)
+        if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
+            together = SmallTensors() if small is None else small
+            reduced = together.add(real(plain).numpy().copy(), axis, index, fingerprint)
+            return reduced.settled() if small is None else reduced
+        reduced = on_cpu(plain, axis, index)
+        if fingerprint:
+            reduced.fingerprint = project(plain, index)
+        return reduced
+
+
+def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
+    """Return what is to be kept of a tensor without reading an element of it.
+
+    This is what `reduce` does where the tensor is not on the CPU. It runs on any device, also ``meta`` and fake ones,
+    which have nothing to read.
+
+    >>> reduce_on_device(torch.empty(8, 3, device="meta"), axis=-1).low.shape
+    torch.Size([3])
+    """
+    with plainly():
+        return on_device(tensor.detach(), axis, index, fingerprint)
+
+
+def merge(a: Reduced, b: Reduced) -> Reduced:
+    """Return the reduction of both sets of elements together; nothing is read from a device.
+
+    >>> (both,) = collect([merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))])
+    >>> both.tensors, both.statistics.mean, both.statistics.std
+    (2, 0.5, 0.5)
+    """
+    a, b = a.settled(), b.settled()
+    merged = Reduced(tensors=a.tensors + b.tensors, reason=a.reason or b.reason)
+    if not (_has_numbers(a) and _has_numbers(b)):
+        return merged
+    merged.row = a.row or b.row
+    if a.row is not None and b.row is not None:
+        merged.row = joined(a.row, b.row)
+    device = a.rows if a.rows is not None else b.rows
+    with plainly() if device is not None else NOTHING:
+        merged.rows = device
+        if a.rows is not None and b.rows is not None:
+            rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
+            # Without float64 the rows wait for the CPU: in float32 the sums would lose digits at each step.
+            merged.rows = combined(rows) if rows.dtype == torch.float64 else rows
+        _merge_units(merged, a, b)
+        _merge_fingerprints(merged, a, b)
+    return merged
+
+
+def collect(reduced: Sequence[Reduced]) -> list[Reading]:
+    """Return the readings of reductions in plain numbers, with one transfer for each device.
+
+    >>> ones, zeros = collect([reduce(torch.ones(2)), reduce(torch.zeros(2))])
+    >>> ones.statistics.max, zeros.statistics.max
+    (1.0, 0.0)
+    """
+    reduced = [one.settled() for one in reduced]
+    remote = [t for r in reduced for t in (r.rows, r.low, r.high, r.remote_fingerprint) if isinstance(t, Tensor)]
+    with plainly():
+        numbers = fetch(remote)
+
+    def plain(value: Array | Tensor) -> Array:
+        return numbers[id(value)] if isinstance(value, Tensor) else value
+
+    readings = []
+    for one in reduced:
+        row = one.row
+        for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, 12).tolist()):
+            row = part if row is None else joined(row, part)
+        statistics = None if row is None else _statistics(row)
+        units = None
+        if statistics and one.axis is not None and one.low is not None and one.high is not None:
+            low, high = (tuple(map(float, plain(v).tolist())) for v in (one.low, one.high))
+            units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
+        fingerprint, digest = None, None
+        parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]
+        if parts:
+            fingerprint, digest = read(sum(parts[1:], start=parts[0]))
+        readings.append(
+            Reading(
+                tensors=one.tensors,
+                statistics=statistics,
+                units=units,
+                fingerprint=fingerprint,
+                digest=digest,
+                reason=one.reason,
+            )
+        )
+    return readings
+
+
+def _statistics(row: Sequence[float]) -> Statistics:
+    finite, nan, posinf, neginf, zeros = map(int, row[:5])
+    first = [None if math.isinf(index) else int(index) for index in row[5:8]]
+    low, high, mean, deviations = row[8:] if finite else (None, None, None, 0.0)
+    return Statistics(
+        count=finite + nan + posinf + neginf,
+        nan=nan,
+        posinf=posinf,
+        neginf=neginf,
+        zeros=zeros,
+        min=low,
+        max=high,
+        mean=mean,
+        deviations=deviations,
+        first_nan=first[0],
+        first_posinf=first[1],
+        first_neginf=first[2],
+    )
+
+
+def _has_numbers(reduced: Reduced) -> bool:
+    return reduced.row is not None or reduced.rows is not None
+
+
+def _merge_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
+    size = _size_of_fingerprint(a)
+    if size is None or size != _size_of_fingerprint(b):
+        return  # one has none, or one is of integers and the other is not
+    if a.fingerprint is not None and b.fingerprint is not None:
+        merged.fingerprint = a.fingerprint + b.fingerprint
+    else:
+        merged.fingerprint = a.fingerprint if b.fingerprint is None else b.fingerprint
+    remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
+    if remote:
+        first, *others = remote
+        merged.remote_fingerprint = sum((o.to(first.device, non_blocking=True) for o in others), start=first)
+
+
+def _size_of_fingerprint(reduced: Reduced) -> int | None:
+    either = reduced.fingerprint if reduced.remote_fingerprint is None else reduced.remote_fingerprint
+    return None if either is None else len(either)
+
+
+def _merge_units(merged: Reduced, a: Reduced, b: Reduced) -> None:
+    if a.axis is None and b.axis is None:
+        return
+    lows: Any = (a.low, b.low)
+    highs: Any = (a.high, b.high)
+    if a.axis != b.axis or len(lows[0]) != len(lows[1]):
+        merged.reason = merged.reason or "number of units varies"
+    elif isinstance(a.low, np.ndarray) and isinstance(b.low, np.ndarray):
+        merged.axis, merged.low, merged.high = a.axis, np.minimum(*lows), np.maximum(*highs)
+    elif all(isinstance(low, Tensor) and low.device == lows[0].device for low in lows):
+        merged.axis, merged.low, merged.high = a.axis, torch.minimum(*lows), torch.maximum(*highs)
+    else:
+        merged.reason = merged.reason or "units on several devices"

@@ -1,0 +1,93 @@
+"""Reductions on another device: tensors that stay there, no element read, so that nothing waits for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.fingerprint import project_on_device
+
+from .arrangement import arranged
+from .opening import real
+from .reduced import Array, Reduced
+
+_CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 holds counts up to here
+_WITH_FLOAT64 = {"cuda", "cpu", "meta"}
+
+
+def on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True) -> Reduced:
+    """Return the reduction of a plain tensor, on its device."""
+    x, copies, units = arranged(tensor, axis)
+    axis = axis if units else None
+    wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32
+    try:
+        # split() makes one empty part of an empty tensor
+        parts = [_row(real(part), copies, index, wide) for part in x.reshape(-1).split(_CHUNK)]
+        rows = torch.stack(parts)
+        reduced = Reduced(1, rows=combined(rows) if len(parts) > 1 and wide.itemsize == 8 else rows)
+        if axis is not None:
+            reduced.axis = axis
+            reduced.low, reduced.high = _ranges_on_device(x, units, wide)
+        if fingerprint:
+            largest = torch.maximum(-rows[:, 8].amin(), rows[:, 9].amax())
+            reduced.remote_fingerprint = project_on_device(tensor, largest, index)
+        return reduced
+    except NotImplementedError:
+        return Reduced(reason=f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}")
+
+
+def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
+    """Return the columns of a `Row`."""
+    x = x.to(wide)
+    finite = (x - x) == 0  # a third of the kernels of isfinite
+    counts = torch.stack([finite, x != x, x == math.inf, x == -math.inf, x == 0]).sum(1) * copies
+    some = counts[0] > 0
+    mean = torch.where(finite, x, 0).sum() * copies / counts[0].clamp(min=1)
+    x = torch.where(finite, x, mean)  # changes neither range nor mean, and deviates by 0
+    low, high = (x.amin(), x.amax()) if x.numel() else (mean, mean)
+    low, high = torch.where(some, low, math.inf), torch.where(some, high, -math.inf)
+    x = x - mean
+    never = torch.full((3,), math.inf, dtype=wide, device=x.device)
+    first = torch.where(counts[1:4] > 0, index, never)
+    moments = torch.stack([low, high, mean, torch.dot(x, x) * copies])
+    return torch.cat([counts.to(wide), first, moments])
+
+
+def combined(rows: Tensor) -> Tensor:
+    """Return one row for all: the formula of `Statistics.merge`, for any number of parts."""
+    finite, mean = rows[:, 0], rows[:, 10]
+    share = finite / finite.sum().clamp(min=1)
+    center = (share * mean).sum()
+    deviations = rows[:, 11].sum() + (finite * (mean - center).square()).sum()
+    high = rows[:, 9].amax()
+    moments = torch.stack([high, center, deviations])
+    return torch.cat([rows[:, :5].sum(0), rows[:, 5:9].amin(0), moments]).unsqueeze(0)
+
+
+def _ranges_on_device(x: Tensor, units: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        low = torch.full((units,), math.inf, dtype=wide, device=x.device)
+        return low, -low
+    x = real(x)
+    if not x.is_floating_point():
+        x = x.to(wide)  # uint16 and its like have no kernel
+    low, high = x.amin((0, 2)), x.amax((0, 2))
+    return low.expand(units), high.expand(units)
+
+
+def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
+    """Return the numbers of each tensor by its identity."""
+    numbers: dict[int, Array] = {}
+    for device in {tensor.device for tensor in tensors}:
+        here = [tensor for tensor in tensors if tensor.device == device]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # they may come from several streams
+        wide = torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
+        joined = torch.cat([tensor.reshape(-1).to(wide) for tensor in here]).cpu().numpy()
+        ends = np.cumsum([tensor.numel() for tensor in here])[:-1]
+        numbers.update(zip(map(id, here), np.split(joined, ends), strict=True))
+    return numbers

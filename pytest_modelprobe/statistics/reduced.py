@@ -1,0 +1,91 @@
+"""What is kept of a tensor: numbers of the CPU in a plain row, those of another device in tensors that stay there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+Row = tuple[float, ...]
+"""Finite elements, NaN, +infinity, -infinity, zeros; the first forward with each of the three that are not finite;
+smallest, largest, mean, and sum of (x - mean)². Infinite where there is none; a `Statistics` takes longer to make."""
+
+NO_ELEMENT: Row = (0, 0, 0, 0, 0, math.inf, math.inf, math.inf, math.inf, -math.inf, 0.0, 0.0)
+
+
+class Waiting(Protocol):
+    """Where numbers wait to be computed."""
+
+    def settle(self) -> None:
+        """Compute what waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Reduced:
+    """What is kept of one tensor, or of several merged, until it is collected."""
+
+    tensors: int = 1
+    row: Row | None = None
+    """Of what was reduced on the CPU."""
+    rows: Tensor | None = None
+    """Of what was reduced elsewhere: shape (k, 12), columns as in `Row`, still on the device."""
+    low: Array | Tensor | None = None
+    """Smallest element of each unit."""
+    high: Array | Tensor | None = None
+    axis: int | None = None
+    """Axis of the units, counted from the end."""
+    fingerprint: Array | None = None
+    """Of what was reduced on the CPU, as `fingerprint.project` returns it."""
+    remote_fingerprint: Tensor | None = None
+    """Of what was reduced elsewhere, still on the device."""
+    reason: str | None = None
+    """Why there are no statistics, or no units any more."""
+    waiting: Waiting | None = None
+    """What has still to compute all of this but the axis."""
+
+    def settled(self) -> Reduced:
+        """Return this, with its numbers there."""
+        if self.waiting is not None:
+            self.waiting.settle()
+        return self
+
+
+def of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
+    """Return the numbers of elements that are all finite."""
+    return count, 0, 0, 0, zeros, math.inf, math.inf, math.inf, bottom, top, mean, deviations
+
+
+def times(row: Row, copies: int) -> Row:
+    """Return the numbers of the elements repeated."""
+    return *(count * copies for count in row[:5]), *row[5:11], row[11] * copies
+
+
+def joined(a: Row, b: Row) -> Row:
+    """Return the numbers of both sets of elements together: the formula of `Statistics.merge`."""
+    n, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = a
+    m, *others = b
+    if n and m:
+        delta = others[9] - mean
+        mean += delta * (m / (n + m))
+        deviations += delta * delta * (n * m / (n + m))
+    elif m:
+        mean = others[9]
+    return (
+        n + m,
+        nan + others[0],
+        posinf + others[1],
+        neginf + others[2],
+        zeros + others[3],
+        min(first_nan, others[4]),
+        min(first_posinf, others[5]),
+        min(first_neginf, others[6]),
+        min(low, others[7]),
+        max(high, others[8]),
+        mean,
+        deviations + others[10],
+    )

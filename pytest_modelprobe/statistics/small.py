@@ -1,0 +1,103 @@
+"""Small tensors: copied when they are seen, reduced many at a time.
+
+Of a tensor of some thousand elements the calls cost more than the elements do. So a hook only copies it, and all that
+have one shape are reduced by the same calls, as the rows of a matrix: when a number is asked for, or when there are
+`_MOST` elements.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import torch
+
+from pytest_modelprobe.fingerprint import project, project_rows
+
+from .cpu import on_cpu
+from .reduced import Array, Reduced, of_finite
+
+SMALL = 1 << 13
+_MOST = 1 << 18
+_HUGE = 1e150  # magnitudes whose squares, or their sum, float64 may not hold
+
+_Copy = tuple[Reduced, Array, int, bool]
+_Form = tuple[int, int, int, bool]
+
+
+class SmallTensors:
+    """Copies of tensors that wait to be reduced together. Several threads may add to it.
+
+    >>> small = SmallTensors()
+    >>> ones, twos = (small.add(np.full((3, 4), n, np.float32), -1, 0, True) for n in (1, 2))
+    >>> small.settle()
+    >>> ones.row == of_finite(12, 0, 1.0, 1.0, 1.0, 0.0), twos.low.tolist()
+    (True, [2.0, 2.0, 2.0, 2.0])
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Copy] = []
+        self._elements = 0
+        self._lock = threading.Lock()
+
+    def add(self, values: Array, axis: int | None, index: int, fingerprint: bool) -> Reduced:
+        """Return what is empty until `settle`. The array has floating elements, one at least, and is kept."""
+        reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, waiting=self)
+        self._waiting.append((reduced, values, index, fingerprint))
+        self._elements += values.size
+        if self._elements > _MOST:
+            self.settle()
+        return reduced
+
+    def settle(self) -> None:
+        """Reduce what waits."""
+        with self._lock, np.errstate(all="ignore"):
+            self._elements = 0
+            groups: dict[_Form, list[_Copy]] = {}
+            while self._waiting:
+                copy = self._waiting.pop()
+                groups.setdefault(_form(copy), []).append(copy)
+            for form, copies in groups.items():
+                _reduce(copies, *form)
+
+
+def _form(copy: _Copy) -> _Form:
+    """Return what tensors have in common that are reduced together: (outer, units, inner), and the fingerprint."""
+    reduced, values, _, fingerprint = copy
+    if reduced.axis is None:
+        return 1, 1, values.size, fingerprint
+    unit = values.ndim + reduced.axis
+    return math.prod(values.shape[:unit]), values.shape[unit], math.prod(values.shape[unit + 1 :]), fingerprint
+
+
+def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint: bool) -> None:
+    x = np.concatenate([values for _, values, _, _ in copies], axis=None, dtype=np.float64).reshape(len(copies), -1)
+    low, high = _ranges(x.reshape(-1, outer, units, inner))
+    bottom, top = low.min(axis=1), high.max(axis=1)
+    count = x.shape[1]
+    mean = np.where(bottom == top, bottom, np.add.reduce(x, axis=1) / count)
+    certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
+    zeros = count - np.count_nonzero(x, axis=1)
+    numbers = project_rows(x, [index for _, _, index, _ in copies]) if fingerprint else None
+    x = x - mean[:, None]  # not in place: the ranges may be views
+    deviations = np.einsum("kn,kn->k", x, x)
+    rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
+    for i, ((reduced, values, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
+        if sure:
+            reduced.row = of_finite(count, *row)
+            if reduced.axis is not None:
+                reduced.low, reduced.high = low[i], high[i]
+            reduced.fingerprint = None if numbers is None else numbers[i]
+        else:  # alone, and with more care
+            tensor = torch.from_numpy(values)
+            careful = on_cpu(tensor, reduced.axis, index)
+            reduced.row, reduced.low, reduced.high = careful.row, careful.low, careful.high
+            reduced.fingerprint = project(tensor, index) if fingerprint else None
+        reduced.waiting = None
+
+
+def _ranges(x: Array) -> tuple[Array, Array]:
+    """Return the range of each unit of (tensors, outer, units, inner), one axis at a time: both at once take longer."""
+    low, high = (x.min(axis=1), x.max(axis=1)) if x.shape[1] > 1 else (x[:, 0], x[:, 0])
+    return (low.min(axis=2), high.max(axis=2)) if x.shape[3] > 1 else (low[:, :, 0], high[:, :, 0])
