@@ -47,7 +47,19 @@ from .record import ROOT, Dimension, Plain, qualified
 from .statistics import Reduced, SmallTensors
 from .units import unit_axis
 
-_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to reduce it again
+_DRAW_NOTHING = {
+    module
+    for module in vars(nn).values()
+    if isinstance(module, type)
+    and issubclass(module, nn.Module)
+    and module.__module__.removeprefix("torch.nn.modules.")
+    in {
+        "activation", "batchnorm", "conv", "flatten", "fold", "instancenorm", "linear", "normalization", "padding",
+        "pixelshuffle", "pooling", "sparse", "upsampling",
+    }
+    and module not in {nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
+}  # fmt: skip
+_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
 class Capture:
@@ -107,9 +119,8 @@ class Capture:
         # The calls that run for activation checkpointing, in any thread, by their Python frame.
         self._recomputing: dict[FrameType, tuple[Forward, ObservedCall]] = {}
         self._recomputed: tuple[Forward, int] | None = None
-        # Hooks on tensors: the newest on each tensor by the tensor's id, which a callback frees; and all that live.
-        self._tensor_hooks: dict[int, _TensorHook] = {}
-        self._living_hooks: WeakSet[_TensorHook] = WeakSet()
+        # Hooks on tensors: those of this forward, and those before it that were alive when it began.
+        self._tensor_hooks: list[ReferenceType[_TensorHook]] = []
         self._views = _Views()
         self._forwards: WeakSet[Forward] = WeakSet()
         # Parameters and buffers: where they are looked up; of parameters those that are hooked; the model's storages.
@@ -180,8 +191,9 @@ class Capture:
         self._recomputing.clear()
         self._attributes = {}
         self._leave_forward()
-        for hook in list(self._living_hooks):
-            hook.handle.remove()
+        for alive in self._tensor_hooks:
+            if (hook := alive()) is not None:
+                hook.handle.remove()
         self._tensor_hooks.clear()
         self._parameters.clear()
         self._gradients.clear()
@@ -216,7 +228,7 @@ class Capture:
         assert self.newest is not None
         frame = _Frame(name, running, self.newest, flat)
         if name in self.selected:
-            self._open(frame, module.training)
+            self._open(frame, module.training, may_draw=not _draws_nothing(module))
         self._stack.append(frame)
         if len(self._stack) == 1:
             for mode in self._modes:
@@ -246,7 +258,7 @@ class Capture:
             if not self._stack:
                 self._leave_forward()
 
-    def _open(self, frame: _Frame, training: bool) -> None:
+    def _open(self, frame: _Frame, training: bool, *, may_draw: bool) -> None:
         call = frame.call = frame.forward.begin_call(frame.name)
         call.training = training
         call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
@@ -257,7 +269,7 @@ class Capture:
                 (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
                 for path, tensor in frame.inputs.tensors
             ]
-            frame.random_states = _random_states()
+            frame.random_state = _random_state() if may_draw else None
 
     def _shut(self, frame: _Frame, call: ObservedCall, output: Any, module: nn.Module | None) -> None:
         with statistics.plainly():
@@ -269,11 +281,12 @@ class Capture:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
-            if not all(map(torch.equal, frame.random_states, _random_states())):
-                states = b"".join(state.numpy().tobytes() for state in frame.random_states)
-                call.random = hashlib.blake2b(states, digest_size=8).hexdigest()
+            if frame.random_state is not None and frame.random_state != _random_state():
+                call.random = hashlib.blake2b(frame.random_state, digest_size=8).hexdigest()
         if self._stack:
-            self._stack[-1].axes.update((seen.shape, seen.axis) for _, seen in call.outputs)
+            axes = self._stack[-1].axes
+            for _, seen in call.outputs:
+                axes[seen.shape] = seen.axis
 
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
@@ -288,7 +301,7 @@ class Capture:
                 name += "()"
             self.functional_types[name] = function
             frame = _Frame(name, parent.running, parent.forward, flatten_call(args, kwargs))
-            self._open(frame, self.layers.modules[parent.name].training)
+            self._open(frame, self.layers.modules[parent.name].training, may_draw=True)
             self._stack.append(frame)
             return frame
         return None
@@ -353,6 +366,7 @@ class Capture:
         self._recomputing.clear()
         self._recomputed = None
         self._views.settle()
+        self._tensor_hooks = [alive for alive in self._tensor_hooks if alive() is not None]
         kind = name, module.training
         self._attributes = {} if kind in self.totals else dict(self._attributes_inside(name))
         self.newest = Forward(self.forwards, kind)
@@ -395,23 +409,33 @@ class Capture:
 
     def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> Observed:
         """Look at a tensor in a new place: it is reduced once and hooked once, in however many it stands."""
+        hook = self._tensor_hook(tensor)
+        if hook is None:
+            return Observed(tensor, *self._read(forward, tensor, axis))
+        before = hook.seen_in(forward)
+        if before is not None and hook.version is not None:  # `.data` may change a leaf without a new version
+            seen = Observed(tensor, before.number, before.forward)
+        else:
+            _, reduced = self._read(forward, tensor, axis)
+            # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
+            seen = Observed(tensor, before.number if before is not None else forward.next_number(), reduced)
+        hook.add(forward, seen)
+        self._views.add(tensor, seen)
+        return seen
+
+    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
+        """Return the number of a tensor's contents, and what they come to."""
         key = identity(tensor)
         if key is not None and (key[0] in self._storages or _is_parameter(tensor)):
             key = None  # `p.data.add_()` changes a parameter without a new version
-        contents = None if key is None else forward.contents.get(key)
-        if contents is not None:
-            seen = Observed(tensor, contents.number, contents.reduced)
-        else:
-            reduced = statistics.reduce(tensor, axis=axis, index=forward.index, small=self._small)
-            seen = Observed(tensor, forward.next_number(), reduced)
-            if key is not None:
-                forward.contents[key] = Contents(tensor, seen.number, reduced)
-        hook = self._tensor_hook(tensor)
-        if hook is not None:  # by the hook, as the same contents may have another gradient: detached, reversed
-            seen.number = hook.number_in(forward) or forward.next_number()
-            hook.add(forward, seen)
-            self._views.add(tensor, seen)
-        return seen
+        known = None if key is None else forward.contents.get(key)
+        if known is not None:
+            return known.number, known.reduced
+        number = forward.next_number()
+        reduced = statistics.reduce(tensor, axis=axis, index=forward.index, small=self._small)
+        if key is not None:
+            forward.contents[key] = Contents(tensor, number, reduced)
+        return number, reduced
 
     def _tensor_hook(self, tensor: torch.Tensor) -> _TensorHook | None:
         """Return our hook on the tensor as it is now, made if there is none; None where no gradient can come."""
@@ -419,14 +443,12 @@ class Capture:
             return None
         # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
         version = None if tensor.is_leaf else tensor._version
-        hook = self._tensor_hooks.get(id(tensor))
-        if hook is None or hook.version != version:
-            forget = self._tensor_hooks.pop
-            number = id(tensor)
-            hook = _TensorHook(self, version, ref(tensor, lambda _: forget(number, None)))
-            hook.handle = tensor.register_hook(hook)
-            self._tensor_hooks[number] = hook
-            self._living_hooks.add(hook)
+        for known in (tensor._backward_hooks or {}).values():
+            if type(known) is _TensorHook and known.capture is self and known.version == version:
+                return known
+        hook = _TensorHook(self, version)
+        hook.handle = tensor.register_hook(hook)
+        self._tensor_hooks.append(ref(hook))
         return hook
 
     # --- recomputation by activation checkpointing ----------------------------------------------------------------
@@ -479,7 +501,7 @@ class Capture:
         inner = self._count_backward()
         self._recomputed = None
         forwards = list(hook.observed)
-        reduced = self._reduced(gradient, max(forward.index for forward in forwards))
+        reduced = self._reduced(gradient, forwards[0].index if len(forwards) == 1 else max(f.index for f in forwards))
         for forward in forwards:
             for seen in hook.observed[forward]:
                 seen.receive(reduced, inner=inner)
@@ -490,22 +512,25 @@ class Capture:
         """Called with the gradient of a parameter, before it is added to ``.grad``."""
         reduced = self._reduced(gradient, 0 if self.newest is None else self.newest.index)
         # Of the forwards that are told of alone, those that the pass came through; it may have come by no hooked value.
-        alone = {forward for forward in (self.first, self.newest) if forward is not None}
-        reached = {forward for forward in alone if self._backward in forward.backwards} or alone & {self.newest}
-        for name in names:
-            for gradients in (self.parameters, *(forward.parameters for forward in reached)):
-                gradients.setdefault(name, ParameterGradient()).receive(reduced, self._backward)
+        alone = [self.newest, self.first] if self.first is not self.newest else [self.newest]
+        reached = [f for f in alone if f is not None and self._backward in f.backwards]
+        if not reached and self.newest is not None:
+            reached = [self.newest]
+        for gradients in (self.parameters, *(forward.parameters for forward in reached)):
+            for name in names:
+                if name not in gradients:
+                    gradients[name] = ParameterGradient()
+                gradients[name].receive(reduced, self._backward)
 
     def _reduced(self, gradient: torch.Tensor, index: int) -> Reduced:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
-        with statistics.plainly():
-            key = identity(gradient) if gradient.numel() > _LARGE else None
-            if key is None:
-                return statistics.reduce(gradient, index=index, small=self._small)
-            if (index, key) not in self._gradients:
-                kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
-                self._gradients[index, key] = statistics.reduce(gradient, index=index), kept
-            return self._gradients[index, key][0]
+        key = identity(gradient) if gradient.numel() > _LARGE else None
+        if key is None:
+            return statistics.reduce(gradient, index=index, small=self._small)
+        if (index, key) not in self._gradients:
+            kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
+            self._gradients[index, key] = statistics.reduce(gradient, index=index), kept
+        return self._gradients[index, key][0]
 
     def backward_pass(self) -> int:
         """Return which backward pass runs, counting it if it is new."""
@@ -567,7 +592,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_state", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -578,7 +603,8 @@ class _Frame:
         self.call: ObservedCall | None = None
         self.axes: dict[tuple[Dimension, ...], int | None] = {}
         """Unit axis of what the calls inside gave out, the newest of each shape."""
-        self.random_states: list[torch.Tensor] = []
+        self.random_state: bytes | None = None
+        """As the call began; None where it draws nothing."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
@@ -681,21 +707,21 @@ class _Inert:
 class _TensorHook:
     """Our hook on one tensor: hands its gradient to every value that was seen of it."""
 
-    __slots__ = ("__weakref__", "_alive", "_capture", "_fired", "handle", "observed", "version")
+    __slots__ = ("__weakref__", "_fired", "capture", "handle", "observed", "version")
     __torch_unserializable__ = True  # else torch warns when the tensor is pickled
 
-    def __init__(self, capture: Capture, version: int | None, alive: ReferenceType[torch.Tensor]) -> None:
-        self._capture = capture
-        self._alive = alive
+    def __init__(self, capture: Capture, version: int | None) -> None:
+        self.capture = capture
         self._fired = False
         self.version = version
         self.handle: Any = None
         # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
         self.observed: MutableMapping[Forward, list[Observed]] = {} if version is not None else WeakKeyDictionary()
 
-    def number_in(self, forward: Forward) -> tuple[int, int] | None:
-        """Return the number that the tensor has in ``forward``, if it was seen there."""
-        return self.observed[forward][0].number if forward in self.observed else None
+    def seen_in(self, forward: Forward) -> Observed | None:
+        """Return where the tensor was seen first in ``forward``, if it was."""
+        seen = self.observed.get(forward)
+        return seen[0] if seen else None
 
     def add(self, forward: Forward, seen: Observed) -> None:
         """Let the gradient go to ``seen`` too."""
@@ -706,10 +732,10 @@ class _TensorHook:
         self.observed.setdefault(forward, []).append(seen)
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self._capture.attached and gradient is not None and self.observed:
+        if self.capture.attached and gradient is not None and self.observed:
             self._fired = True
-            with self._capture.guard, torch._C.DisableTorchFunction():
-                self._capture.gradient(self, gradient)
+            with self.capture.guard, torch._C.DisableTorchFunction():
+                self.capture.gradient(self, gradient)
 
 
 class _ParameterHook:
@@ -733,11 +759,14 @@ class _ParameterHook:
                 if self._parts == 1:
                     self.capture.parameter_gradient(self.names, gradient)
 
-    def accumulated(self, gradient: torch.Tensor | None) -> None:
+    def accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
-        if self.capture.attached and gradient is not None:
+        if self._parts == 1 and torch._C._current_graph_task_id() == self._arrived:
+            return
+        if self.capture.attached:
             with self.capture.guard, torch._C.DisableTorchFunction():
-                if self._parts > 1 or self.capture.backward_pass() != self._arrived:
+                gradient = parameter.grad
+                if gradient is not None and (self._parts > 1 or self.capture.backward_pass() != self._arrived):
                     self.capture.parameter_gradient(self.names, gradient)
 
 
@@ -748,8 +777,8 @@ class _AccumulatedHook:
     def __init__(self, hook: _ParameterHook) -> None:
         self._hook = hook
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._hook.accumulated(parameter.grad)
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self._hook.accumulated(parameter)
 
 
 # --- small questions --------------------------------------------------------------------------------------------------
@@ -788,12 +817,18 @@ def _autocast_dtype(inputs: Flat) -> str | None:
     return None
 
 
-def _random_states() -> list[torch.Tensor]:
-    """Return the states of torch's generators, to tell whether a call drew from them."""
-    states = [torch.default_generator.get_state()]
+def _draws_nothing(module: nn.Module) -> bool:
+    """Whether a call surely draws no random numbers, so that the generators need no look, which is dear."""
+    alone = len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
+    return alone and type(module) in _DRAW_NOTHING and "forward" not in module.__dict__
+
+
+def _random_state() -> bytes:
+    """Return the state of torch's generators, to tell whether a call drew from them."""
+    state = torch.default_generator.get_state().numpy().tobytes()
     if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())  # kept on the CPU: nothing waits
-    return states
+        state += torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
+    return state
 
 
 def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

@@ -122,8 +122,10 @@ class ObservedCall:
         self.forwards += other.forwards
         self.recomputed += other.recomputed
         self.inputs_known &= other.inputs_known
-        for name in ("started", "finished", "training", "grad_enabled", "autocast", "random", "arguments"):
-            setattr(self, name, getattr(other, name))  # of the newest
+        # Of the newest:
+        self.started, self.finished = other.started, other.finished
+        self.training, self.grad_enabled, self.autocast = other.training, other.grad_enabled, other.autocast
+        self.random, self.arguments = other.random, other.arguments
         if other.attention:
             together = itertools.zip_longest(self.attention, other.attention)
             self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]

@@ -1143,6 +1143,26 @@ def test_the_autocast_dtype_of_each_call_is_recorded():
     assert [call.autocast for _, call in watch.record.calls] == [None, "bfloat16", None]
 
 
+@pytest.mark.parametrize(
+    "module",
+    [nn.RReLU(), nn.FractionalMaxPool2d(2, output_size=2), nn.Dropout(0.5)],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_of_torch_that_draw_random_numbers_are_known(module):
+    with Watch(module) as watch:
+        module(randn(2, 3, 4, 4))
+    assert watch.record.layers["(root)"].calls[0].random is not None
+
+
+def test_a_layer_that_draws_nothing_draws_with_a_hook_or_another_forward():
+    model = nn.Sequential(linear(4, 4), linear(4, 4), linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: output + torch.randn(4))
+    model[1].forward = lambda x: x + torch.randn(4)
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert [watch.record.layers[name].calls[0].random is not None for name in "012"] == [True, True, False]
+
+
 def test_a_call_that_draws_random_numbers_has_the_hash_of_the_generator_at_its_start():
     model = nn.Sequential(linear(4, 4), nn.Dropout(0.5))
     records = []

@@ -58,20 +58,11 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    with plainly():
-        plain, reason = opened(tensor)
-        if reason is not None:
-            return Reduced(reason=reason)
-        if not plain.is_cpu:
-            return on_device(plain, axis, index, fingerprint)
-        if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
-            together = SmallTensors() if small is None else small
-            reduced = together.add(real(plain).numpy().copy(), axis, index, fingerprint)
-            return reduced.settled() if small is None else reduced
-        reduced = on_cpu(plain, axis, index)
-        if fingerprint:
-            reduced.fingerprint = project(plain, index)
-        return reduced
+    context = plainly()
+    if context is NOTHING:
+        return _reduced(tensor, axis, index, fingerprint, small)
+    with context:
+        return _reduced(tensor, axis, index, fingerprint, small)
 
 
 def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
@@ -101,15 +92,19 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     merged.row = a.row or b.row
     if a.row is not None and b.row is not None:
         merged.row = joined(a.row, b.row)
-    device = a.rows if a.rows is not None else b.rows
-    with plainly() if device is not None else NOTHING:
-        merged.rows = device
+    if a.rows is None and b.rows is None:
+        _merge_units(merged, a, b)
+        if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
+            merged.fingerprint = a.fingerprint + b.fingerprint
+        return merged
+    with plainly():
+        merged.rows = b.rows if a.rows is None else a.rows
         if a.rows is not None and b.rows is not None:
             rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
             # Without float64 the rows wait for the CPU: in float32 the sums would lose digits at each step.
             merged.rows = combined(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
-        _merge_fingerprints(merged, a, b)
+        _merge_remote_fingerprints(merged, a, b)
     return merged
 
 
@@ -175,11 +170,27 @@ def _statistics(row: Sequence[float]) -> Statistics:
     )
 
 
+def _reduced(tensor: Tensor, axis: int | None, index: int, fingerprint: bool, small: SmallTensors | None) -> Reduced:
+    plain, reason = opened(tensor)
+    if reason is not None:
+        return Reduced(reason=reason)
+    if not plain.is_cpu:
+        return on_device(plain, axis, index, fingerprint)
+    if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
+        together = SmallTensors() if small is None else small
+        reduced = together.add(real(plain).numpy().copy(), axis, index, fingerprint)
+        return reduced.settled() if small is None else reduced
+    reduced = on_cpu(plain, axis, index)
+    if fingerprint:
+        reduced.fingerprint = project(plain, index)
+    return reduced
+
+
 def _has_numbers(reduced: Reduced) -> bool:
     return reduced.row is not None or reduced.rows is not None
 
 
-def _merge_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
+def _merge_remote_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
     size = _size_of_fingerprint(a)
     if size is None or size != _size_of_fingerprint(b):
         return  # one has none, or one is of integers and the other is not

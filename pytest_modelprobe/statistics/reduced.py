@@ -68,24 +68,28 @@ def times(row: Row, copies: int) -> Row:
 def joined(a: Row, b: Row) -> Row:
     """Return the numbers of both sets of elements together: the formula of `Statistics.merge`."""
     n, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = a
-    m, *others = b
+    m, b_nan, b_posinf, b_neginf, b_zeros, b_first_nan, b_first_posinf, b_first_neginf, b_low, b_high, b_mean, other = b
     if n and m:
-        delta = others[9] - mean
+        delta = b_mean - mean
         mean += delta * (m / (n + m))
         deviations += delta * delta * (n * m / (n + m))
     elif m:
-        mean = others[9]
+        mean = b_mean
+    if b_nan or b_posinf or b_neginf:
+        first_nan = min(first_nan, b_first_nan)
+        first_posinf = min(first_posinf, b_first_posinf)
+        first_neginf = min(first_neginf, b_first_neginf)
     return (
         n + m,
-        nan + others[0],
-        posinf + others[1],
-        neginf + others[2],
-        zeros + others[3],
-        min(first_nan, others[4]),
-        min(first_posinf, others[5]),
-        min(first_neginf, others[6]),
-        min(low, others[7]),
-        max(high, others[8]),
+        nan + b_nan,
+        posinf + b_posinf,
+        neginf + b_neginf,
+        zeros + b_zeros,
+        first_nan,
+        first_posinf,
+        first_neginf,
+        min(b_low, low),
+        max(b_high, high),
         mean,
-        deviations + others[10],
+        deviations + other,
     )
