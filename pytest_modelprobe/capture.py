@@ -144,9 +144,7 @@ class Capture:
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
                         self._attach_layer(name, module)
-                owned = (own for m in self.layers.modules[root].modules() for own in (m._parameters, m._buffers))
-                tensors = (tensor for own in owned for tensor in own.values() if tensor is not None)
-                self._storages = frozenset(key[0] for tensor in tensors if (key := identity(tensor)) is not None)
+                self._storages = frozenset(_storages(self.layers.modules[root]))
                 self._hook_parameters()
                 self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         except BaseException:
@@ -160,10 +158,11 @@ class Capture:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         if name in self.selected:
-            whole = module._modules and self.layers.is_leaf(name)
-            inside = module.named_modules() if whole else [("", module)]
-            prefix = [] if name == ROOT else [name]
-            self._owners += [(".".join([*prefix, *filter(None, [path]), ""]), owner) for path, owner in inside]
+            prefix = "" if name == ROOT else f"{name}."
+            self._owners.append((prefix, module))
+            if module._modules and self.layers.is_leaf(name):
+                inside = module.named_modules(prefix=name.removeprefix(ROOT))
+                self._owners += [(f"{path}.", owner) for path, owner in inside if owner is not module]
 
     def _hook_parameters(self) -> None:
         """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
@@ -197,8 +196,9 @@ class Capture:
         self._tensor_hooks.clear()
         self._parameters.clear()
         self._gradients.clear()
-        while self._handles:
-            self._handles.pop().remove()
+        with _collection_paused():
+            while self._handles:
+                self._handles.pop().remove()
         self._exit.close()
 
     def check(self) -> None:
@@ -797,6 +797,16 @@ def _running(frame: FrameType) -> FrameType:
     while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def _storages(model: nn.Module) -> Iterator[int]:
+    """Yield what tells the storages of parameters and buffers."""
+    for module in model.modules():
+        if module._parameters or module._buffers:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                key = None if tensor is None else identity(tensor)
+                if key is not None:
+                    yield key[0]
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
