@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -350,7 +349,7 @@ class _Alone:
             return
         with statistics.plainly(), torch.enable_grad():
             weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
-            self._terms.append(projected(tensor, weights / math.sqrt(tensor.numel())))
+            self._terms.append(projected(tensor, weights))
 
     def _response(self) -> Response:
         roles, gradients, reason = self._gradients()

@@ -14,23 +14,23 @@ from pytest_modelprobe.record import Reading, Statistics
 
 
 def projected(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of a tensor times weights."""
+    """Return the sum of a tensor times weights, over the root of how many there are."""
     project: Any = _Projection.apply
-    return project(tensor, weights)  # type: ignore[no-any-return]
+    return project(tensor, weights, 1 / math.sqrt(tensor.numel()))  # type: ignore[no-any-return]
 
 
 class _Projection(torch.autograd.Function):
-    """The sum of a tensor times weights. It saves no tensor where activation checkpointing counts those saved."""
+    """What `projected` returns. It saves no tensor, where activation checkpointing counts those saved."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weights: Tensor) -> Tensor:
-        ctx.weights, ctx.dtype = weights, tensor.dtype
+    def forward(ctx: Any, tensor: Tensor, weights: Tensor, scale: float) -> Tensor:
+        ctx.weights, ctx.dtype, ctx.scale = weights, tensor.dtype, scale
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return torch.dot(tensor.to(wide).reshape(-1), weights.to(wide).reshape(-1))
+        return torch.dot(tensor.to(wide).reshape(-1), weights.to(wide).reshape(-1)) * scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return (gradients[0] * ctx.weights).to(ctx.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return (gradients[0] * ctx.scale * ctx.weights).to(ctx.dtype), None, None
 
 
 def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:

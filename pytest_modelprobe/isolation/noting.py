@@ -90,7 +90,6 @@ class Notes:
         self._counts: dict[str, int] = defaultdict(int)
         self._seen: dict[str, set[object]] = defaultdict(set)
         self._kinds = WeakIdKeyDictionary()
-        self._noting = True
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Notes:
@@ -109,12 +108,12 @@ class Notes:
 
     def finish(self) -> list[Noted]:
         """Note no more, and return the calls."""
-        self._noting = False
+        self._exit.close()
         self._kinds = WeakIdKeyDictionary()
         return self._calls
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._noting or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return  # recomputed by activation checkpointing: no call of its own
         flat = flatten_call(args, kwargs)
         parent = self._stack[-1] if self._stack else None
@@ -139,7 +138,7 @@ class Notes:
             call.inputs = self._template(call, "takes", (args, kwargs), flat)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._noting or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return
         while self._stack:  # calls that ended without a hook
             call = self._stack.pop()

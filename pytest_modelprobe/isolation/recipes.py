@@ -211,6 +211,9 @@ def _coins(numbers: Tensor) -> Tensor:
     return coins
 
 
+_PERIOD = 131_101  # of numbers drawn
+
+
 class Draws:
     """Normal numbers by shape and name, not to be written to: layers of one kind ask for the same ones."""
 
@@ -234,7 +237,15 @@ class Draws:
 
 
 def _drawn(shape: Sequence[int], name: str) -> Tensor:
-    return seeding.randn(shape, seed=0, name=name, device="cpu", dtype=torch.float32)
+    """Return normal numbers; from some number on they come again, as to draw more takes longer than a forward.
+
+    No two rows are the same for it, for the period is a prime: rows would have to be as many as that.
+    """
+    count = math.prod(shape)
+    drawn = seeding.randn(
+        shape if count <= _PERIOD else (_PERIOD,), seed=0, name=name, device="cpu", dtype=torch.float32
+    )
+    return drawn if count <= _PERIOD else drawn.repeat(-(-count // _PERIOD))[:count].view(tuple(shape))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
