@@ -1,7 +1,7 @@
 """What other tools take for numbers of each layer: a forward with them, in forwards of the same model without.
 
 Each does what it is made for, all of it once: attach, run, hand over what it found. A tool that cannot take a model is
-listed with the reason.
+listed with the reason, one that does not come back in `_PATIENCE` seconds with that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import gc
 import io
 import itertools
 import random
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pytest_modelprobe import statistics as room
 Inputs = dict[str, Any]
 Job = Callable[[], object]
 _MESSAGE = 80
+_PATIENCE = 60
 
 
 def unwatched(model: nn.Module, inputs: Inputs) -> Job:
@@ -182,6 +184,22 @@ PEERS: dict[str, Callable[[nn.Module, Inputs], Job]] = {
 }
 
 
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after so many seconds."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def compare(model: nn.Module, inputs: Inputs, rounds: int) -> dict[str, float | str]:
     """Return the median of each tool's time in forwards of the same round, or why it could not."""
     jobs: dict[str, Job] = {}
@@ -189,10 +207,12 @@ def compare(model: nn.Module, inputs: Inputs, rounds: int) -> dict[str, float | 
     quiet = io.StringIO()
     for name, make in PEERS.items():
         try:
-            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), limited(_PATIENCE):
                 job = make(model, inputs)
                 job()
             jobs[name] = job
+        except TimeoutError:
+            found[name] = f"more than {_PATIENCE} s"
         except Exception as error:  # noqa: BLE001 - whatever another tool does with a model it was not made for
             found[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:_MESSAGE]}"
     seconds: dict[str, list[float]] = {name: [] for name in jobs}

@@ -63,6 +63,11 @@ def tiny() -> tuple[nn.Module, dict[str, Any]]:
     return nn.Sequential(*layers), {"input": torch.randn(4, 8)}
 
 
+def in_bfloat16() -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = gpt2()
+    return model.to(torch.bfloat16), inputs
+
+
 MODELS = {"ResNet-50, 8 x 224²": resnet50, "GPT-2, 6 blocks, 2 x 256": gpt2, "ViT-B, 6 blocks, 4 x 224²": vit}
 
 # --- modes --------------------------------------------------------------------------------------------------------
@@ -159,14 +164,23 @@ MODES: dict[str, Mode] = {
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
+def mean_square(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return tensor.float().pow(2).mean()
+
+
+def forward_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    args = [inputs["input"]] if "input" in inputs else []
+    kwargs = {name: value for name, value in inputs.items() if name != "input"}
+    return lambda: model(*args, **kwargs)
+
+
 def step_of(model: nn.Module, inputs: dict[str, Any]) -> Step:
+    forward = forward_of(model, inputs)
+
     def step() -> None:
         model.zero_grad()
-        output = model(
-            *([inputs["input"]] if "input" in inputs else []), **{k: v for k, v in inputs.items() if k != "input"}
-        )
-        tensor = output if isinstance(output, torch.Tensor) else output[0]
-        tensor.float().pow(2).mean().backward()
+        mean_square(forward()).backward()
 
     return step
 
@@ -208,6 +222,47 @@ def bench_model(make: Callable[[], tuple[nn.Module, dict[str, Any]]], rounds: in
     model, inputs = make()
     times = in_turns(model, step_of(model, inputs), MODES, rounds)
     return {"seconds": statistics.median(times["unwatched"]), "ratios": ratios(times)}
+
+
+def bench_forward(rounds: int = 7) -> dict[str, Any]:
+    """The same for a forward alone, without gradient."""
+    found = {}
+    for title, make in MODELS.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        with torch.no_grad():
+            times = in_turns(model.eval(), forward_of(model, inputs), MODES, rounds)
+        found[title] = {"seconds": statistics.median(times["unwatched"]), "ratios": ratios(times)}
+    return found
+
+
+def bench_bfloat16(rounds: int = 7) -> dict[str, Any]:
+    """The same in bfloat16, where the CPU multiplies in it."""
+    if not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
+        return {}
+    return {"GPT-2, 6 blocks, 2 x 256, bfloat16": bench_model(in_bfloat16, rounds)}
+
+
+def bench_isolation(rounds: int = 3) -> dict[str, dict[str, float]]:
+    """Calling each layer alone: in forwards, where there is no loss, and in steps, where there is one."""
+    found = {}
+    for title, make in MODELS.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        probe, step, forward = ModelProbe(), step_of(model, inputs), forward_of(model, inputs)
+        each: dict[str, list[float]] = {"forward": [], "step": []}
+        for turn in range(-1, rounds):
+            for name, loss, base in (("forward", None, forward), ("step", mean_square, step)):
+                record = probe.run(model, loss=loss, **inputs)
+                start = time.perf_counter()
+                with torch.set_grad_enabled(loss is not None):
+                    base()
+                middle = time.perf_counter()
+                record.rerun.isolated(record)
+                if turn >= 0:
+                    each[name].append((time.perf_counter() - middle) / (middle - start))
+        found[title] = {name: statistics.median(values) for name, values in each.items()}
+    return found
 
 
 def bench_python(rounds: int = 200) -> dict[str, Any]:
@@ -396,8 +451,9 @@ def bench_llama() -> dict[str, float]:
 
 
 def bench_load(rounds: int = 15) -> dict[str, float]:
-    """Milliseconds of `pytest --collect-only` on one empty test, with the plugin and without, in turns."""
-    modes = {"without": ["-p", "no:modelprobe"], "with": []}
+    """Milliseconds of `pytest --collect-only` on one empty test: without, with ours, with another, in turns."""
+    ours, other = (["-p", f"no:{name}"] for name in ("modelprobe", "pytest_torch"))
+    modes = {"without": [*ours, *other], "with": other, "pytest-torch": ours}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_empty.py").write_text("def test_nothing(): pass\n", encoding="utf-8")
@@ -408,12 +464,9 @@ def bench_load(rounds: int = 15) -> dict[str, float]:
                 subprocess.run([*command, *arguments], cwd=folder, check=True, capture_output=True)
                 if turn >= 0:
                     seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
     pairs = zip(seconds["with"], seconds["without"], strict=True)
-    return {
-        "without": statistics.median(seconds["without"]) * 1e3,
-        "with": statistics.median(seconds["with"]) * 1e3,
-        "difference": statistics.median(a - b for a, b in pairs) * 1e3,
-    }
+    return medians | {"difference": statistics.median(a - b for a, b in pairs) * 1e3}
 
 
 # --- telling ------------------------------------------------------------------------------------------------------
@@ -441,6 +494,10 @@ def report(results: dict[str, Any]) -> str:
         parts += ["## A step, forward and backward, in steps without a probe", ""]
         parts += ["Median over rounds, and the middle half. *Naive hooks*: eight statistics an output and a gradient,"]
         parts += ["each read with `.item()`.", "", *table(results["models"]), ""]
+    if results.get("bfloat16"):
+        parts += ["In bfloat16:", "", *table(results["bfloat16"]), ""]
+    if "forward" in results:
+        parts += ["A forward alone, without gradient:", "", *table(results["forward"]), ""]
     if "limit" in results:
         parts += [
             "One `x.sum()` over each tensor that the probe reads would make of a step, and so much is read, in MB:",
@@ -490,6 +547,10 @@ def report(results: dict[str, Any]) -> str:
             f"An update measures the noise, of those answers too: {n['measured']:.1f} steps.",
             "",
         ]
+    if "isolation" in results:
+        parts += ["| each layer called alone | forwards, without a loss | steps, with one |", "|---|---|---|"]
+        parts += [f"| {title} | {n['forward']:.1f} | {n['step']:.1f} |" for title, n in results["isolation"].items()]
+        parts.append("")
     if "snapshot" in results:
         n = results["snapshot"]
         both = n["architecture, bytes"] + n["numbers, bytes"]
@@ -522,13 +583,14 @@ def report(results: dict[str, Any]) -> str:
             "`pytest --collect-only` on one empty test, in turns:",
         ]
         times = f"{load['without']:.0f} ms without the plugin, {load['with']:.0f} ms with it"
-        parts += [f"{times}; the median difference of pairs is {load['difference']:.1f} ms. torch is not imported.", ""]
+        parts += [f"{times}; the median difference of pairs is {load['difference']:.1f} ms. torch is not imported."]
+        parts += [f"With pytest-torch instead: {load['pytest-torch']:.0f} ms.", ""]
     return "\n".join(parts)
 
 
 BENCHES = (
-    bench_limit, bench_tensors, bench_peers, bench_scale, bench_python, bench_attach, bench_run, bench_snapshot,
-    bench_llama, bench_load,
+    bench_forward, bench_bfloat16, bench_limit, bench_tensors, bench_peers, bench_scale, bench_python, bench_attach,
+    bench_run, bench_isolation, bench_snapshot, bench_llama, bench_load,
 )  # fmt: skip
 
 

@@ -412,6 +412,24 @@ def test_a_container_hands_on_what_its_children_gave_untouched() -> None:
     assert handed == [("0 input", "input"), ("1 input", "0 output"), ("output", "1 output")]
 
 
+def test_the_hooks_that_note_the_calls_are_gone_when_a_layer_is_called_alone() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(self._forward_pre_hooks) + len(self._forward_hooks))
+            return super().forward(x)
+
+    seen: list[int] = []
+    respond(nn.Sequential(Counting(4, 4)), torch.ones(2, 4))
+    assert seen == [2, 0]
+
+
+def test_a_large_synthetic_tensor_has_no_two_equal_rows() -> None:
+    x = synthetic("2^0", (2000, 768), "input", torch.float32)
+    assert len(x.unique(dim=0)) == 2000
+    assert abs(x.mean().item()) < 0.01
+    assert abs(x.std().item() - 1) < 0.01
+
+
 def test_a_name_of_a_layer_draws_no_numbers() -> None:
     class Renamed(nn.Module):
         def __init__(self) -> None:
