@@ -17,7 +17,7 @@ from .layers import attributes, own_buffers, own_parameters, type_name
 from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
 from .owned import Owned, contents, tensors
 from .record import Attention, Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
-from .statistics import Reduced
+from .statistics import Reduced, SmallTensors
 
 Which = Literal["all", "first", "last"]
 
@@ -192,10 +192,11 @@ class _Builder:
     def _read_owned(self, which: Which, before: Mapping[str, Owned]) -> None:
         after_first = self.capture.after_first if which == "first" else None
         read: dict[int, Reduced] = {}
+        small = SmallTensors()
 
         def now(tensor: torch.Tensor) -> Reduced:
             if id(tensor) not in read:
-                read[id(tensor)] = statistics.reduce(tensor)
+                read[id(tensor)] = statistics.reduce(tensor, small=small)
             return read[id(tensor)]
 
         for name, tensor in tensors(self.capture.layers, self.capture.selected):

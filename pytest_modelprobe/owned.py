@@ -13,7 +13,7 @@ from . import statistics
 from .layers import Layers, own_buffers, own_parameters
 from .observation import Identity, identity
 from .record import qualified
-from .statistics import Reduced
+from .statistics import Reduced, SmallTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +38,12 @@ def owned(layers: Layers, selected: Collection[str]) -> dict[str, Owned]:
     True
     """
     read: dict[int, Owned] = {}
+    small = SmallTensors()
     found: dict[str, Owned] = {}
     with torch._C.DisableTorchFunction():
         for name, tensor in tensors(layers, selected):
             if id(tensor) not in read:
-                read[id(tensor)] = Owned(tensor, contents(tensor), statistics.reduce(tensor))
+                read[id(tensor)] = Owned(tensor, contents(tensor), statistics.reduce(tensor, small=small))
             found[name] = read[id(tensor)]
     return found
 

@@ -197,6 +197,7 @@ class _Alone:
         self._given: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
         self._handed: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduced] = []
+        self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
         self._leaves: dict[str, _Leaf] = {}
         self._terms: list[Tensor] = []
@@ -341,7 +342,7 @@ class _Alone:
 
     def _computed(self, where: str, tensor: Tensor) -> None:
         self._handed.append((where, None))
-        self._reduced.append(statistics.reduce(tensor))
+        self._reduced.append(statistics.reduce(tensor, small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add to the loss a random projection, now: the code may yet write into the tensor."""
@@ -353,7 +354,8 @@ class _Alone:
 
     def _response(self) -> Response:
         roles, gradients, reason = self._gradients()
-        readings = statistics.collect([*self._reduced, *map(statistics.reduce, gradients)])
+        self._reduced += [statistics.reduce(gradient, small=self._small) for gradient in gradients]
+        readings = statistics.collect(self._reduced)
         computed = iter(readings)
         handed = tuple(
             Handed(where=where, passed=passed, reading=next(computed) if passed is None else None)
