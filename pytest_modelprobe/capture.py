@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -129,8 +131,8 @@ class Capture:
         self._storages: frozenset[int] = frozenset()
         self._backward = -1
         self._newest_task = -1
-        # Of the newest backward pass, by what tells them apart.
         self._small = SmallTensors()
+        # Gradients of the newest backward pass, by what tells them apart.
         self._gradients: dict[tuple[int, Identity], tuple[Reduced, StorageWeakRef]] = {}
 
     # --- attach, detach -------------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ class Capture:
                 (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
                 for path, tensor in frame.inputs.tensors
             ]
-            frame.random_state = _random_state() if may_draw else None
+            frame.random_states = _random_states() if may_draw else ()
 
     def _shut(self, frame: _Frame, call: ObservedCall, output: Any, module: nn.Module | None) -> None:
         with statistics.plainly():
@@ -281,8 +283,8 @@ class Capture:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
-            if frame.random_state is not None and frame.random_state != _random_state():
-                call.random = hashlib.blake2b(frame.random_state, digest_size=8).hexdigest()
+            if frame.random_states and any(map(operator.ne, frame.random_states, _random_states())):
+                call.random = hashlib.blake2b(b"".join(frame.random_states), digest_size=8).hexdigest()
         if self._stack:
             axes = self._stack[-1].axes
             for _, seen in call.outputs:
@@ -413,7 +415,8 @@ class Capture:
         if hook is None:
             return Observed(tensor, *self._read(forward, tensor, axis))
         before = hook.seen_in(forward)
-        if before is not None and hook.version is not None:  # `.data` may change a leaf without a new version
+        # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
+        if before is not None and hook.version is not None and not tensor._is_view():
             seen = Observed(tensor, before.number, before.forward)
         else:
             _, reduced = self._read(forward, tensor, axis)
@@ -527,10 +530,11 @@ class Capture:
         key = identity(gradient) if gradient.numel() > _LARGE else None
         if key is None:
             return statistics.reduce(gradient, index=index, small=self._small)
-        if (index, key) not in self._gradients:
+        known = self._gradients.get((index, key))
+        if known is None:
             kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
-            self._gradients[index, key] = statistics.reduce(gradient, index=index), kept
-        return self._gradients[index, key][0]
+            known = self._gradients[index, key] = statistics.reduce(gradient, index=index), kept
+        return known[0]
 
     def backward_pass(self) -> int:
         """Return which backward pass runs, counting it if it is new."""
@@ -592,7 +596,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_state", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -603,8 +607,8 @@ class _Frame:
         self.call: ObservedCall | None = None
         self.axes: dict[tuple[Dimension, ...], int | None] = {}
         """Unit axis of what the calls inside gave out, the newest of each shape."""
-        self.random_state: bytes | None = None
-        """As the call began; None where it draws nothing."""
+        self.random_states: tuple[bytes, ...] = ()
+        """As the call began; none where it draws nothing."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
@@ -828,17 +832,21 @@ def _autocast_dtype(inputs: Flat) -> str | None:
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Whether a call surely draws no random numbers, so that the generators need no look, which is dear."""
-    alone = len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
-    return alone and type(module) in _DRAW_NOTHING and "forward" not in module.__dict__
+    """Whether torch's own code alone runs in a call, and draws no random numbers: to look for it is dear."""
+    return (
+        type(module) in _DRAW_NOTHING
+        and "forward" not in module.__dict__
+        and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
+        and not (_global_forward_pre_hooks or _global_forward_hooks or torch._C._len_torch_function_stack())
+    )
 
 
-def _random_state() -> bytes:
-    """Return the state of torch's generators, to tell whether a call drew from them."""
-    state = torch.default_generator.get_state().numpy().tobytes()
+def _random_states() -> tuple[bytes, ...]:
+    """Return the states of torch's generators, to tell whether a call drew from them."""
+    states = torch.default_generator.get_state().numpy().tobytes()
     if torch.cuda.is_initialized():
-        state += torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
-    return state
+        return states, torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
+    return (states,)
 
 
 def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:
@@ -885,7 +893,7 @@ class _EagerStance:
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: thousands of small objects are made, none is garbage."""
+    """No garbage collection meanwhile: thousands of small objects come or go, none of them in cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

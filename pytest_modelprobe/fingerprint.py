@@ -238,7 +238,8 @@ def project_rows(x: Array, indices: Sequence[int]) -> Array:
     """
     count = x.shape[1]
     if count <= _DIRECT:
-        numbers = np.matmul(x, _direct(x.dtype)[:, :count].T)
+        # A product for each row: in one for all, the last bits of a row would depend on how many there are.
+        numbers = np.matmul(_direct(x.dtype)[:, :count], x[:, :, None])[:, :, 0]
     else:
         rest = -count % _COLUMNS
         rows = (np.pad(x, ((0, 0), (0, rest))) if rest else x).reshape(len(x), -1, _COLUMNS)
@@ -298,7 +299,12 @@ def _sum_of_products(a: Array, b: Array) -> Array:
 
 
 def _torch_is_exact() -> bool:
-    """Whether torch multiplies matrices of float32 on the CPU in float32: it may be told to use less."""
+    """Whether torch multiplies matrices of float32 on the CPU in float32: it may be told to use less.
+
+    Without MKL there are more ways to tell it than can be asked for.
+    """
+    if not torch.backends.mkl.is_available():
+        return False
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if settings is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"

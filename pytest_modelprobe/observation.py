@@ -69,7 +69,7 @@ class Observed:
         self.requires_grad |= other.requires_grad
 
     def copy(self) -> Observed:
-        """Return an independent copy: a `Reduced` is never changed, so that sharing it is safe."""
+        """Return an independent copy: a `Reduced` never changes once it has its numbers, so that sharing it is safe."""
         copy = object.__new__(Observed)
         for name in Observed.__slots__:
             setattr(copy, name, getattr(self, name))

@@ -563,6 +563,22 @@ def test_a_shared_gradient_that_changes_in_place_between_is_read_again():
     assert reads(value(watch.record, "a").backward, 3 * direction)
 
 
+def test_a_view_of_a_parameter_is_read_again_where_the_parameter_changed():
+    def forward(self, x):
+        view = self.weight.t()
+        self.a(view)
+        self.weight.data.mul_(2)  # which counts as no change
+        return self.b(view) + x
+
+    model = Call(forward, a=nn.Identity(), b=nn.Identity())
+    model.weight = nn.Parameter(randn(4, 4))
+    before = model.weight.detach().clone()
+    with Watch(model) as watch:
+        model(randn(4, 4))
+    assert reads(value(watch.record, "a", "input").forward, before)
+    assert reads(value(watch.record, "b", "input").forward, 2 * before)
+
+
 def test_another_pass_with_the_same_gradient_reads_it_again():
     model, x, direction = branches(), randn(3, 4000, grad=True), randn(3, 4000)
     with Watch(model) as watch:
@@ -1161,6 +1177,16 @@ def test_a_layer_that_draws_nothing_draws_with_a_hook_or_another_forward():
     with Watch(model) as watch:
         model(randn(3, 4))
     assert [watch.record.layers[name].calls[0].random is not None for name in "012"] == [True, True, False]
+
+
+def test_a_layer_that_draws_nothing_draws_with_a_hook_on_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output + torch.randn(()))
+    try:
+        with Watch(nn.Sequential(linear(4, 4))) as watch:
+            watch._capture.layers.modules["0"](randn(3, 4))
+    finally:
+        handle.remove()
+    assert watch.record.layers["0"].calls[0].random is not None
 
 
 def test_a_call_that_draws_random_numbers_has_the_hash_of_the_generator_at_its_start():

@@ -18,7 +18,7 @@ from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, Handed, Response
 
-from .contexts import left_as_it_was, seeder, without_hooks
+from .contexts import left_as_it_was, seeder, unfused, without_hooks
 from .gradients import combined, projected
 from .noting import Noted, Notes, Slot, Template, copied
 from .own import ATOMIC, buffers_of, same, weights_of
@@ -213,8 +213,9 @@ class _Alone:
             buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._call.module)}
             inputs = list(self._given.values())
             self._session.seed()
-            with without_hooks(m for m in self._session.hooked if m is not self._call.module):
-                output = self._call.module(*args, **kwargs)
+            module = self._call.module
+            with without_hooks(m for m in self._session.hooked if m is not module), unfused(module):
+                output = module(*args, **kwargs)
             returned = flatten("output", output)
             self._hand_state(buffers, inputs, returned)
             self._hand("", "", returned)

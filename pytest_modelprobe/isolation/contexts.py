@@ -45,6 +45,16 @@ def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = l
 
 
 @contextlib.contextmanager
+def unfused(module: nn.Module) -> Iterator[None]:
+    """Put a hook on that does nothing: torch's fused paths, which call no child, are not for modules with hooks."""
+    handle = module.register_forward_pre_hook(lambda module, args: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
 def quietly(gradient: bool) -> Iterator[None]:
     """Run code on numbers it was not made for: what it warns of is no news."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.set_grad_enabled(gradient):

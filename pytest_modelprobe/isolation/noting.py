@@ -76,7 +76,7 @@ class Noted:
 
 
 class Notes:
-    """Hooks that note each call. They stay on, silent, while layers are called alone: fused paths look for hooks."""
+    """Hooks that note each call, until `finish`."""
 
     def __init__(self, layers: Layers, selected: Collection[str] | None) -> None:
         self.layers = layers

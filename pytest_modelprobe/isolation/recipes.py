@@ -237,15 +237,16 @@ class Draws:
 
 
 def _drawn(shape: Sequence[int], name: str) -> Tensor:
-    """Return normal numbers; from some number on they come again, as to draw more takes longer than a forward.
+    """Return normal numbers; from some number on they come again a little larger: to draw on would take too long.
 
-    No two rows are the same for it, for the period is a prime: rows would have to be as many as that.
+    The period is a prime, so that no rows are alike, and no two numbers are equal by it.
     """
     count = math.prod(shape)
-    drawn = seeding.randn(
-        shape if count <= _PERIOD else (_PERIOD,), seed=0, name=name, device="cpu", dtype=torch.float32
-    )
-    return drawn if count <= _PERIOD else drawn.repeat(-(-count // _PERIOD))[:count].view(tuple(shape))
+    if count <= _PERIOD:
+        return seeding.randn(shape, seed=0, name=name, device="cpu", dtype=torch.float32)
+    drawn = seeding.randn((_PERIOD,), seed=0, name=name, device="cpu", dtype=torch.float32)
+    scales = 1 + torch.arange(-(-count // _PERIOD)) % 512 / 4096
+    return (scales[:, None] * drawn).view(-1)[:count].view(tuple(shape))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:

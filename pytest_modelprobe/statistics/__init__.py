@@ -1,8 +1,8 @@
 """Statistics of tensors: reduced where the tensor lives, read when the record is made.
 
-`reduce` is what a hook calls. On the CPU it returns plain numbers at once. On another device it returns a small tensor
-that stays there: no element is read, so nothing waits for the device. `merge` joins two reductions in the same manner,
-and `collect` reads any number of them with one transfer per device.
+`reduce` is what a hook calls. On the CPU it returns plain numbers, at once, or for small tensors when they are asked
+for. On another device it returns a small tensor that stays there: no element is read, so nothing waits for the device.
+`merge` joins two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
 Moments are accurate to 1e-6 of the root mean square. That takes care: a float32 `dot` over 256 k elements of one
 magnitude is wrong by 5e-5, so squares are added 1,024 at a time; and where the mean is most of what the squares are

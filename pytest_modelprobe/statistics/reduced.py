@@ -50,8 +50,9 @@ class Reduced:
 
     def settled(self) -> Reduced:
         """Return this, with its numbers there."""
-        if self.waiting is not None:
-            self.waiting.settle()
+        waiting = self.waiting  # another thread may settle it meanwhile
+        if waiting is not None:
+            waiting.settle()
         return self
 
 

@@ -2,7 +2,7 @@
 
 Of a tensor of some thousand elements the calls cost more than the elements do. So a hook only copies it, and all that
 have one shape are reduced by the same calls, as the rows of a matrix: when a number is asked for, or when there are
-`_MOST` elements.
+`_MOST` elements or `_COPIES` copies. What a tensor comes to does not depend on those beside it, not in the last bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from pytest_modelprobe.fingerprint import project, project_rows
 
 from .cpu import on_cpu
+from .opening import plainly
 from .reduced import Array, Reduced, of_finite
 
 SMALL = 1 << 13
 _MOST = 1 << 18
+_COPIES = 1 << 12
 _HUGE = 1e150  # magnitudes whose squares, or their sum, float64 may not hold
 
 _Copy = tuple[Reduced, Array, int, bool]
@@ -46,20 +48,21 @@ class SmallTensors:
         reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, waiting=self)
         self._waiting.append((reduced, values, index, fingerprint))
         self._elements += values.size
-        if self._elements > _MOST:
+        if self._elements > _MOST or len(self._waiting) > _COPIES:
             self.settle()
         return reduced
 
     def settle(self) -> None:
-        """Reduce what waits."""
-        with self._lock, np.errstate(all="ignore"):
-            self._elements = 0
+        """Reduce what waits. An interrupt in between leaves it waiting."""
+        with self._lock, np.errstate(all="ignore"), plainly():
+            waiting = self._waiting[:]
             groups: dict[_Form, list[_Copy]] = {}
-            while self._waiting:
-                copy = self._waiting.pop()
+            for copy in waiting:
                 groups.setdefault(_form(copy), []).append(copy)
             for form, copies in groups.items():
                 _reduce(copies, *form)
+            del self._waiting[: len(waiting)]
+            self._elements = 0
 
 
 def _form(copy: _Copy) -> _Form:
@@ -80,15 +83,15 @@ def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint
     certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
     zeros = count - np.count_nonzero(x, axis=1)
     numbers = project_rows(x, [index for _, _, index, _ in copies]) if fingerprint else None
-    x = x - mean[:, None]  # not in place: the ranges may be views
+    x = x - mean[:, None]  # not in place: ranges may be views
     deviations = np.einsum("kn,kn->k", x, x)
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
     for i, ((reduced, values, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
             reduced.row = of_finite(count, *row)
             if reduced.axis is not None:
-                reduced.low, reduced.high = low[i], high[i]
-            reduced.fingerprint = None if numbers is None else numbers[i]
+                reduced.low, reduced.high = low[i].copy(), high[i].copy()  # a view would keep those of all
+            reduced.fingerprint = None if numbers is None else numbers[i].copy()
         else:  # alone, and with more care
             tensor = torch.from_numpy(values)
             careful = on_cpu(tensor, reduced.axis, index)
