@@ -45,8 +45,23 @@ def probe(model: nn.Module, inputs: Inputs) -> Job:
     return job
 
 
+def probe_activations(model: nn.Module, inputs: Inputs) -> Job:
+    """Statistics of inputs and outputs, as the hooks take them; a record reads the parameters too, as no other does."""
+    options = room.reduce.__kwdefaults__
+
+    def job() -> object:
+        options["fingerprint"] = False
+        try:
+            with Watch(model):
+                return model(**inputs)
+        finally:
+            options["fingerprint"] = True
+
+    return job
+
+
 def probe_statistics(model: nn.Module, inputs: Inputs) -> Job:
-    """Statistics alone."""
+    """The record without fingerprints."""
     whole = probe(model, inputs)
     options = room.reduce.__kwdefaults__
 
@@ -171,8 +186,9 @@ def debug_mode(model: nn.Module, inputs: Inputs) -> Job:
 
 PEERS: dict[str, Callable[[nn.Module, Inputs], Job]] = {
     "unwatched": unwatched,
-    "modelprobe, statistics": probe_statistics,
-    "modelprobe, statistics and fingerprint": probe,
+    "modelprobe, statistics of activations": probe_activations,
+    "modelprobe, record with parameters, statistics alone": probe_statistics,
+    "modelprobe, record with parameters": probe,
     "naive hooks, eight statistics": naive_hooks,
     "hooks with a histogram": histograms,
     "torchinfo `summary` (no numbers)": torchinfo,
@@ -237,6 +253,6 @@ def table(results: dict[str, dict[str, float | str]]) -> list[str]:
     models = list(results)
     lines = [f"| tool | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"]
     for name in itertools.islice(PEERS, 1, None):
-        cells = (results[model][name] for model in models)
+        cells = (results[model].get(name, "") for model in models)
         lines.append(f"| {name} | {' | '.join(c if isinstance(c, str) else f'{c:.2f}' for c in cells)} |")
     return lines
