@@ -493,7 +493,8 @@ def table(results: dict[str, Any]) -> list[str]:
 
 
 def report(results: dict[str, Any]) -> str:
-    parts = ["# Results", "", "Command: `tox -e bench`. Machine: " + machine() + ".", ""]
+    parts = ["# Results", "", "Command: `tox -e bench`. Machine: " + machine() + "."]
+    parts += ["Where the time goes, and what stands in the way of less: [PROFILE.md](PROFILE.md).", ""]
     if "models" in results:
         parts += ["## A step, forward and backward, in steps without a probe", ""]
         parts += ["Median over rounds, and the middle half. *Naive hooks*: eight statistics an output and a gradient,"]
