@@ -19,7 +19,7 @@ Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "calls", "source", "interface", "path", "argument", "context",
+    "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient",
 ]  # fmt: skip
@@ -85,6 +85,8 @@ class Comparison:
     """With its layers under the actual's names."""
     found: tuple[Difference, ...] = ()
     """What differs, also in layers that were not asked for."""
+    notes: tuple[Difference, ...] = ()
+    """Attributes that only one of the two has: what they change, if anything, differs by itself."""
     wanted: frozenset[str] | None = None
     """The layers that were asked for; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -163,6 +165,7 @@ def compare(
         actual=actual,
         expected=expected,
         found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour")),
+        notes=() if parts == "behaviour" else tuple(comparer.notes),
         wanted=None if wanted is None else frozenset(wanted),
         renamed={**said, **moved_names},
         changes=comparer.changes,
@@ -196,6 +199,7 @@ class _Comparer:
         self.times = times
         self.changes: dict[Place, Change] = {}
         self.pairs: list[Pair] = []
+        self.notes: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
@@ -221,7 +225,11 @@ class _Comparer:
         for name in dict.fromkeys((*e.attributes, *a.attributes)):
             mine, theirs = a.attributes.get(name), e.attributes.get(name)
             if not _equal(mine, theirs):
-                yield Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
+                found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
+                if name in a.attributes and name in e.attributes:
+                    yield found
+                else:
+                    self.notes.append(found)
         if a.training != e.training:
             yield Difference(layer=a.name, kind="mode", what="training", actual=a.training, expected=e.training)
         yield from self._parameters(a, a.parameters, e.parameters, "parameter")
@@ -292,23 +300,24 @@ class _Comparer:
         at = functools.partial(Difference, layer=pair.layer, call=a.index)
         for name in dict.fromkeys((*e.arguments, *a.arguments)):
             mine, theirs = a.arguments.get(name), e.arguments.get(name)
-            if not _equal(mine, theirs):
+            if not (_equal(mine, theirs) or _is_default(name, a.arguments, e.arguments)):
                 yield at(kind="argument", what=name, actual=mine, expected=theirs)
         for name in ("grad_enabled", "autocast"):
             mine, theirs = getattr(a, name), getattr(e, name)
             if mine != theirs:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
-        inputs = _paired(a.inputs, e.inputs)
-        if inputs is None:
-            mine_text, theirs_text = (", ".join(v.path for v in x) or "none" for x in (a.inputs, e.inputs))
-            yield at(kind="interface", what="input", actual=mine_text, expected=theirs_text)
-        for value, other in inputs or ():
+        inputs, added, removed = _paired(a.inputs, e.inputs)
+        for value in added:
+            yield at(kind="input added", what=value.path, actual=_described(value))
+        for value in removed:
+            yield at(kind="input removed", what=value.path, expected=_described(value))
+        for value, other in inputs:
             yield from self._values(pair, "input", value, other)
-        outputs, added, removed = _outputs_paired(a.outputs, e.outputs)
-        for path in added:
-            yield at(kind="path", what=path, actual=path)
-        for path in removed:
-            yield at(kind="path", what=path, expected=path)
+        outputs, added, removed = _paired(a.outputs, e.outputs)
+        for value in added:
+            yield at(kind="path", what=value.path, actual=value.path)
+        for value in removed:
+            yield at(kind="path", what=value.path, expected=value.path)
         for value, other in outputs:
             if value.path != other.path:
                 yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
@@ -424,14 +433,8 @@ class _Comparer:
 
 
 def comparable(a: Response | None, e: Response | None) -> bool:
-    """Whether two responses are answers to the same synthetic tensors.
-
-    What a child answers belongs to the order in which the children are called.
-    """
+    """Whether two responses are answers to the same synthetic tensors."""
     if a is None or e is None or a.reason is not None or e.reason is not None:
-        return False
-    mine, theirs = children(a), children(e)
-    if [name for name in mine if name in theirs] != [name for name in theirs if name in mine]:
         return False
     return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
 
@@ -466,32 +469,34 @@ def _equal(a: Plain, e: Plain) -> bool:
     return type(a) is type(e) and (a == e or (a != a and e != e))
 
 
-def _paired(actual: Sequence[Value], expected: Sequence[Value]) -> list[tuple[Value, Value]] | None:
-    """Return which value is which: by path, what is left in order (by keyword now, by position then); None if not."""
-    if len(actual) != len(expected):
-        return None
-    if all(a.path == e.path for a, e in zip(actual, expected, strict=True)):
-        return list(zip(actual, expected, strict=True))
+def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> bool:
+    """Whether an argument is None or False in one call and not given in the other: what it most often is by default."""
+    value = actual.get(name, expected.get(name))
+    return (name in actual) != (name in expected) and (value is None or value is False)
+
+
+def _paired(
+    actual: Sequence[Value], expected: Sequence[Value]
+) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
+    """Return which value is which, and those that came and went.
+
+    They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
+    """
     theirs = {value.path: value for value in expected}
     pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
-    left = iter(theirs.values())
-    return [(value, pairs.get(value.path) or next(left)) for value in actual]
+    left = list(theirs.values())
+    for value in actual:
+        if value.path not in pairs:
+            alike = (v for v in left if (v.shape, v.dtype) == (value.shape, value.dtype))
+            if (other := next(alike, None)) is not None:
+                pairs[value.path] = other
+                left = [v for v in left if v is not other]
+    added = [value for value in actual if value.path not in pairs]
+    return [(value, pairs[value.path]) for value in actual if value.path in pairs], added, left
 
 
-def _outputs_paired(
-    actual: Sequence[Value], expected: Sequence[Value]
-) -> tuple[list[tuple[Value, Value]], list[str], list[str]]:
-    """Return which output is which, and the paths of those that came and went."""
-    pairs = _paired(actual, expected)
-    if pairs is not None:
-        return pairs, [], []
-    mine, theirs = {v.path: v for v in actual}, {v.path: v for v in expected}
-    both = [(value, theirs[path]) for path, value in mine.items() if path in theirs]
-    return both, [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
-
-
-def _described(parameter: Parameter) -> str:
-    return f"{_shape(parameter.shape)} {parameter.dtype}"
+def _described(tensor: Parameter | Value) -> str:
+    return f"{_shape(tensor.shape)} {tensor.dtype}"
 
 
 def _shape(shape: Sequence[Dimension]) -> str:

@@ -270,6 +270,15 @@ def test_an_attention_mask_is_no_quantity_to_judge_against(least: float) -> None
     assert from_nothing(value("input", 1e-9, 1e-9), mask) == [("norm", "output", "output")]
 
 
+def test_an_attribute_that_only_one_has_is_a_note() -> None:
+    for actual, expected in ({"n": 1, "new": 3}, {"n": 1}), ({"n": 1}, {"n": 1, "old": 3}):
+        found = compare(changed("fc", attributes=actual), changed("fc", attributes=expected))
+        assert found.same
+        ((layer, kind, what),) = [(d.layer, d.kind, d.what) for d in found.notes]
+        assert (layer, kind) == ("fc", "attribute")
+        assert what in ("new", "old")
+
+
 def test_an_attribute_that_is_nan_is_the_same_as_nan() -> None:
     old, new = (changed("fc", attributes={"n": float("nan")}) for _ in range(2))
     assert compare(new, old).same
@@ -326,6 +335,23 @@ def test_a_value_handed_by_keyword_is_the_one_handed_by_position() -> None:
 def test_values_of_the_same_path_are_paired_before_those_in_order() -> None:
     old = called("norm", inputs=(value("input", *X), value("mask", *Y)))
     assert compare(called("norm", inputs=(value("mask", *Y), value("x", *X))), old).same
+
+
+def test_inputs_of_another_shape_or_dtype_are_no_pair() -> None:
+    positions = dataclasses.replace(value("positions", 0.0, 1.0), dtype="int64")
+    old = called("norm", inputs=(value("input", *X), positions))
+    new = called("norm", inputs=(value("input", *X), value("mask", 0.0, 1.0, 1.0)))
+    assert [(d.kind, d.actual, d.expected) for d in compare(new, old).differences] == [
+        ("input added", "(3,) float32", None),
+        ("input removed", None, "(2,) int64"),
+    ]
+
+
+@pytest.mark.parametrize(("value", "same"), [(None, True), (False, True), (True, False), (0, False), (0.0, False)])
+def test_an_argument_that_is_not_given_is_none_or_false(value: object, same: bool) -> None:
+    given, not_given = called("norm", arguments={"causal": value}), called("norm", arguments={})
+    assert compare(given, not_given).same is same
+    assert compare(not_given, given).same is same
 
 
 def test_two_values_that_changed_places_differ() -> None:
@@ -414,11 +440,11 @@ def test_responses_are_compared_if_the_tensors_that_both_have_are_the_same() -> 
     assert not compare(response(recipes={"input": "2 2^0", "bias": "2^0"}, handed=OTHER), OLD).same
 
 
-def test_responses_are_not_compared_if_the_children_are_called_in_another_order() -> None:
-    """The synthetic answer of a child belongs to its place among the children."""
+def test_responses_are_compared_if_the_children_are_called_in_another_order() -> None:
     children = (Handed(where="k input", passed="input"), Handed(where="q input", passed="input"))
-    old, new = response(handed=(*children, *OTHER)), response(handed=(*children[::-1], *RESPONSE.handed))
+    old, new = (response(handed=(*order, *RESPONSE.handed)) for order in (children, children[::-1]))
     assert compare(new, old).same
+    assert not compare(response(handed=(*children[::-1], *OTHER)), old).same
 
 
 def test_a_call_that_could_not_be_made_alone_is_not_compared() -> None:
@@ -455,7 +481,7 @@ def test_what_was_passed_on_and_is_computed_now_is_told() -> None:
 def test_parts_tell_architecture_and_behaviour_apart() -> None:
     new = dataclasses.replace(
         OLD,
-        layers={**changed("norm", attributes={}).layers, "fc": given("fc", forward=reading(5.0, 7.0))["fc"]},
+        layers={**changed("norm", attributes={"eps": 1e-6}).layers, "fc": given("fc", forward=reading(5.0, 7.0))["fc"]},
     )
     assert {d.kind for d in compare(new, OLD, parts="architecture").differences} == {"attribute"}
     assert {d.kind for d in compare(new, OLD, parts="behaviour").differences} == {"output"}
@@ -466,7 +492,7 @@ def test_parts_tell_architecture_and_behaviour_apart() -> None:
 
 
 def test_only_the_layers_asked_for_are_told() -> None:
-    new = changed("norm", attributes={})
+    new = changed("norm", attributes={"eps": 1e-6})
     assert compare(new, OLD, layers=["fc"]).same
     assert not compare(new, OLD, layers=["norm"]).same
 

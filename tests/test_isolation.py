@@ -27,7 +27,12 @@ Responses = dict[Key, Response]
 
 
 def respond(
-    model: nn.Module, *args: Any, like: Responses | None = None, gradient: bool = True, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    like: Responses | None = None,
+    names: dict[str, str] | None = None,
+    gradient: bool = True,
+    **kwargs: Any,
 ) -> Responses:
     """Return the responses of all layers, to synthetic tensors made like those of other responses."""
     recipes = {key: response.recipes for key, response in (like or {}).items()}
@@ -36,7 +41,7 @@ def respond(
         with seeding.seeded(0):
             model(*args, **kwargs)
 
-    return isolate(model, forward, recipes=recipes, gradient=gradient)
+    return isolate(model, forward, recipes=recipes, names=names, gradient=gradient)
 
 
 def differs(a: Reading | None, b: Reading | None) -> bool:
@@ -445,22 +450,31 @@ def test_a_fused_layer_is_called_alone_as_it_ran_unfused(gradient: bool) -> None
     assert "norm2 input" in handed
 
 
-def test_a_name_of_a_layer_draws_no_numbers() -> None:
-    class Renamed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+class Renamed(nn.Module):
+    """`Two`, its children under other names and in another order."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.left(x) + self.right(x.clone())
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second = self.right(x.clone())
+        return self.left(x) + second
+
+
+def test_a_child_gives_out_what_belongs_to_its_name_and_not_to_its_place_in_the_code() -> None:
+    names = {"left": "a", "right": "b"}
     with seeding.seeded(0):
-        a = respond(Two(), torch.ones(2, 4))["(root)", 0]
+        model = Two()
     with seeding.seeded(0):
-        b = respond(Renamed(), torch.ones(2, 4))["(root)", 0]
-    assert [h.reading for h in a.handed] == [h.reading for h in b.handed]
-    assert [h.where for h in b.handed] == ["left input", "right input", "output"]
-    assert a.gradient == b.gradient
+        renamed = Renamed()
+    before = respond(model, torch.ones(2, 4))["(root)", 0]
+    now = respond(renamed, torch.ones(2, 4), names=names)["(root)", 0]
+    assert [h.where for h in before.handed] == ["a input", "b input", "output"]
+    assert [h.where for h in now.handed] == ["right input", "left input", "output"]
+    assert not differs(now.handed[-1].reading, before.handed[-1].reading)
+    assert not differs(now.gradient, before.gradient)
+    assert differs(respond(renamed, torch.ones(2, 4))["(root)", 0].handed[-1].reading, before.handed[-1].reading)
 
 
 def test_plain_arguments_of_children_count() -> None:

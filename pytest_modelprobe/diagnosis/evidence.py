@@ -102,7 +102,7 @@ class Evidence:
 
     def inputs(self, pair: Pair) -> Inputs:
         """Return how what came in compares with what came in then."""
-        if self.of_call(pair, "argument", "context", "interface", side="input"):
+        if self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input"):
             return Inputs(match=False)
         a, e = pair.actual, pair.expected
         changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]

@@ -4,9 +4,9 @@ The model runs once, and of each call is noted what went in and out: structure, 
 numbers, no tensor. Then each call runs again by itself. Its inputs and its weights are synthetic; the calls that it
 makes are answered by synthetic outputs. What its code hands to those calls, and what it returns, is its response.
 
-A synthetic tensor depends on its recipe, its shape and its place in the call (``input``, the second call's output, the
-parameter's own name), never on the name of a layer or on real numbers. So two models respond alike where their code
-is alike, whatever their weights and inputs are.
+A synthetic tensor depends on its recipe, its shape and its place in the call: ``input``, the output of the second call
+of the child ``attn``, the parameter's own name. It depends neither on the name of the layer itself, nor on the order of
+its calls, nor on real numbers. So two models respond alike where their code is alike, whatever their weights are.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def isolate(
     *,
     layers: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
+    names: Mapping[str, str] | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
 ) -> dict[Key, Response]:
@@ -53,6 +54,7 @@ def isolate(
         layers: Names of those to call; None: all.
         recipes: How synthetic tensors were made for other responses, `Response.recipes`: they are made alike where
             shape and dtype allow it.
+        names: Names of layers → those that they had when these recipes were made, where they are others.
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor and its name, returns it a little moved; to see how much of a response is
             rounding. Masks, integers and the like are left alone.
@@ -82,7 +84,9 @@ def isolate(
             forward()
         calls = notes.finish()
         stack.enter_context(quietly(gradient))
-        session = stack.enter_context(Session(found, notes, recipes or {}, gradient=gradient, perturb=perturb))
+        session = stack.enter_context(
+            Session(found, notes, recipes or {}, names=names or {}, gradient=gradient, perturb=perturb)
+        )
         return {(call.layer, call.index): session.response(call) for call in calls if call.alone}
 
 

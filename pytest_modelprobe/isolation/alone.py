@@ -40,10 +40,12 @@ class Session:
         notes: Notes,
         recipes: Mapping[Key, Mapping[str, str]],
         *,
+        names: Mapping[str, str],
         gradient: bool,
         perturb: Perturb | None,
     ) -> None:
         self.layers = layers
+        self.names = names
         self.modules = notes.modules
         self.called = notes.called
         self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
@@ -192,7 +194,6 @@ class _Alone:
         for child in call.calls:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
-        self._ordinal = 0
         # By id, with what keeps the id its own.
         self._given: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
         self._handed: list[tuple[str, str | None]] = []
@@ -238,15 +239,17 @@ class _Alone:
         child = noted[min(number, len(noted) - 1)]
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
-        label = _relative(name, self._call.layer) + (f" (call {number + 1})" if number else "")
+        call = f" (call {number + 1}) " if number else " "
+        label = _relative(name, self._call.layer) + call
+        # By name and never by order: a child more or a line moved leaves what the others are said to give out.
+        names = self._session.names
+        role = _relative(names.get(name, name), names.get(self._call.layer, self._call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
-            self._ordinal += 1
-            self._hand(f"{label} ", f"child {self._ordinal} ", flat)
+            self._hand(label, role, flat)
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
-        beyond = f" again {number}" if number >= len(noted) else ""
-        return self._made(child.outputs, f"child {child.ordinal}{beyond} ", f"{label} ", (child.shape, actual))
+        return self._made(child.outputs, role, label, (child.shape, actual))
 
     # --- what goes in ---------------------------------------------------------------------------------------------
 

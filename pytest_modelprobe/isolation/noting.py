@@ -60,8 +60,6 @@ class Noted:
     index: int
     module: nn.Module
     parent: Noted | None
-    ordinal: int
-    """Which of its parent's calls, from 1."""
     shape: tuple[int, ...] | None
     """Of its first tensor."""
     alone: bool
@@ -122,7 +120,6 @@ class Notes:
             index=self._counts[name],
             module=module,
             parent=parent,
-            ordinal=len(parent.calls) + 1 if parent else 1,
             shape=tuple(flat.tensors[0][1].shape) if flat.tensors else None,
             alone=name in self._selected and self._is_new(name, module, flat),
             autocast=_autocast(),
