@@ -108,6 +108,11 @@ class Comparison:
         """Whether nothing differs."""
         return not self.differences
 
+    @property
+    def names_before(self) -> dict[str, str]:
+        """Layers that have another name now: actual → expected."""
+        return {new: old for old, new in self.renamed.items()}
+
     def change(self, layer: str, key: CallKey | None, side: str, path: str) -> Change:
         """Return how far a value moved; unknown where it was not compared."""
         return self.changes.get((layer, key, side, path), UNKNOWN)
@@ -378,7 +383,7 @@ class _Comparer:
         for handed in a.handed:
             other = theirs[handed.where].pop(0) if theirs.get(handed.where) else None
             if other is None:
-                yield at(what=handed.where, actual=handed.passed or "computed")
+                yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
             elif handed.passed != other.passed:
                 computed = "computed"
                 yield at(what=handed.where, actual=handed.passed or computed, expected=other.passed or computed)
@@ -386,7 +391,7 @@ class _Comparer:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
         for other in (handed for left in theirs.values() for handed in left):
-            yield at(what=other.where, expected=other.passed or "computed")
+            yield from _handed_alone(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
@@ -469,6 +474,11 @@ def _equal(a: Plain, e: Plain) -> bool:
     return type(a) is type(e) and (a == e or (a != a and e != e))
 
 
+def _handed_alone(difference: Difference) -> Sequence[Difference]:
+    """Return the difference that only one of two responses hands on something; a plain False is as good as nothing."""
+    return () if "=False" in (difference.actual, difference.expected) else (difference,)
+
+
 def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> bool:
     """Whether an argument is None or False in one call and not given in the other: what it most often is by default."""
     value = actual.get(name, expected.get(name))
@@ -482,6 +492,8 @@ def _paired(
 
     They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
     """
+    if [value.path for value in actual] == [value.path for value in expected]:
+        return list(zip(actual, expected, strict=True)), [], []
     theirs = {value.path: value for value in expected}
     pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
     left = list(theirs.values())

@@ -475,15 +475,21 @@ class _Run:
 
     # --- asked of the record later --------------------------------------------------------------------------------
 
-    def isolated(self, record: Record, like: Record | None = None) -> Record:
-        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``."""
+    def isolated(
+        self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None
+    ) -> Record:
+        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
+
+        That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
+        are others.
+        """
         if not self.isolate:
             return record
         model = self._model()  # held until the end
         reason = self._obstacle(record, model)
         if reason is not None:
             return _noted(record, f"no layer was called alone: {reason}")
-        return _with_responses(record, self._isolate(record, _responses(like or record)))
+        return _with_responses(record, self._isolate(record, _responses(like or record), names=names))
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response; see `noise`."""
@@ -520,13 +526,23 @@ class _Run:
         )
 
     def _isolate(
-        self, record: Record, like: Mapping[tuple[str, int], Response], move: noise.Move | None = None
+        self,
+        record: Record,
+        like: Mapping[tuple[str, int], Response],
+        move: noise.Move | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> dict[tuple[str, int], Response]:
-        names = [name for name, layer in record.layers.items() if not layer.functional]
+        layers = [name for name, layer in record.layers.items() if not layer.functional]
         recipes = {key: response.recipes for key, response in like.items()}
         with self._prepared():
             return isolate(
-                self.model, self._forward, layers=names, recipes=recipes, gradient=self.loss is not None, perturb=move
+                self.model,
+                self._forward,
+                layers=layers,
+                recipes=recipes,
+                names=names,
+                gradient=self.loss is not None,
+                perturb=move,
             )
 
     def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:

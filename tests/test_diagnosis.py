@@ -174,7 +174,8 @@ def recorded(model: nn.Module, x: Any, *, like: Record | None = None, alone: boo
     """Return the record of a run, with what each layer's own code answers."""
     record = PROBE.run(model, x, **{"loss": "random", **run})
     if alone:
-        record = record.rerun.isolated(record, like=None if like is None else compare(record, like).expected)
+        found = compare(record, record if like is None else like)
+        record = record.rerun.isolated(record, like=found.expected, names=found.names_before)
     return record
 
 

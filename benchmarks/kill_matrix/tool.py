@@ -47,7 +47,8 @@ def judge(actual: Record, expected: Record, rename: Mapping[str, str] | None = N
     found = compare(actual, expected, rename=rename)
     if not found.same:
         assert actual.rerun is not None
-        found = compare(actual.rerun.isolated(actual, like=expected), expected, rename=rename)
+        actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
+        found = compare(actual, expected, rename=rename)
     return diagnose(found)
 
 

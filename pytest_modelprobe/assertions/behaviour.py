@@ -73,7 +73,8 @@ def assert_same_behaviour(
         return
     if mine.rerun is not None and theirs.rerun is not None:
         theirs = theirs.rerun.isolated(theirs)
-        mine = mine.rerun.isolated(mine, like=compared(mine, theirs).expected)  # which has the actual's names
+        found = compared(mine, theirs)
+        mine = mine.rerun.isolated(mine, like=found.expected, names=found.names_before)
     raise AssertionError(text(diagnose(compared(mine, theirs)), _next_steps(structure=structure)))
 
 

@@ -7,11 +7,11 @@ matches, what went out does not. Where both can speak and only propagation does,
 
 from __future__ import annotations
 
-from pytest_modelprobe.compare import BEHAVIOUR, Comparison, Kind
+from pytest_modelprobe.compare import Comparison, Kind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness
+from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness, most_telling_first
 from .computation import computation_causes
 from .evidence import Evidence
 from .hints import hints
@@ -20,6 +20,7 @@ from .recorded import all_redrawn, explained_by, recorded_causes, with_effect
 __all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
 
 _FORWARD: frozenset[Kind] = frozenset({"input", "output", "state"})
+_BACKWARD: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
 
 
 def diagnose(comparison: Comparison) -> Diagnosis:
@@ -47,17 +48,27 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes = [cause for cause in causes if cause.layer in wanted]
         possible = [cause for cause in possible if cause.layer in wanted]
     to_blame = {cause.layer for cause in causes if cause.what != "training"}
-    moved = evidence.moved(_FORWARD) or evidence.moved(BEHAVIOUR)
+    moved = evidence.moved(_FORWARD) or evidence.moved(_BACKWARD)
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(causes),
+        causes=tuple(most_telling_first(causes)),
         possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and DRIFT in c.hints)),
+        unchanged=_is_unchanged(comparison),
         moved=moved,
         not_judged=tuple(name for name in moved if not evidence.judged(name)),
         redrawn=all_redrawn(evidence, causes),
         unknown=None if causes or possible else _why_unknown(comparison.expected),
     )
+
+
+def _is_unchanged(comparison: Comparison) -> bool:
+    """Whether the model computes what it computed, as far as its run shows: each output known, and none another."""
+    outermost = [pair for pair in comparison.calls if pair.outermost]
+    outputs = [(pair, value.path) for pair in outermost for value in pair.actual.outputs]
+    known = all(comparison.change(pair.layer, pair.key, "output", path).known for pair, path in outputs)
+    differs = any(d.kind in _FORWARD | _BACKWARD | {"forwards", "loss", "seed"} for d in comparison.found)
+    return bool(outputs) and known and not differs and all(pair.actual.outputs for pair in outermost)
 
 
 def _why_unknown(expected: Record) -> str:

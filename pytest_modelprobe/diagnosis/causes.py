@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,12 +42,14 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All causes of the differences between two records, most basic first."""
+    """All causes of the differences between two records: those with a measured effect first, see `most_telling_first`."""
 
     comparison: Comparison
     causes: tuple[Cause, ...] = ()
     possible: tuple[Cause, ...] = ()
     """Those of which not all inputs are known, or that one of two witnesses does not confirm."""
+    unchanged: bool = False
+    """Whether the run was compared, and no output, gradient or state of it differs."""
     moved: tuple[str, ...] = ()
     """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
     not_judged: tuple[str, ...] = ()
@@ -77,6 +79,24 @@ def worst_first(found: Sequence[Difference]) -> list[Difference]:
     """Return the differences with the largest change in front, for a cause to tell."""
     worst = max(found, key=lambda difference: difference.change or 0.0)
     return [worst, *(difference for difference in found if difference is not worst)]
+
+
+_WEIGHT: Mapping[CauseKind, int] = {
+    "input": 0, "seed": 0, "computation": 1, "attribute": 2, "architecture": 2, "gradient": 3, "buffers": 4, "weights": 5,
+}  # fmt: skip
+
+
+def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
+    """Return causes with a measured effect before those without; code before structure before weights.
+
+    What the test itself gives the model comes before all: the rest may follow from it.
+    """
+
+    def weight(cause: Cause) -> tuple[bool, bool, int]:
+        given = cause.kind in ("input", "seed")
+        return not given, cause.change is None and cause.kind != "computation", _WEIGHT[cause.kind]
+
+    return sorted(causes, key=weight)
 
 
 def in_order(causes: Iterable[Cause], layers: Sequence[str]) -> list[Cause]:

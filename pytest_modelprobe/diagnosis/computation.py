@@ -41,9 +41,9 @@ def computation_causes(
             continue
         cause = _isolated(evidence, pair, found)
         before = certain.get(pair.layer)
-        if evidence.has(pair.layer, "mode"):
-            hinted = dataclasses.replace(cause, hints=(*cause.hints, "its mode changed too"))
-            possible.setdefault(pair.layer, hinted)
+        other = _gets_others(evidence, pair)
+        if other is not None and cause.change is not None:
+            possible.setdefault(pair.layer, dataclasses.replace(cause, hints=(*cause.hints, other)))
         elif before is None or before.witness == "recorded":
             certain[pair.layer] = cause if before is None else _joined(before, cause)
     for step in evidence.course:
@@ -66,14 +66,26 @@ def computation_causes(
     return in_order(told, evidence.ran), in_order(possible.values(), evidence.ran)
 
 
+def _gets_others(evidence: Evidence, pair: Pair) -> str | None:
+    """Return what may be to blame in the place of a layer's own code: its mode, an input that it gets or does not."""
+    if evidence.has(pair.layer, "mode"):
+        return "its mode changed too"
+    others = evidence.of_call(pair, "input added", "input removed")
+    if others and not pair.outermost:
+        return f"it {'gets' if others[0].kind == 'input added' else 'does not get'} {others[0].what} now"
+    return None
+
+
 def _with_attributes(evidence: Evidence, cause: Cause) -> Cause:
-    """Tell of a layer of the same type which attributes it has otherwise, where attributes are not compared."""
+    """Tell of a layer of the same type which attributes it has otherwise, where that is no cause of its own."""
     a, e = (record.layers.get(cause.layer) for record in (evidence.comparison.actual, evidence.comparison.expected))
     if a is None or e is None or a.type_name != e.type_name or evidence.has(cause.layer, "attribute"):
         return cause
     both = ((name, e.attributes[name], a.attributes[name]) for name in e.attributes if name in a.attributes)
-    others = (f"{name} {then} → {now}" for name, then, now in both if then != now)
-    return dataclasses.replace(cause, hints=(*cause.hints, *others))
+    others = [f"{name} {then} → {now}" for name, then, now in both if then != now]
+    came = [f"{name} {value} is new" for name, value in a.attributes.items() if name not in e.attributes]
+    went = [f"{name} is gone" for name in e.attributes if name not in a.attributes]
+    return dataclasses.replace(cause, hints=(*cause.hints, *others, *came, *went))
 
 
 def _joined(first: Cause, second: Cause) -> Cause:
@@ -105,7 +117,7 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
         container, child = step.around.layer.name, relative(pair.layer, step.around.layer.name)
         above = evidence.pair(step.around)
         asked = above is not None and evidence.answers(above)  # then its answer says what it hands to whom
-        for difference in evidence.of_call(pair, "source", "argument", "context"):
+        for difference in evidence.of_call(pair, "source", "argument", "context", "input added", "input removed"):
             if asked and difference.kind != "context":
                 continue
             if difference.kind == "source":
@@ -180,6 +192,8 @@ def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
 
 def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
     """Return what a call's answers to synthetic inputs say."""
+    if all(map(_is_argument, found)):
+        return dataclasses.replace(cause_of("computation", found), witness="isolated")
     order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
     first = min(found, key=lambda d: order.index(d.what) if d.what in order else len(order))
     worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
@@ -193,6 +207,13 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
         hints=_looks(evidence, pair, [d.what for d in found]),
         differences=tuple(found),
     )
+
+
+def _is_argument(difference: Difference) -> bool:
+    """Whether a response differs in what a child is called with, or whether it is called, and not in numbers."""
+    sides = (difference.actual, difference.expected)
+    plain = all(str(side).startswith("=") for side in sides)
+    return difference.change is None and " " in difference.what and (None in sides or plain)
 
 
 def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool] | None:

@@ -29,7 +29,8 @@ def recorded_causes(evidence: Evidence) -> list[Cause]:
 
 def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose own answer may differ for what is already said."""
-    names = {cause.layer for cause in recorded if cause.kind in ("architecture", "attribute", "buffers")}
+    told = (cause for cause in recorded if cause.kind in ("architecture", "attribute", "buffers"))
+    names = {cause.layer for cause in told if cause.what not in ("renamed", "path")}
     names |= {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
     # Of torch's own layers it is known what the mode does: another one's code may have changed besides.
     layers = evidence.comparison.actual.layers
@@ -45,12 +46,14 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     if pair is None:
         return cause
     here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
-    if here and evidence.answers(pair):
+    if here and evidence.tells(pair):
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
-    moved = evidence.change(pair, "output") if evidence.inputs(pair).match else None
+    step = next((step for step in evidence.course if evidence.pair(step) is pair), None)
+    # What a layer calls may have changed by itself.
+    moved = evidence.change(pair, "output") if evidence.inputs(pair).match and not evidence.inside(step) else None
     if moved is None or evidence.of_call(pair, "interface", side="output"):
         return cause  # of another shape there is no change to tell
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
@@ -75,7 +78,7 @@ def _inputs(evidence: Evidence) -> Iterator[Cause]:
         yield cause_of("seed" if difference.kind == "seed" else "input", [difference])
     for pair in evidence.comparison.calls:
         if pair.outermost:
-            shaped = evidence.of_call(pair, "interface", side="input")
+            shaped = evidence.of_call(pair, "interface", "input added", "input removed", side="input")
             found = evidence.of_call(pair, "input", "argument")
             if shaped:
                 yield cause_of("input", [*shaped, *found])

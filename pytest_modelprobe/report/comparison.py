@@ -27,6 +27,9 @@ def first_line(diagnosis: Diagnosis) -> str:
     'norm.eps 1e-05 → 1e-06; 1 cause'
     """
     found = grouped(diagnosis.causes) or grouped(diagnosis.possible)
+    unchanged = "output unchanged; " if diagnosis.unchanged else ""
+    if unchanged and found and all(cause.change is None for cause, _ in found):
+        return printable(f"{unchanged}structure differs in {_places(found)}", longest=400)
     if not found:
         worst = _worst(diagnosis.comparison.differences)
         if worst is None:
@@ -40,7 +43,14 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     shown = said(dataclasses.replace(first, layer=_end(first.layer)))
-    return printable(f"{sure}{shown}{repeated}{_effect(first)}; {', '.join(counts)}", longest=400)
+    return printable(f"{unchanged}{sure}{shown}{repeated}{_effect(first)}; {', '.join(counts)}", longest=400)
+
+
+def _places(found: Sequence[tuple[Cause, int]]) -> str:
+    """Return how many places, and the first three."""
+    told = [said(cause) + (f" x{times}" if times > 1 else "") for cause, times in found[:3]]
+    more = ["..."] if len(found) > len(told) else []
+    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(told + more)}"
 
 
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
@@ -129,8 +139,10 @@ def _architecture(cause: Cause, arrow: str) -> str:
 
 
 def _computation(cause: Cause) -> str:
-    first = cause.differences[0] if cause.witness == "recorded" and cause.differences else None
-    if first is None:
+    first = cause.differences[0] if cause.differences else None
+    if first is not None and cause.change is None and cause.what == first.what and first.kind == "response":
+        return f"{cause.layer}: own code {_handed(first)}"
+    if first is None or cause.witness != "recorded":
         return f"{cause.layer}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "calls":
         child = cause.what.removeprefix("calls of ")
@@ -138,7 +150,23 @@ def _computation(cause: Cause) -> str:
     if first.kind == "source":
         where = cause.what.removesuffix(" source")
         return f"{cause.layer}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
+    if first.kind in ("input added", "input removed"):
+        gives = "gives" if first.kind == "input added" else "no longer gives"
+        return f"{cause.layer}: own code {gives} {cause.what}"
     return f"{cause.layer}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+
+
+def _handed(difference: Difference) -> str:
+    """Return what code does otherwise with a child: ``no longer gives attn cache_position``."""
+    child, _, path = difference.what.rpartition(" ")
+    actual, expected = (str(side).removeprefix("=") for side in (difference.actual, difference.expected))
+    if difference.actual is not None and difference.expected is not None:
+        return f"gives {child} {path} {actual}, not {expected}"
+    came = difference.expected is None
+    if path.startswith("input"):
+        return f"calls {child}" if came else f"no longer calls {child}"
+    value = f" {actual}" if came and str(difference.actual).startswith("=") else ""
+    return f"gives {child} {path}{value}" if came else f"no longer gives {child} {path}"
 
 
 def _gradient(cause: Cause) -> str:

@@ -474,7 +474,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolera
     if found.same:
         return None
     if parts != "architecture" and actual.rerun is not None:
-        actual = actual.rerun.isolated(actual, like=expected)
+        actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
         found = compare(actual, expected, tolerance=tolerance, parts=parts)
     return diagnose(found)
 
