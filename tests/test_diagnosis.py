@@ -21,7 +21,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.diagnosis import Diagnosis, diagnose, hints
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
-from pytest_modelprobe.report.comparison import said, text
+from pytest_modelprobe.report.comparison import first_line, said, text
 
 # --- real models --------------------------------------------------------------------------------------------------
 
@@ -1136,3 +1136,64 @@ def test_where_attributes_are_not_compared_they_are_a_hint() -> None:
     assert [(c.kind, c.layer, c.hints[-1]) for c in found.causes] == [
         ("computation", "blocks.1.norm", "eps 1e-05 → 0.01")
     ]
+
+
+# --- a refactoring beside a change --------------------------------------------------------------------------------
+
+
+class Scaling(nn.Module):
+    """Calls two children, the second with ``scale`` times what the first one gives out, and maybe with a flag."""
+
+    def __init__(self, scale: float = 1.0, *, flag: bool = False, swapped: bool = False, **attributes: object) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), Flagged(), nn.Linear(8, 8)
+        self._scale, self._flag, self._swapped = [scale], [flag], [swapped]  # lists are no attributes of a record
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"positions": torch.arange(8)} if self._flag[0] else {}
+        if self._swapped[0]:
+            side = self.c(x)
+            return self.b(self.a(x) * self._scale[0], **given) + side
+        x, side = self.b(self.a(x) * self._scale[0], **given), self.c(x)
+        return x + side
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return self.fc(x)
+
+
+def refactored(old: Callable[[], nn.Module], new: Callable[[], nn.Module]) -> Diagnosis:
+    return rewritten(old, new, PROBE.randn(4, 8))
+
+
+def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
+    found = refactored(Scaling, lambda: Scaling(1.5, in_chans=3))
+    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert "in_chans 3 is new" in found.causes[0].hints
+
+
+def test_statements_in_another_order_are_no_change_of_code() -> None:
+    assert compare(*(recorded(PROBE.build(f), PROBE.randn(4, 8)) for f in (lambda: Scaling(swapped=True), Scaling))).same
+
+
+def test_code_beside_statements_in_another_order_is_named() -> None:
+    found = refactored(Scaling, lambda: Scaling(1.5, swapped=True, in_chans=3))
+    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+
+
+def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_same() -> None:
+    for old, new, told in (
+        (lambda: Scaling(flag=True), Scaling, "(root): own code no longer gives b positions"),
+        (Scaling, lambda: Scaling(flag=True), "(root): own code gives b positions"),
+    ):
+        found = refactored(old, new)
+        assert found.unchanged
+        assert first_line(found) == f"output unchanged; structure differs in 1 place: {told}"
+        assert found.moved == ()

@@ -92,9 +92,9 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
     What the test itself gives the model comes before all: the rest may follow from it.
     """
 
-    def weight(cause: Cause) -> tuple[bool, bool, int]:
-        given = cause.kind in ("input", "seed")
-        return not given, cause.change is None and cause.kind != "computation", _WEIGHT[cause.kind]
+    def weight(cause: Cause) -> tuple[bool, bool, int, bool]:
+        silent = cause.change is None
+        return cause.kind not in ("input", "seed"), silent and cause.kind != "computation", _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 
