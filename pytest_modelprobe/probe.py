@@ -475,9 +475,7 @@ class _Run:
 
     # --- asked of the record later --------------------------------------------------------------------------------
 
-    def isolated(
-        self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None
-    ) -> Record:
+    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
         """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
 
         That has the names of layers as they are here; ``names`` has those that they had when it was made, where they

@@ -1180,7 +1180,8 @@ def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
 
 
 def test_statements_in_another_order_are_no_change_of_code() -> None:
-    assert compare(*(recorded(PROBE.build(f), PROBE.randn(4, 8)) for f in (lambda: Scaling(swapped=True), Scaling))).same
+    now, then = (recorded(PROBE.build(lambda: Scaling(swapped=s)), PROBE.randn(4, 8)) for s in (True, False))
+    assert compare(now, then).same
 
 
 def test_code_beside_statements_in_another_order_is_named() -> None:
@@ -1197,3 +1198,17 @@ def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_s
         assert found.unchanged
         assert first_line(found) == f"output unchanged; structure differs in 1 place: {told}"
         assert found.moved == ()
+
+
+def trained_again(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * PROBE.randn(*parameter.shape, name="step"))
+    return model
+
+
+def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
+    found = refactored(Scaling, lambda: trained_again(Scaling(1.5, in_chans=3)))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
+    assert first_line(found).startswith("(root): own code changed between a and b: ")
+    assert said(found.causes[1]).startswith("all weights changed by ")

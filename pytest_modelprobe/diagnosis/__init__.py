@@ -7,7 +7,9 @@ matches, what went out does not. Where both can speak and only propagation does,
 
 from __future__ import annotations
 
-from pytest_modelprobe.compare import Comparison, Kind
+from collections.abc import Iterator
+
+from pytest_modelprobe.compare import Comparison, Difference, Kind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
@@ -15,7 +17,7 @@ from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness, most_telling_fi
 from .computation import computation_causes
 from .evidence import Evidence
 from .hints import hints
-from .recorded import all_redrawn, explained_by, recorded_causes, with_effect
+from .recorded import all_redrawn, explained_by, folded, recorded_causes, with_effect
 
 __all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
 
@@ -52,9 +54,10 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(most_telling_first(causes)),
+        causes=tuple(most_telling_first(folded(evidence, causes))),
         possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and DRIFT in c.hints)),
         unchanged=_is_unchanged(comparison),
+        output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,
         not_judged=tuple(name for name in moved if not evidence.judged(name)),
         redrawn=all_redrawn(evidence, causes),
@@ -69,6 +72,12 @@ def _is_unchanged(comparison: Comparison) -> bool:
     known = all(comparison.change(pair.layer, pair.key, "output", path).known for pair, path in outputs)
     differs = any(d.kind in _FORWARD | _BACKWARD | {"forwards", "loss", "seed"} for d in comparison.found)
     return bool(outputs) and known and not differs and all(pair.actual.outputs for pair in outermost)
+
+
+def _outputs(comparison: Comparison) -> Iterator[Difference]:
+    """Yield the outputs of the model that differ."""
+    outermost = {(pair.layer, pair.actual.index) for pair in comparison.calls if pair.outermost}
+    return (d for d in comparison.found if d.kind == "output" and (d.layer, d.call) in outermost)
 
 
 def _why_unknown(expected: Record) -> str:

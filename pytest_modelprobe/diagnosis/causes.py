@@ -42,7 +42,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All causes of the differences between two records: those with a measured effect first, see `most_telling_first`."""
+    """All causes of the differences between two records, in the order of `most_telling_first`."""
 
     comparison: Comparison
     causes: tuple[Cause, ...] = ()
@@ -50,6 +50,8 @@ class Diagnosis:
     """Those of which not all inputs are known, or that one of two witnesses does not confirm."""
     unchanged: bool = False
     """Whether the run was compared, and no output, gradient or state of it differs."""
+    output: float | None = None
+    """The largest relative change among what the model gives out; None where none of it differs."""
     moved: tuple[str, ...] = ()
     """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
     not_judged: tuple[str, ...] = ()
@@ -82,7 +84,8 @@ def worst_first(found: Sequence[Difference]) -> list[Difference]:
 
 
 _WEIGHT: Mapping[CauseKind, int] = {
-    "input": 0, "seed": 0, "computation": 1, "attribute": 2, "architecture": 2, "gradient": 3, "buffers": 4, "weights": 5,
+    "input": 0, "seed": 0, "computation": 1, "attribute": 2, "architecture": 2, "gradient": 3, "buffers": 4,
+    "weights": 5,
 }  # fmt: skip
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pytest_modelprobe.compare import Difference, Kind
-from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.record import ROOT, Plain, Reading
 
 from .causes import Cause, CauseKind, cause_of, worst_first
 from .evidence import STRUCTURE, Evidence
@@ -18,6 +19,9 @@ _WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
 
 _ANOTHER_DRAW = 0.5
 """Relative change of weights drawn anew: 1.4 for independent ones."""
+
+_MANY = 3
+"""Layers with weights of which it is said at once that all have other ones."""
 
 _SAID = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
 
@@ -71,6 +75,31 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
         )
     }
     return random <= {cause.layer for cause in causes}
+
+
+def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
+    weights = [cause for cause in causes if cause.kind == "weights"]
+    now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
+    owning = [name for name, layer in now.items() if name in then and any(p.requires_grad for p in layer.parameters)]
+    if len(owning) < _MANY or not {cause.layer for cause in weights} >= set(owning):
+        return list(causes)
+    worst = max(weights, key=lambda cause: cause.change or 0.0)
+    both = (_rms(p.reading for name in owning for p in layers[name].parameters) for layers in (then, now))
+    whole = dataclasses.replace(
+        worst,
+        layer=ROOT,
+        what=f"all {len(weights)} layers",
+        hints=("rms {:.3g} → {:.3g}".format(*both),),
+        differences=tuple(difference for cause in weights for difference in cause.differences),
+    )
+    return [*(cause for cause in causes if cause.kind != "weights"), whole]
+
+
+def _rms(readings: Iterable[Reading]) -> float:
+    known = [reading.statistics for reading in readings if reading.statistics is not None]
+    count = sum(numbers.count for numbers in known)
+    return math.hypot(*(numbers.norm for numbers in known)) / math.sqrt(count) if count else 0.0
 
 
 def _inputs(evidence: Evidence) -> Iterator[Cause]:

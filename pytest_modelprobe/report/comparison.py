@@ -43,7 +43,10 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     shown = said(dataclasses.replace(first, layer=_end(first.layer)))
-    return printable(f"{unchanged}{sure}{shown}{repeated}{_effect(first)}; {', '.join(counts)}", longest=400)
+    effect = _effect(first)
+    if first.change is None and diagnosis.output is not None:
+        effect = f": output changed{_by(diagnosis.output)}"
+    return printable(f"{unchanged}{sure}{shown}{repeated}{effect}; {', '.join(counts)}", longest=400)
 
 
 def _places(found: Sequence[tuple[Cause, int]]) -> str:
@@ -111,6 +114,8 @@ def said(cause: Cause) -> str:
         return _architecture(cause, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
+    if cause.kind == "weights" and what.startswith("all "):
+        return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
         return f"{layer}: {cause.kind} changed{_by(cause.change)} ({what})"
     if cause.kind == "gradient":
