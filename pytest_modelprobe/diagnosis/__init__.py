@@ -21,8 +21,9 @@ from .recorded import all_redrawn, explained_by, folded, recorded_causes, with_e
 
 __all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
 
-_FORWARD: frozenset[Kind] = frozenset({"input", "output", "state"})
-_BACKWARD: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
+_OUTPUTS: frozenset[Kind] = frozenset({"output", "state"})
+_GRADIENTS: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
+_OTHER_RUN: frozenset[Kind] = frozenset({"forwards", "loss", "seed"})
 
 
 def diagnose(comparison: Comparison) -> Diagnosis:
@@ -50,7 +51,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes = [cause for cause in causes if cause.layer in wanted]
         possible = [cause for cause in possible if cause.layer in wanted]
     to_blame = {cause.layer for cause in causes if cause.what != "training"}
-    moved = evidence.moved(_FORWARD) or evidence.moved(_BACKWARD)
+    moved = evidence.moved(_OUTPUTS) or evidence.moved(_GRADIENTS)
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
@@ -70,7 +71,8 @@ def _is_unchanged(comparison: Comparison) -> bool:
     outermost = [pair for pair in comparison.calls if pair.outermost]
     outputs = [(pair, value.path) for pair in outermost for value in pair.actual.outputs]
     known = all(comparison.change(pair.layer, pair.key, "output", path).known for pair, path in outputs)
-    differs = any(d.kind in _FORWARD | _BACKWARD | {"forwards", "loss", "seed"} for d in comparison.found)
+    # What layers hand to each other may be written otherwise, as a mask is in another dtype.
+    differs = any(d.kind in _OUTPUTS | _GRADIENTS | _OTHER_RUN for d in comparison.found)
     return bool(outputs) and known and not differs and all(pair.actual.outputs for pair in outermost)
 
 
