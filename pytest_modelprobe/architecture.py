@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from . import seeding
+from ._torch import FakeTensorMode
 from .assembly import assemble
 from .capture import Capture
 from .flatten import map_tensors

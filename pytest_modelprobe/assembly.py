@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
+from ._torch import without_torch_function
 from .attention import Attended
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
@@ -44,7 +45,7 @@ def assemble(
             as it left them.
     """
     capture.check()
-    with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
+    with without_torch_function():  # a mode of the user sees nothing of it
         return _assembled(capture, which, seed=seed, loss=loss, before=before or {})
 
 

@@ -20,13 +20,23 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from . import statistics
+from ._torch import (
+    CALL,
+    any_autocast,
+    function_modes,
+    global_hooks,
+    graph_task,
+    hook_tables,
+    is_view,
+    tensor_hooks,
+    tracing_state,
+    without_torch_function,
+)
 from .attention import Attended, AttentionMode, returned
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
@@ -61,6 +71,7 @@ _DRAW_NOTHING = {
     }
     and module not in {nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
 }  # fmt: skip
+_SCALER_STEP = getattr(torch.amp.GradScaler.step, "__code__", None)
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -140,7 +151,7 @@ class Capture:
     def attach(self) -> None:
         """Put the hooks on. On an error none stays behind."""
         try:
-            with _collection_paused(), torch._C.DisableTorchFunction():
+            with _collection_paused(), without_torch_function():
                 self._exit.enter_context(run_eagerly(self.layers))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
@@ -182,7 +193,7 @@ class Capture:
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
 
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
-        hooks = (parameter._backward_hooks or {}).values()
+        hooks = (tensor_hooks(parameter) or {}).values()
         return next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
 
     def detach(self) -> None:
@@ -219,7 +230,7 @@ class Capture:
         """Called before each call of a watched layer, with its arguments."""
         self._drop_abandoned()
         flat = flatten_call(args, kwargs)
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             self._begin_recompute(name, flat, running)
             return
         if not self._stack:
@@ -292,7 +303,7 @@ class Capture:
 
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             parent = self._stack[-1] if self._stack else None
             if parent is None or parent.name not in self.selected or parent.is_over():
                 return None
@@ -310,7 +321,7 @@ class Capture:
 
     def close_functional(self, frame: _Frame, output: Any) -> None:
         """Close the pseudo-layer of a functional call that returned."""
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             self.drop_functional(frame)
             assert frame.call is not None
             self._shut(frame, frame.call, output, None)
@@ -322,7 +333,7 @@ class Capture:
 
     def note_attention(self, read: Callable[[], Attended | None]) -> None:
         """Take in attention weights that the innermost running call has just computed."""
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             frame = self._stack[-1] if self._stack else None
             if frame is None or frame.call is None or frame.is_over():
                 return
@@ -416,7 +427,7 @@ class Capture:
             return Observed(tensor, *self._read(forward, tensor, axis))
         before = hook.seen_in(forward)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
-        if before is not None and hook.version is not None and not tensor._is_view():
+        if before is not None and hook.version is not None and not is_view(tensor):
             seen = Observed(tensor, before.number, before.forward)
         else:
             _, reduced = self._read(forward, tensor, axis)
@@ -446,7 +457,7 @@ class Capture:
             return None
         # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
         version = None if tensor.is_leaf else tensor._version
-        for known in (tensor._backward_hooks or {}).values():
+        for known in (tensor_hooks(tensor) or {}).values():
             if type(known) is _TensorHook and known.capture is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
@@ -546,7 +557,7 @@ class Capture:
 
         Then gradients were seen before it took its factor out.
         """
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             scaled = _is_stepped_by_scaler(sys._getframe(1))
             if (scaled or self.before_training is None) and self._is_stepped_by(optimizer):
                 if scaled:
@@ -563,7 +574,7 @@ class Capture:
         self.changes += 1
         self._drop_abandoned()
         inner = bool(self._stack)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task > self._newest_task:
             self._newest_task = task
             self._gradients.clear()
@@ -638,7 +649,7 @@ class _Views:
 
     def add(self, tensor: torch.Tensor, seen: Observed) -> None:
         """Look after a tensor, if it is a view."""
-        if tensor._is_view():
+        if is_view(tensor):
             version = tensor.detach()
             with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
                 # An alias without the memory: what it still shares is the count of versions.
@@ -671,7 +682,7 @@ class _Hook:
         return _Inert()
 
     def _active(self, module: nn.Module) -> bool:
-        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        traced = torch.compiler.is_compiling() or tracing_state() is not None
         return self._capture.attached and self._module() is module and not traced
 
 
@@ -680,7 +691,7 @@ class _Before(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._active(module):
-            with self._capture.guard, torch._C.DisableTorchFunction():
+            with self._capture.guard, without_torch_function():
                 self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)))
 
 
@@ -689,7 +700,7 @@ class _After(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._active(module):
-            with self._capture.guard, torch._C.DisableTorchFunction():
+            with self._capture.guard, without_torch_function():
                 self._capture.after(self._name, module, output, _running(sys._getframe(1)))
 
 
@@ -700,12 +711,10 @@ class _Inert:
     is_modelprobe = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        before, after = module._forward_pre_hooks, module._forward_hooks
-        flags = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
-        inert = [key for hooks in (before, after) for key, hook in hooks.items() if isinstance(hook, _Inert)]
-        for key in inert:
-            for entries in (before, after, *flags, module._forward_hooks_always_called):
-                entries.pop(key, None)
+        tables = hook_tables(module)
+        for key in [key for table in tables for key, hook in table.items() if isinstance(hook, _Inert)]:
+            for table in tables:
+                table.pop(key, None)
 
 
 class _TensorHook:
@@ -738,7 +747,7 @@ class _TensorHook:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if self.capture.attached and gradient is not None and self.observed:
             self._fired = True
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
                 self.capture.gradient(self, gradient)
 
 
@@ -756,7 +765,7 @@ class _ParameterHook:
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if self.capture.attached and gradient is not None:
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
                 backward = self.capture.backward_pass()
                 self._parts = self._parts + 1 if backward == self._arrived else 1
                 self._arrived = backward
@@ -765,10 +774,10 @@ class _ParameterHook:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
-        if self._parts == 1 and torch._C._current_graph_task_id() == self._arrived:
+        if self._parts == 1 and graph_task() == self._arrived:
             return
         if self.capture.attached:
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
                 gradient = parameter.grad
                 if gradient is not None and (self._parts > 1 or self.capture.backward_pass() != self._arrived):
                     self.capture.parameter_gradient(self.names, gradient)
@@ -790,15 +799,16 @@ class _AccumulatedHook:
 
 def _is_stepped_by_scaler(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code is GradScaler._maybe_opt_step.__code__:
-            return True
+        if frame.f_code is _SCALER_STEP:
+            scaler = frame.f_locals.get("self")
+            return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         frame = frame.f_back
     return False
 
 
 def _running(frame: FrameType) -> FrameType:
     """Return the frame of the ``_call_impl`` that runs the hook: pre and post hook of one call share it."""
-    while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
+    while frame.f_code.co_name != CALL and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -823,7 +833,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 def _autocast_dtype(inputs: Flat) -> str | None:
     """Return the dtype of the autocast that is active for the device of an input."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return None
     for device in sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -837,7 +847,7 @@ def _draws_nothing(module: nn.Module) -> bool:
         type(module) in _DRAW_NOTHING
         and "forward" not in module.__dict__
         and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
-        and not (_global_forward_pre_hooks or _global_forward_hooks or torch._C._len_torch_function_stack())
+        and not (any(global_hooks) or function_modes())
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import statistics
+from ._torch import storage_key
 from .attention import Attended
 from .record import Dimension, Plain, merge_dimensions
 from .statistics import Reduced
@@ -274,7 +275,7 @@ def identity(tensor: torch.Tensor) -> Identity | None:
     Inference tensors count no versions; a storage that cannot be had (sparse, functorch) tells nothing.
     """
     try:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_key(tensor.untyped_storage())
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
         return storage, tensor._version, *place
     except (RuntimeError, NotImplementedError):

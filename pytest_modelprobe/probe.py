@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from . import architecture as _architecture
 from . import initialisation, noise, seeding
+from ._torch import next_hook
 from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
@@ -76,8 +76,8 @@ class Watch:
         self.model = model
         self.name = name or type(next(iter(found.modules.values()))).__name__
         self.closed = False
-        self.first_hook = RemovableHandle.next_id
-        """Number of the first hook that torch gave out since the watch began."""
+        self.first_hook = next_hook()
+        """Number of the first hook that torch gave out since the watch began; None where it cannot be told."""
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}

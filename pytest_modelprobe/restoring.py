@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from ._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 from .memory import as_bytes, has_bytes
 
 # What register_forward_hook and its like change: hooks come and go as their owners want.
@@ -97,9 +97,7 @@ _SETTINGS: tuple[tuple[Callable[[], tuple[Any, ...]], Callable[..., object]], ..
         torch.autograd.set_detect_anomaly,
     ),
     # Not the properties of torch.backends, which cannot be set where they are frozen.
-    (lambda: (torch._C._get_cudnn_benchmark(),), torch._C._set_cudnn_benchmark),
-    (lambda: (torch._C._get_cudnn_deterministic(),), torch._C._set_cudnn_deterministic),
-    (lambda: (torch._C._get_cudnn_enabled(),), torch._C._set_cudnn_enabled),
+    *(((lambda read=read: (read(),)), change) for read, change in CUDNN),
 )
 """How each is read, and how it is set to what was read."""
 
@@ -177,8 +175,8 @@ class ModelState:
             self._remember_tensor(inner)
         if self._values and has_bytes(tensor):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._memory:
-                self._memory[storage._cdata] = _Memory(storage)
+            if storage_key(storage) not in self._memory:
+                self._memory[storage_key(storage)] = _Memory(storage)
 
 
 class _Part(Protocol):
@@ -241,7 +239,7 @@ class _TensorState:
             tensor.data = self._place  # module.to() gave it another
         if not self._is_leaf:
             return
-        if not tensor.is_leaf and not tensor._is_view():
+        if not tensor.is_leaf and not is_view(tensor):
             tensor.detach_()  # something in-place made it part of a graph
         if tensor.is_leaf:
             if tensor.requires_grad != self._requires_grad:
@@ -268,7 +266,7 @@ class _Memory:
 @contextmanager
 def _modes_off() -> Iterator[None]:
     """Work on the tensors themselves, whatever fake mode or default device is around."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with without_dispatch_modes(), without_torch_function():
         yield
 
 
@@ -279,7 +277,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 def _inner_tensors(tensor: Any) -> list[object]:
     """What a wrapper is made of: a DTensor's local shard, for one."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
@@ -287,7 +285,7 @@ def _inner_tensors(tensor: Any) -> list[object]:
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         has_bytes(a)
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
         and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         and a.storage_offset() == b.storage_offset()
     )

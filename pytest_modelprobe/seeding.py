@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
+from ._torch import without_torch_function
+
 
 def derive(seed: int, name: str) -> int:
     """Return the 63-bit seed that belongs to `name` under `seed`: the same for ever, everywhere.
@@ -115,7 +117,7 @@ def randn(
     """
     dtype = dtype or torch.get_default_dtype()
     drawn_in = torch.complex64 if dtype.is_complex else torch.float32
-    with torch._C.DisableTorchFunction():  # no mode of the caller's may move or change the draw
+    with without_torch_function():  # no mode of the caller's may move or change the draw
         generator = _generator(seed, name)
         drawn = torch.randn(tuple(shape), generator=generator, dtype=drawn_in, device="cpu")
         return drawn.to(device=device, dtype=dtype)
@@ -136,7 +138,7 @@ def randint(
     >>> ids.shape, ids.dtype
     (torch.Size([2, 4]), torch.int64)
     """
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         generator = _generator(seed, name)
         drawn = torch.randint(low, high, tuple(shape), generator=generator, dtype=torch.int64, device="cpu")
         return drawn.to(device)

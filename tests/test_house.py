@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
@@ -15,6 +16,7 @@ MAY_IMPORT = {
     "__init__": {"assertions", "exceptions", "probe", "record", "snapshot"},
     "__main__": {"cli"},
     "exceptions": set(),
+    "_torch": {"torch", "exceptions"},
     "record": set(),
     "selection": {"exceptions"},
     "shapes": {"exceptions"},
@@ -120,7 +122,8 @@ def test_every_room_is_in_the_table() -> None:
 def test_a_room_imports_only_what_it_may(path: Path) -> None:
     room = room_of(path)
     inside = {p.stem for p in path.parent.glob("*.py")} if path.parent != PACKAGE else set()
-    assert foreign(imports(path), room) - inside <= MAY_IMPORT[room]
+    allowed = MAY_IMPORT[room] | ({"_torch"} if "torch" in MAY_IMPORT[room] else set())
+    assert foreign(imports(path), room) - inside <= allowed
 
 
 @pytest.mark.parametrize("room", sorted(LAZY))
@@ -130,3 +133,39 @@ def test_what_every_run_loads_imports_nothing_at_its_top(room: str) -> None:
 
 def test_nothing_imports_the_plugin() -> None:
     assert not any("plugin" in foreign(imports(path), room_of(path)) for path in FILES)
+
+
+# --- private names ----------------------------------------------------------------------------------------------------
+
+# Attributes of modules and tensors that may be used anywhere: `_torch` says why.
+ANYWHERE = {"_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters", "_version"}
+OBJECTS = [torch.nn.Module(), torch.ones(1), torch.ones(1).untyped_storage(), torch.ops.aten.add.Tensor]
+OF_TORCH = {name for thing in OBJECTS for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
+OF_TORCH |= {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def private_names(path: Path) -> set[str]:
+    """Return the private names of torch in a file: imported, as an attribute, or in a string."""
+    found, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}".removeprefix(".") for alias in node.names]
+            found |= {name for name in names if name.startswith("torch.") and "._" in name}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if ast.unparse(node.value) in ("self", "cls"):
+                own.add(node.attr)
+            elif node.attr in OF_TORCH or ast.unparse(node).startswith(("torch.", "nn.", "F.")):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and node.value in OF_TORCH:
+            found.add(node.value)
+    return found - own - ANYWHERE
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
+    if path.stem == "_torch":
+        assert private_names(path)
+    elif path.parts[-2:] == ("assertions", "structure.py"):  # reads hooks of a model without importing torch
+        assert private_names(path) == {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
+    else:
+        assert not private_names(path)

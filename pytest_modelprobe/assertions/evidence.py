@@ -20,7 +20,7 @@ class WatchLike(Protocol):
     name: str
     model: Any
     closed: bool
-    first_hook: int
+    first_hook: int | None
 
     @property
     def record(self) -> Record:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pytest_modelprobe.course import Course
-from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
 from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
 from pytest_modelprobe.report.text import Cell, count, failure, listed, printable
 from pytest_modelprobe.selection import Selector, select
@@ -351,6 +351,8 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         source = source_of(subject)
         if not is_watch(source):
             raise UsageError("a record has no model to look for hooks on: give the model itself, or a watch")
+        if source.first_hook is None:
+            raise ModelProbeError("this torch numbers no hooks, so that those of before cannot be told: give the model")
         since, model = source.first_hook, source.model
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
@@ -373,7 +375,9 @@ def find_hooks(module: Any) -> Iterator[tuple[str, int, Any]]:
     owners += [(p, _PARAMETER_HOOK_DICTS, f" on {name}") for name, p in module.named_parameters(recurse=False)]
     for owner, dicts, where in owners:
         for attribute, kind in dicts.items():
-            for key, hook in (getattr(owner, attribute, None) or {}).items():
+            if not hasattr(owner, attribute):
+                raise ModelProbeError(f"this torch has no {attribute}: whether a {kind} is left cannot be told")
+            for key, hook in (getattr(owner, attribute) or {}).items():
                 if not type(hook).__module__.startswith("pytest_modelprobe."):
                     yield kind + where, key, hook
 

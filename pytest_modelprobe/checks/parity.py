@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten
 from pytest_modelprobe.record import ROOT
@@ -257,7 +258,7 @@ def compile_parity(
             line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
             advice="TORCH_LOGS=graph_breaks tells what cannot be followed; torch.compiler.disable leaves it out.",
         )
-    two.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in two.gradients.items()}
+    two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
     return _outputs(one, two, tolerance, "when compiled", _COMPILED) or (
         f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
     )

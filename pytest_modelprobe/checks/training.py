@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from pytest_modelprobe._torch import converted
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
@@ -154,7 +155,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     if step <= 0:
         raise UsageError(f"step= is how far the loss is looked at from there: more than 0; got {step}")
     model = trial.copied()
-    model._apply(lambda x: _wide("", x))  # .double() leaves complex ones in single precision
+    converted(model, lambda x: _wide("", x))  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
     try:
         one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)

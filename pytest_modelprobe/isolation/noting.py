@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pytest_modelprobe._torch import any_autocast, graph_task
 from pytest_modelprobe.flatten import Flat, flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
@@ -113,7 +114,7 @@ class Notes:
         return self._calls
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return  # recomputed by activation checkpointing: no call of its own
         flat = flatten_call(args, kwargs)
         parent = self._stack[-1] if self._stack else None
@@ -138,7 +139,7 @@ class Notes:
             call.inputs = self._template(call, "takes", (args, kwargs), flat)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return
         while self._stack:  # calls that ended without a hook
             call = self._stack.pop()
@@ -230,7 +231,7 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return ()
     devices = (d for d in _AUTOCAST if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d))
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
