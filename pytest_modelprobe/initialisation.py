@@ -7,6 +7,7 @@ more, in order, each draw seeded by the name of the tensor it fills.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -125,19 +126,32 @@ class _Op:
         return {view.store for view in views} | {store for store in self.makes if store}
 
 
-class _RandomLog(TorchDispatchMode):  # type: ignore[misc]
+class _Dispatching:
+    """Has the method of a mode: the mode's own torch would wrap, and import torch._dynamo when it is first called."""
+
+    call: Callable[..., Any]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.stay_uncompiled()
+        return self.call(func, args, kwargs or {})
+
+    def stay_uncompiled(self) -> None:
+        """Be wrapped by torch after all, as soon as code may be compiled: the log itself must not be."""
+        if "torch._dynamo" in sys.modules:
+            self.__class__ = _UncompiledLog
+
+
+class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
     """Logs the operations that random numbers flow through, and seeds each draw by its number."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.stay_uncompiled()
         self._seed = seed
         self._stores: dict[int, _Store] = {}  # by address, those with random contents
         self._sweep_at = 1024
         self._count = 0
         self._paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})
 
     def call_whole(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that fills its first argument at random, logged as one operation."""
@@ -246,6 +260,11 @@ class _RandomLog(TorchDispatchMode):  # type: ignore[misc]
             alive = {k: s for k, s in self._stores.items() if not s.alive.expired()}
             self._stores = alive
             self._sweep_at = 2 * len(alive) + 1024
+
+
+class _UncompiledLog(_RandomLog):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
 
 
 @contextmanager
