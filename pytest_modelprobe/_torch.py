@@ -252,9 +252,7 @@ class _NoDispatchMode:
 TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
 """The base of modes that see each operation."""
 
-FakeTensorMode: Any = _private(
-    "torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() cannot find shapes: give it no inputs"
-)
+FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
 """The mode whose tensors have shapes and no contents."""
 
 Operation: Any = type(torch.ops.aten.add.Tensor)

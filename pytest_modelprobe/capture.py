@@ -150,6 +150,7 @@ class Capture:
 
     def attach(self) -> None:
         """Put the hooks on. On an error none stays behind."""
+        graph_task()  # a torch that cannot answer is refused here, not in the hooks
         try:
             with _collection_paused(), without_torch_function():
                 self._exit.enter_context(run_eagerly(self.layers))
@@ -217,6 +218,8 @@ class Capture:
     def check(self) -> None:
         """Raise the error that a hook ran into, if there was one."""
         failure = self.guard.failure
+        if isinstance(failure, ModelProbeError):
+            raise failure
         if failure is not None:
             raise ModelProbeError(
                 f"a hook of the probe failed, so that the record is incomplete: {failure!r}"

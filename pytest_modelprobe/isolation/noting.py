@@ -94,6 +94,7 @@ class Notes:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Notes:
+        graph_task()  # a torch that cannot answer is refused here, not in the hooks
         for name, module in self.layers.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 # First of all hooks: the user's run again when the layer is called alone.
