@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_modelprobe import (
     ModelProbe,
+    ModelProbeError,
     NothingObservedError,
     Record,
     SelectionError,
@@ -416,6 +417,28 @@ def test_of_a_watch_only_hooks_that_came_since_count() -> None:
         model[1].register_forward_hook(leave)
         assert failure_of(assert_no_leftover_hooks, watch).startswith("1 has a forward hook left on it: ")
         assert failure_of(assert_no_leftover_hooks, probe).startswith("1 has a forward hook left on it: ")
+
+
+def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_modelprobe.probe.next_hook", lambda: None)
+    model = nn.Sequential(nn.Linear(6, 2))
+    with ModelProbe().watch(model) as watch:
+        model(torch.ones(2, 6))
+        assert watch.record.forwards == 1
+        with pytest.raises(
+            ModelProbeError, match=r"^this torch numbers no hooks, so that those of before cannot be told"
+        ):
+            assert_no_leftover_hooks(watch)
+    assert_no_leftover_hooks(model)
+
+
+def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    del model[0]._forward_hooks
+    with pytest.raises(
+        ModelProbeError, match=r"^this torch has no _forward_hooks: whether a forward hook is left cannot"
+    ):
+        assert_no_leftover_hooks(model)
 
 
 def test_layers_whose_hooks_belong_to_them_can_be_left_out() -> None:

@@ -1662,9 +1662,10 @@ def test_a_watch_inside_another_sees_its_part():
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_gradients_seen_under_a_grad_scaler_are_marked(scaled):
+@pytest.mark.parametrize("fused", [True, False])  # a fused step takes the factor out itself
+def test_gradients_seen_under_a_grad_scaler_are_marked(scaled, fused):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     with Watch(model) as watch:
         scaler.scale(model(randn(3, 4)).sum()).backward()
