@@ -36,7 +36,7 @@ class Settings:
     seed: int
     verbose: bool
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
-    """Definitions of the fixtures on which a test with a probe depends."""
+    """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
     """Probes that outlive a test: what they newly saw is told with the test in which they saw it."""
 
@@ -279,11 +279,12 @@ def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find the fixtures that a test with a probe depends on: they are seeded whichever test sets them up."""
+    from ._pytest import fixtures_of
+
     seeded = config.stash[SETTINGS].seeded_fixtures
     for item in items:
         if _has_probe(item):
-            for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
-                seeded.update(definitions)
+            seeded |= fixtures_of(item)
 
 
 def _has_probe(item: pytest.Item) -> bool:
@@ -294,7 +295,7 @@ def _has_probe(item: pytest.Item) -> bool:
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
     """Seed each fixture that a test with a probe depends on by its own name, under a fork."""
     settings = request.config.stash[SETTINGS]
-    if fixturedef not in settings.seeded_fixtures:
+    if settings.seeded_fixtures.isdisjoint((fixturedef, fixturedef.argname)):
         return (yield)
     from .seeding import derive, seeded
 

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "__init__": {"assertions", "exceptions", "probe", "record", "snapshot"},
     "__main__": {"cli"},
     "exceptions": set(),
+    "_pytest": {"pytest"},
     "_torch": {"torch", "exceptions"},
     "record": set(),
     "selection": {"exceptions"},
@@ -70,7 +71,7 @@ MAY_IMPORT = {
         "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "record", "report",
         "selection", "summary",
     },
-    "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
+    "plugin": {"pytest", "_pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
 }  # fmt: skip
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
@@ -169,3 +170,15 @@ def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
         assert private_names(path) == {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
     else:
         assert not private_names(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_pytest_and_syrupy_stand_in_one_room_each(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    of_pytest = names & {"_fixtureinfo", "_fixturemanager", "_pyfuncitem", "_arg2fixturedefs", "name2fixturedefs"}
+    of_syrupy = names & {"_write_mode", "_executions", "executions", "num_executions", "asserted_data", "recalled_data"}
+    assert not any(name.partition(".")[0] == "_pytest" for name in imports(path))
+    assert not of_pytest or path.stem == "_pytest"
+    assert not of_syrupy or path.parts[-2:] == ("snapshot", "extension.py")

@@ -190,3 +190,54 @@ def test_without_a_private_name_the_package_works_or_says_what_it_cannot_do(
     assert changed.keys() == CANNOT.get(path, set())
     for outcome in changed.values():
         assert outcome.startswith(f"torch {torch.__version__} has no {path}, without which ")
+
+
+# --- of pytest and of syrupy ------------------------------------------------------------------------------------------
+
+
+def test_fixtures_are_known_by_name_where_pytest_does_not_tell_more(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(tryfirst=True, wrapper=True)
+        def pytest_collection_modifyitems(items):
+            kept = [(item, vars(item).pop("_fixtureinfo")) for item in items]
+            yield
+            for item, info in kept:
+                item._fixtureinfo = info
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+
+        drawn = []
+
+        @pytest.fixture
+        def weight():
+            return torch.rand(1).item()
+
+        @pytest.mark.parametrize("i", range(2))
+        def test_alike(weight, modelprobe, i):
+            drawn.append(weight)
+            assert drawn == [weight] * len(drawn)
+        """
+    )
+    pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
+
+
+def test_a_syrupy_that_tells_less_still_compares_and_writes(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from syrupy.assertion import SnapshotAssertion\ndel SnapshotAssertion.num_executions")
+    pytester.makepyfile(
+        """
+        from torch import nn
+
+        def test_model(modelprobe, modelprobe_snapshot):
+            model = modelprobe.build(lambda: nn.Linear(2, 2))
+            assert modelprobe.run(model, modelprobe.randn(3, 2)) == modelprobe_snapshot
+        """
+    )
+    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)

@@ -40,7 +40,7 @@ from pytest_modelprobe.selection import Glob, nearest
 from pytest_modelprobe.summary import findings
 
 from . import words
-from .extension import ModelProbeExtension, Place, joined
+from .extension import ModelProbeExtension, Place, tell
 from .lasting import active_dropout, is_training, nonfinite, structure_of
 from .names import DEVICES, folder_of, kind, stem_of
 from .session import SnapshotSession
@@ -459,12 +459,9 @@ class Comparer:
         """Have syrupy write what is to be written, and count."""
         __tracebackhide__ = True
         writing = outcome.verdict in ("created", "updated")
-        self._syrupy.update_snapshots, self._syrupy.update_new_snapshots_only = writing, False
-        equal = self._syrupy(name=cast(Any, outcome.place)) == joined(texts)
-        result = self._syrupy.executions[self._syrupy.num_executions - 1]
-        result.asserted_data = result.recalled_data = None  # kept until the end of the run otherwise
+        equal, error = tell(self._syrupy, outcome.place, texts, write=writing)
         if writing and not equal:  # syrupy keeps exceptions to itself
-            raise result.exception or SnapshotError(f"{outcome.place.arch} was not written")
+            raise error or SnapshotError(f"{outcome.place.arch} was not written")
 
 
 def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolerance) -> Diagnosis | None:
