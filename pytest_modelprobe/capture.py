@@ -30,7 +30,7 @@ from . import statistics
 from .attention import Attended, AttentionMode, returned
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
-from .functionals import ForwardMode, FunctionalMode
+from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
 from .observation import (
     Contents,
@@ -111,7 +111,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._attention = attention
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
-        if attention:  # entered last: it comes first, while no pseudo-layer is open
+        if attention:  # topmost of the two: it comes first, while no pseudo-layer is open
             self._modes.append(AttentionMode(self))
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
@@ -233,8 +233,7 @@ class Capture:
             self._open(frame, module.training, may_draw=not _draws_nothing(module))
         self._stack.append(frame)
         if len(self._stack) == 1:
-            for mode in self._modes:
-                mode.enter()
+            enter(self._modes)
 
     def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
         """Called after each call of a watched layer, also when it raised."""
@@ -378,8 +377,7 @@ class Capture:
         self._forwards.add(self.newest)
 
     def _leave_forward(self) -> None:
-        for mode in reversed(self._modes):
-            mode.leave()
+        leave(self._modes)
         self.note_results()
         if self.after_first is None and self.first is not None:
             self.after_first = {

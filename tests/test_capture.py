@@ -1339,21 +1339,22 @@ def test_functional_calls_in_a_recomputation_are_not_counted():
     assert len(watch.record.layers["relu"].calls) == 1
 
 
-class Interrupt(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+class Interrupt(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is F.relu:
             raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_an_interrupted_functional_call_is_dropped():
     def forward(self, x):
         with contextlib.suppress(KeyboardInterrupt):
-            F.relu(x)
+            F.relu(x.as_subclass(Interrupt))
         return torch.tanh(x)
 
     model = Call(forward)
-    with Watch(model, functionals=True) as watch, Interrupt():
+    with Watch(model, functionals=True) as watch:
         model(randn(3))
     assert watch.record.layers["relu"].calls[0].finished == -1
     assert len(watch.record.layers["tanh"].calls) == 1
@@ -1394,6 +1395,65 @@ def test_closing_inside_a_forward_leaves_the_function_mode():
     model = Call(lambda self, x: (self.watch.close(), F.relu(x))[1])
     model.__dict__["watch"] = Watch(model, functionals=True)
     model(randn(3))
+    assert not modes()
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def interrupted(attention=False):
+    """A watch of a model whose forward is interrupted, and the forward."""
+
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+    def run():
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(3))
+
+    model = Call(forward)
+    return Watch(model, functionals=True, attention=attention), run
+
+
+CONTEXTS = {"torch.device": lambda: torch.device("meta"), "a mode": Mode}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_closing_inside_a_context_of_the_user_leaves_it_alone(context):
+    watch, run = interrupted(attention=True)
+    run()
+    with context():
+        inside = modes()[-1:]
+        watch.close()
+        assert modes() == inside
+    assert not modes()
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_of_the_user_ends_where_it_ends_though_a_forward_was_interrupted_in_it(context):
+    watch, run = interrupted(attention=True)
+    with context() as mode:
+        run()
+    assert mode not in modes()
+    assert torch.ones(1).device.type == "cpu"
+    watch.close()
+    assert not modes()
+
+
+def test_a_default_device_can_be_set_while_a_forward_runs_or_was_interrupted():
+    torch.set_default_device("meta")
+    try:
+        watch, run = interrupted()
+        run()
+        torch.set_default_device("cpu")
+        watch.close()
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
     assert not modes()
 
 
