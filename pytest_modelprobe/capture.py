@@ -293,7 +293,7 @@ class Capture:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
         with self.guard, torch._C.DisableTorchFunction():
             parent = self._stack[-1] if self._stack else None
-            if parent is None or parent.name not in self.selected or parent.is_over():
+            if parent is None or parent.name not in self.selected or parent.is_over(self._thread):
                 return None
             if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
                 return None  # the module is the function
@@ -323,7 +323,7 @@ class Capture:
         """Take in attention weights that the innermost running call has just computed."""
         with self.guard, torch._C.DisableTorchFunction():
             frame = self._stack[-1] if self._stack else None
-            if frame is None or frame.call is None or frame.is_over():
+            if frame is None or frame.call is None or frame.is_over(self._thread):
                 return
             with statistics.plainly():
                 attended = read()
@@ -346,7 +346,7 @@ class Capture:
 
     def _drop_abandoned(self) -> None:
         """Drop calls that no longer run, though no hook said that they ended."""
-        while self._stack and self._stack[-1].is_over():
+        while self._stack and self._stack[-1].is_over(self._thread):
             self._stack.pop()
             if not self._stack:
                 self._leave_forward()
@@ -611,13 +611,12 @@ class _Frame:
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def is_over(self) -> bool:
-        """Whether the call has ended: Python refuses to clear a frame that runs, in whatever thread."""
-        try:
-            self.running.clear()
-        except RuntimeError:
+    def is_over(self, thread: int) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
+        if _is_called_by(sys._getframe(1), self.running):
             return False
-        return True
+        elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+        return not _is_called_by(elsewhere, self.running)
 
     def axis_for(self, output: torch.Tensor) -> int | None:
         """Return the unit axis that the output inherits: of what was made inside, else of an input of its shape."""
@@ -862,6 +861,15 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
+def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+    """Whether a frame is ``caller``, or runs for it; the walk is short where it is."""
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False
+
+
     return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 
