@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import operator
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -109,6 +111,8 @@ class Capture:
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
+        # The pre-hooks, with those of the same module.
+        self._before: list[tuple[_Before, dict[int, Any]]] = []
         self._attention = attention
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
         if attention:  # topmost of the two: it comes first, while no pseudo-layer is open
@@ -156,9 +160,13 @@ class Capture:
 
     def _attach_layer(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            before, after = _Before(self, name, module), _After(self, name, module)
+            after = _After(self, name, module)
+            before = _Before(self, name, module, after)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            before.key = self._handles[-1].id
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            after.key = self._handles[-1].id
+            self._before.append((before, module._forward_pre_hooks))
         if name in self.selected:
             prefix = "" if name == ROOT else f"{name}."
             self._owners.append((prefix, module))
@@ -196,6 +204,7 @@ class Capture:
             if (hook := alive()) is not None:
                 hook.handle.remove()
         self._tensor_hooks.clear()
+        self._before.clear()
         self._parameters.clear()
         self._gradients.clear()
         with _collection_paused():
@@ -214,9 +223,16 @@ class Capture:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def before(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], running: FrameType
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        running: FrameType,
+        *,
+        late: bool = False,
     ) -> None:
-        """Called before each call of a watched layer, with its arguments."""
+        """Called before each call of a watched layer, with its arguments; ``late`` hooks may still change them."""
         self._drop_abandoned()
         flat = flatten_call(args, kwargs)
         if torch._C._current_graph_task_id() != -1:
@@ -229,13 +245,23 @@ class Capture:
             return
         assert self.newest is not None
         frame = _Frame(name, running, self.newest, flat)
+        if late:
+            frame.read = _identities(flat)
         if name in self.selected:
             self._open(frame, module.training, may_draw=not _draws_nothing(module))
         self._stack.append(frame)
         if len(self._stack) == 1:
             enter(self._modes)
 
-    def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
+    def after(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        running: FrameType,
+    ) -> None:
         """Called after each call of a watched layer, also when it raised."""
         self.changes += 1
         recomputed = self._recomputing.pop(running, None)
@@ -245,6 +271,8 @@ class Capture:
         frame = self._close(name, running)
         if frame is None:
             return
+        if frame.read is not None and frame.read != _identities(flatten_call(args, kwargs)):
+            self.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not frame.error_before:
@@ -258,6 +286,13 @@ class Capture:
         finally:
             if not self._stack:
                 self._leave_forward()
+
+    def note_late(self, name: str, what: str) -> None:
+        """Note that a hook came too late for one call to see what it changes."""
+        self.notes[
+            f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
+            "call was not seen"
+        ] = None
 
     def _open(self, frame: _Frame, training: bool, *, may_draw: bool) -> None:
         call = frame.call = frame.forward.begin_call(frame.name)
@@ -362,6 +397,8 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module) -> None:
         if self.newest is not None:
             self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
+        for hook, hooks in self._before:
+            hook.stay_last(hooks)
         self._hook_parameters()
         self._thread = threading.get_ident()
         self._recomputing.clear()
@@ -594,7 +631,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "read", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -607,6 +644,8 @@ class _Frame:
         """Unit axis of what the calls inside gave out, the newest of each shape."""
         self.random_states: tuple[bytes, ...] = ()
         """As the call began; none where it draws nothing."""
+        self.read: list[Any] | None = None
+        """What tells the inputs as they were read, where hooks came after."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
@@ -653,8 +692,10 @@ class _Views:
 
 
 class _Hook:
-    __slots__ = ("_capture", "_module", "_name")
+    __slots__ = ("_capture", "_module", "_name", "key")
     is_modelprobe = True
+    key: int
+    """Of the hook, among those of its module."""
 
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         self._capture = capture
@@ -668,26 +709,46 @@ class _Hook:
         return _Inert()
 
     def _active(self, module: nn.Module) -> bool:
-        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        traced = torch._C._get_tracing_state() is not None
         return self._capture.attached and self._module() is module and not traced
+
+    def stay_last(self, hooks: dict[int, Any]) -> bool:
+        """Move behind hooks that came since, to see what they change; return whether there were any."""
+        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
+            return False
+        behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
+        if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
+            return False
+        cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
+        return True
 
 
 class _Before(_Hook):
-    __slots__ = ()
+    __slots__ = ("after",)
+
+    def __init__(self, capture: Capture, name: str, module: nn.Module, after: _After) -> None:
+        super().__init__(capture, name, module)
+        self.after = after
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._active(module):
+        if not torch.compiler.is_compiling():
             with self._capture.guard, torch._C.DisableTorchFunction():
-                self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)))
+                if self._active(module):
+                    late = self.stay_last(module._forward_pre_hooks)
+                    self.after.stay_last(module._forward_hooks)
+                    self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)), late=late)
 
 
 class _After(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._active(module):
+        if not torch.compiler.is_compiling():
             with self._capture.guard, torch._C.DisableTorchFunction():
-                self._capture.after(self._name, module, output, _running(sys._getframe(1)))
+                if self._active(module):
+                    if self.stay_last(module._forward_hooks):
+                        self._capture.note_late(self._name, "outputs")
+                    self._capture.after(self._name, module, args, kwargs, output, _running(sys._getframe(1)))
 
 
 class _Inert:
@@ -762,10 +823,10 @@ class _ParameterHook:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
-        if self._parts == 1 and torch._C._current_graph_task_id() == self._arrived:
-            return
         if self.capture.attached:
             with self.capture.guard, torch._C.DisableTorchFunction():
+                if self._parts == 1 and torch._C._current_graph_task_id() == self._arrived:
+                    return
                 gradient = parameter.grad
                 if gradient is not None and (self._parts > 1 or self.capture.backward_pass() != self._arrived):
                     self.capture.parameter_gradient(self.names, gradient)
@@ -800,6 +861,15 @@ def _running(frame: FrameType) -> FrameType:
     return frame
 
 
+def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+    """Whether a frame is ``caller``, or runs for it; the walk is short where it is."""
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _storages(model: nn.Module) -> Iterator[int]:
     """Yield what tells the storages of parameters and buffers."""
     for module in model.modules():
@@ -808,6 +878,10 @@ def _storages(model: nn.Module) -> Iterator[int]:
                 key = None if tensor is None else identity(tensor)
                 if key is not None:
                     yield key[0]
+
+
+def _identities(inputs: Flat) -> list[tuple[int, Identity | None]]:
+    return [(id(tensor), identity(tensor)) for _, tensor in inputs.tensors]
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -861,15 +935,6 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
-def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
-    """Whether a frame is ``caller``, or runs for it; the walk is short where it is."""
-    while frame is not None:
-        if frame is caller:
-            return True
-        frame = frame.f_back
-    return False
-
-
     return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 

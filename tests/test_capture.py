@@ -1772,3 +1772,142 @@ def test_autograd_grad_with_respect_to_parameters_is_seen():
     with Watch(model) as watch:
         torch.autograd.grad(model(torch.ones(3, 4)).sum(), list(model.parameters()))
     assert mean_gradient(watch.record) == 3.0
+
+
+# --- hooks of the user that come after ours -------------------------------------------------------------------------
+
+
+def halves(module, args, output):
+    return output / 2
+
+
+def test_what_a_hook_registered_later_makes_of_an_output_is_what_is_seen():
+    model = nn.Sequential(linear(4, 3), nn.Identity())
+    with Watch(model, keep="0") as watch:
+        model[0].register_forward_hook(halves)
+        out = model(randn(2, 4))
+        out.sum().backward()
+    assert torch.equal(watch.kept["0"][0], out)
+    seen = value(watch.record, "0")
+    assert seen.statistics.max == out.max().item()
+    assert seen.gradient.max == 1
+    assert value(watch.record, "1", "input").source is not None
+    assert watch.record.notes == ()
+
+
+def test_what_a_pre_hook_registered_later_makes_of_an_input_is_what_is_seen():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] * 0 + 7,))
+        model(randn(2, 4))
+    assert value(watch.record, "0", "input").statistics.min == 7
+    assert watch.record.notes == ()
+
+
+def test_a_hook_registered_inside_the_forward_is_seen_too():
+    def forward(self, x):
+        handle = self.fc.register_forward_hook(halves)
+        try:
+            return self.fc(x)
+        finally:
+            handle.remove()
+
+    model = Call(forward, fc=linear(4, 3))
+    with Watch(model) as watch:
+        out = model(randn(2, 4))
+    assert value(watch.record, "fc").statistics.max == out.max().item()
+    assert watch.record.notes == ()
+
+
+def test_two_watches_and_a_hook_registered_later_see_the_same():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as first, Watch(model) as second:
+        model[0].register_forward_hook(halves)
+        for _ in range(3):
+            model(randn(2, 4))
+    assert first.record.layers == second.record.layers
+    assert value(first.record, "0") == value(first.record, "(root)")
+
+
+def test_hooks_of_the_user_keep_their_order_and_their_results():
+    def run(watched):
+        order = []
+        model = nn.Sequential(linear(4, 3))
+        model[0].register_forward_hook(lambda *_: order.append("first"))
+        with Watch(model) if watched else contextlib.nullcontext():
+            model[0].register_forward_hook(lambda m, a, output: order.append("second") or output + 1)
+            model[0].register_forward_hook(lambda m, a, output: order.append("third") or output * 2)
+            model[0].register_forward_hook(lambda *_: order.append("before all"), prepend=True)
+            model[0].register_forward_hook(lambda *_: order.append("always"), always_call=True)
+            return [*order, *model(randn(2, 4)).flatten().tolist(), *order]
+
+    assert run(watched=True) == run(watched=False)
+
+
+def test_a_hook_registered_later_that_raises_ends_the_call():
+    def refuse(module, args, output):
+        raise ValueError("no")
+
+    model = nn.Sequential(linear(4, 3), nn.ReLU())
+    with Watch(model) as watch:
+        handle = model[0].register_forward_hook(refuse)
+        with pytest.raises(ValueError, match="no") as caught:
+            model(randn(2, 4))
+        handle.remove()
+        model(randn(2, 4))
+    assert caught.value.__notes__ == ["raised in 0 (Linear), inputs (2, 4) float32 cpu"]
+    assert watch.last.layers["1"].calls
+
+
+LATE = (
+    "(root): a hook was registered on it after the watch began, and what it did to the {} of the first call was not "
+    "seen"
+)
+
+
+def another(module, args):
+    return args[0] + 1
+
+
+def in_place(module, args):
+    args[0].add_(1)
+
+
+@pytest.mark.parametrize("change", [another, in_place])
+def test_of_a_hook_that_cannot_be_seen_in_its_first_call_a_note_says_so(change):
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model.register_forward_pre_hook(change)
+        model(torch.zeros(2, 4))
+        model(torch.zeros(2, 4))
+    assert watch.record.notes == (LATE.format("inputs"),)
+    assert value(watch.last, "(root)", "input").statistics.min == 1
+
+
+def test_a_hook_that_changes_nothing_is_not_noted():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model.register_forward_pre_hook(lambda module, args: None)
+        model(randn(2, 4))
+    assert watch.record.notes == ()
+
+
+def test_a_hook_that_a_layer_registers_on_itself_while_it_runs_is_noted():
+    def forward(self, x):
+        self.register_forward_hook(halves)
+        return x
+
+    model = Call(forward)
+    with Watch(model) as watch:
+        model(randn(2, 4))
+    assert watch.record.notes == (LATE.format("outputs"),)
+
+
+def test_hooks_that_were_cleared_are_no_error():
+    model = nn.Sequential(linear(4, 3), linear(3, 2))
+    with Watch(model) as watch:
+        model[0]._forward_hooks.clear()
+        model[0]._forward_pre_hooks.clear()
+        model[0].register_forward_hook(halves)
+        model(randn(2, 4))
+    assert watch.record.layers["1"].calls
