@@ -25,7 +25,7 @@ from .layers import Layers, attributes, check_supported
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
-from .record import Layer, Reading, Record, Response
+from .record import Layer, Reading, Record, Response, with_rerun
 from .restoring import hooks_preserved, preserved
 from .selection import Selector, nearest, select
 
@@ -35,7 +35,8 @@ Mode = Literal["train", "eval"]
 
 _MODELS = 2  # kept for `Record.rerun` where the test keeps none: run(build(Net), x) == snapshot
 _REPEATS = 3
-_REMEMBERED = 8  # sources kept for `record` and the summary: a test may watch a thousand times
+_REMEMBERED = 8  # sources kept for `record` and the summary, inputs for `Record.rerun`: a test may run a thousand times
+_FORGOTTEN = f"the probe of the record is closed, or made {_REMEMBERED} runs since: compare the record before that"
 
 
 class Watch:
@@ -170,7 +171,7 @@ class ModelProbe:
         self._seen = 0
         self._told = 0
         self._open: list[Watch] = []
-        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._runs: deque[_Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
 
     # --- running and watching -------------------------------------------------------------------------------------
@@ -242,7 +243,8 @@ class ModelProbe:
             isolate=isolate,
         )
         record, self.kept = run.record(keep)
-        self._runs.add(run)
+        with_rerun(record, _Asked(run))
+        self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)
         return record
@@ -387,8 +389,7 @@ class ModelProbe:
         for watch in self._open:
             watch.close()
         self._open.clear()
-        for run in self._runs:
-            run.close()
+        self._runs.clear()
         self._models.clear()
 
     def __enter__(self) -> ModelProbe:
@@ -418,10 +419,32 @@ class ModelProbe:
             )
 
 
+class _Asked:
+    """Asks more of a `_Run` while its probe keeps it, and keeps nothing itself: it is the `Rerun` of its records."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = weakref.ref(run)
+
+    def isolated(self, record: Record, like: Record | None = None) -> Record:
+        run = self._run()
+        if run is None:
+            return self._answer(_noted(record, f"no layer was called alone: {_FORGOTTEN}"))
+        return self._answer(run.isolated(record, like))
+
+    def measured(self, record: Record) -> Record:
+        run = self._run()
+        if run is None:
+            return self._answer(_noted(record, f"no noise was measured: {_FORGOTTEN}"))
+        return self._answer(run.measured(record))
+
+    def _answer(self, record: Record) -> Record:
+        return with_rerun(record, self)  # of what was filled in more can be asked too
+
+
 class _Run:
     """One `ModelProbe.run`: the same step, repeatable, that leaves no trace.
 
-    It is the `Rerun` of its record: it knows its model weakly, and its inputs until the probe is closed.
+    It knows its model weakly. The probe alone keeps it, and so the inputs.
     """
 
     def __init__(
@@ -449,10 +472,7 @@ class _Run:
         self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
         self._model = weakref.ref(model)
         self._contexts = _contexts(device)
-        self._settings: list[Any] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # what is stored or copied can ask for no more
+        self._settings: list[Any] = []
 
     @property
     def model(self) -> nn.Module:
@@ -461,17 +481,13 @@ class _Run:
         assert model is not None
         return model
 
-    def close(self) -> None:
-        """Let go of the inputs: nothing can be asked any more."""
-        self.args, self.kwargs, self.loss, self._settings = (), {}, None, None
-
     def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
         record, kept = self._observed(keep=keep)
         record = self._with_origins(record)
         self._settings = self._settings_now()
-        return dataclasses.replace(record, rerun=self), kept
+        return record, kept
 
     # --- asked of the record later --------------------------------------------------------------------------------
 
@@ -531,8 +547,6 @@ class _Run:
 
     def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:
         """Return why the run cannot be repeated, if so."""
-        if self._settings is None:
-            return "the probe of the record is closed"
         if model is None:
             return "the model is gone: keep it in a variable until the record is compared"
         if self._settings != self._settings_now() or not self._has_parameters_of(record):

@@ -11,6 +11,7 @@ import functools
 import math
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -370,7 +371,11 @@ class Rerun(Protocol):
         """Fill in the noise of each reading and response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+_RERUNS: dict[int, Rerun] = {}
+"""How more can be asked of each record that lives, by its id."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
 
@@ -417,8 +422,11 @@ class Record:
     """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
-    rerun: Rerun | None = field(default=None, repr=False, compare=False, metadata={"plain": False})
-    """How more can be asked of a `run` while its model lives; never stored."""
+
+    @property
+    def rerun(self) -> Rerun | None:
+        """How more can be asked of a `run`. It is kept by the probe: the record knows of no model and no tensor."""
+        return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
         return self.layers[layer]
@@ -532,13 +540,20 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
     return low if low == high else (low, high)
 
 
+def with_rerun(record: Record, rerun: Rerun) -> Record:
+    """Return the record, of which more can be asked from now on, as long as it lives."""
+    if record.rerun is None:
+        weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
+    _RERUNS[id(record)] = rerun
+    return record
+
+
 # --- plain dicts: one codec for all classes, driven by their fields -----------------------------------------------
 
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        plain = (f for f in dataclasses.fields(value) if f.metadata.get("plain", True))
-        fields = ((f, getattr(value, f.name)) for f in plain)
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: _encode(v) for f, v in fields if v != _default(f)}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string

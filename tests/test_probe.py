@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -818,7 +820,56 @@ def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
     record, gone = run()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    assert rerun(record).measured(record).notes == ("no noise was measured: the probe of the record is closed",)
+    forgotten = "the probe of the record is closed, or made 8 runs since: compare the record before that"
+    assert rerun(record).measured(record).notes == (f"no noise was measured: {forgotten}",)
+    assert rerun(record).isolated(record).notes == (f"no layer was called alone: {forgotten}",)
+
+
+def tensors_of(record: Record) -> list[torch.Tensor]:
+    """Every tensor that can be reached from a record."""
+    found: dict[int, Any] = {}
+    todo: list[Any] = [record]
+    while todo:
+        one = todo.pop()
+        if id(one) not in found and not isinstance(one, (type, types.ModuleType)):
+            found[id(one)] = one
+            todo += gc.get_referents(one)
+    return [one for one in found.values() if isinstance(one, torch.Tensor)]
+
+
+def test_no_tensor_can_be_reached_from_a_record(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
+    assert tensors_of(record) == []
+    assert tensors_of(rerun(record).measured(rerun(record).isolated(record))) == []
+
+
+def test_records_that_are_kept_keep_no_inputs(probe: ModelProbe, net: Net) -> None:
+    records, inputs = [], []
+    for _ in range(12):
+        x = torch.randn(2, 1, 8, 8)
+        inputs.append(weakref.ref(x))
+        records.append(probe.run(net, x, mode="eval"))
+    del x
+    assert [ref() is None for ref in inputs] == [True] * 4 + [False] * 8
+    assert "no noise was measured" in rerun(records[0]).measured(records[0]).notes[0]
+    assert rerun(records[-1]).measured(records[-1]).noise == "measured"
+
+
+def test_a_probe_that_is_forgotten_keeps_no_inputs_for_its_records(net: Net) -> None:
+    x = torch.randn(2, 1, 8, 8)
+    gone = weakref.ref(x)
+    record = ModelProbe().run(net, x)
+    del x
+    gc.collect()
+    assert gone() is None
+    assert rerun(record).measured(record).noise is None
+
+
+def test_more_can_be_asked_of_what_was_filled_in(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
+    isolated = rerun(record).isolated(record)
+    assert rerun(isolated).measured(isolated).noise == "measured"
+    assert dataclasses.replace(record).rerun is None
 
 
 def write_silently(net: Net, x: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from pytest_modelprobe.files import (
 from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, Rerun
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 from pytest_modelprobe.selection import Glob, nearest
@@ -178,6 +178,7 @@ class _Outcome:
 
     place: Place
     record: Record
+    rerun: Rerun | None
     asked_by: CodeType
     """The code that compared."""
     line: int
@@ -328,7 +329,7 @@ class Comparer:
         __tracebackhide__ = True
         _check_globs(options.tolerance, record)
         code, line = asked_by.f_code, asked_by.f_lineno
-        outcome = _Outcome(self._place(record, options), record, code, line, options.compare)
+        outcome = _Outcome(self._place(record, options), record, record.rerun, code, line, options.compare)
         parts, outcome.not_compared = _both(options.compare, self._policy.compare)
         if parts is None:
             outcome.verdict = "not compared"
@@ -446,7 +447,7 @@ class Comparer:
         record = outcome.record
         if outcome.compare == "architecture":
             record = structure_of(record)
-        elif (rerun := record.rerun) is not None:
+        elif (rerun := outcome.rerun) is not None:
             if not any(call.response for _, call in record.calls):
                 record = rerun.isolated(record, like=expected)
             record = rerun.measured(record)
