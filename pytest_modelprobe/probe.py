@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
@@ -26,7 +27,7 @@ from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
 from .record import Layer, Reading, Record, Response, with_rerun
-from .restoring import hooks_preserved, preserved
+from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
 from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -602,18 +603,31 @@ class _Run:
         """The model as a run finds it, from the seed; everything is put back afterwards."""
         __tracebackhide__ = True
         with ExitStack() as contexts:
+            contexts.enter_context(lazy_preserved(self.model))
             contexts.enter_context(preserved(self.model))
             contexts.enter_context(hooks_preserved(self.model))
-            contexts.enter_context(seeding.seeded(seeding.derive(self.seed, "run")))
+            contexts.enter_context(self._seeded())
             for context in self._contexts():
                 contexts.enter_context(context)
             if self.mode is not None:
                 self.model.train(self.mode == "train")
             if any(not _same_device(p.device, self.device) for p in self.model.parameters()):
                 self.model.to(self.device)
+            if has_lazy(self.model):
+                self._give_shapes()
             for parameter in self.model.parameters():
                 parameter.grad = None
             yield
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        return seeding.seeded(seeding.derive(self.seed, "run"))
+
+    def _give_shapes(self) -> None:
+        """Show lazy modules an input, so that the step finds a model like any other; nothing else stays of it."""
+        with preserved(self.model), hooks_preserved(self.model), self._seeded(), torch.no_grad():
+            self.model.eval()
+            with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
+                self._forward()
 
     def _forward(self, move: noise.Move | None = None) -> Any:
         __tracebackhide__ = True

@@ -617,6 +617,39 @@ def test_a_lazy_layer_has_the_attributes_that_its_first_run_gave_it(probe: Model
     assert [r["(root)"].attributes for r in records] == [{"in_features": 3, "out_features": 2}] * 2
 
 
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+def test_a_run_leaves_a_lazy_model_lazy_and_records_it_as_any_other(probe: ModelProbe) -> None:
+    model, x = lazy(), probe.randn(8, 3)
+    record, again = (probe.run(model, x, loss="random", mode="train") for _ in range(2))
+    assert str(model) == str(lazy())
+    assert record.layers == again.layers
+    assert all(p.gradient is not None for layer in record.layers.values() for p in layer.parameters)
+    mean, variance, _ = record["1"].buffers
+    assert (mean.reading, variance.reading) == (reading_of(torch.zeros(4)), reading_of(torch.ones(4)))
+    assert mean.after is not None
+    assert model(torch.ones(2, 5)).shape == (2, 2)
+
+
+def test_more_can_be_asked_of_a_run_of_a_lazy_model(probe: ModelProbe) -> None:
+    model = lazy()
+    record = probe.run(model, probe.randn(8, 3), loss="random", mode="train")
+    measured = rerun(record).measured(rerun(record).isolated(record))
+    assert measured.noise == "measured"
+    assert all(responses(measured))
+    assert str(model) == str(lazy())
+
+
+def test_an_error_of_a_lazy_model_tells_of_the_layer_and_leaves_it_lazy(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(5, 2))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        probe.run(model, probe.randn(8, 3))
+    assert caught.value.__notes__ == ["raised in 1 (Linear), inputs (8, 4) float32 cpu"]
+    assert isinstance(model[0], nn.LazyLinear)
+
+
 def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
     model = nn.BatchNorm1d(3)
     with probe.watch(model) as watch:

@@ -161,7 +161,7 @@ class Trial:
         if any(x.is_meta for _, x in self.inputs):
             raise NotApplicableError("an input is on the meta device and has no numbers")
         if any(is_lazy(t) for t in tensors):
-            raise NotApplicableError("the model is lazy and has seen no input: run it once before")
+            raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
         if any(t.is_inference() for t in tensors):
             raise NotApplicableError(
                 "the model was made under torch.inference_mode() and cannot change: make it outside"
