@@ -34,6 +34,7 @@ from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
+from .memory import as_array
 from .observation import (
     Contents,
     Forward,
@@ -914,9 +915,9 @@ def _draws_nothing(module: nn.Module) -> bool:
 
 def _random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators, to tell whether a call drew from them."""
-    states = torch.default_generator.get_state().numpy().tobytes()
+    states = as_array(torch.default_generator.get_state()).tobytes()
     if torch.cuda.is_initialized():
-        return states, torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
+        return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
     return (states,)
 
 
