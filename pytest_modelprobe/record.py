@@ -26,8 +26,20 @@ Dimension = int | tuple[int, int]
 """One size, or the smallest and the largest where it varied between forwards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class _Numbers:
+    """What holds floats: equal where all fields are equal, a NaN to a NaN."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return _fields(self) == _fields(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statistics(_Numbers):
     """Moments and counts of the elements of one tensor, or of several merged.
 
     Non-finite elements are counted apart; every other number is of the finite elements alone.
@@ -127,8 +139,8 @@ class Statistics:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units(_Numbers):
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
 
     axis: int
@@ -147,8 +159,8 @@ class Units:
         return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading(_Numbers):
     """What is kept of one value in one direction."""
 
     tensors: int = 1
@@ -227,8 +239,8 @@ class Response:
     """Why the call could not be isolated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention(_Numbers):
     """The attention weights that a call computed, merged over its forwards."""
 
     shape: tuple[int, ...]
@@ -240,8 +252,8 @@ class Attention:
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(_Numbers):
     """One execution of a layer within a forward, merged over the forwards of the same kind."""
 
     root: str
@@ -298,8 +310,8 @@ class Parameter:
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer(_Numbers):
     """One module, or one functional call watched under ``functionals=True``."""
 
     name: str
@@ -519,6 +531,19 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
     (0.0, 0.05)
     """
     return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
+
+
+def _fields(numbers: Any) -> tuple[Any, ...]:
+    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers))
+
+
+def _with_one_nan(value: Any) -> Any:
+    """Return the value with `math.nan` for every NaN: tuples and mappings take the same object for equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_with_one_nan, value))
+    if isinstance(value, Mapping):
+        return {key: _with_one_nan(part) for key, part in value.items()}
+    return math.nan if isinstance(value, float) and math.isnan(value) else value
 
 
 def _least(a: Any, b: Any) -> Any:
