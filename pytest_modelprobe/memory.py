@@ -24,6 +24,25 @@ def has_bytes(leaf: object) -> TypeGuard[torch.Tensor]:
     )
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as pairs of real numbers, along a last axis of its own; any other as it is.
+
+    >>> as_real(torch.tensor([1 + 2j]).conj())
+    tensor([[ 1., -2.]])
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside a `torch.func` transform: outside of it there is none to keep.
+
+    >>> torch.func.vmap(lambda x: print(is_transformed(x)) or x)(torch.ones(2)).shape
+    True
+    torch.Size([2])
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as a flat uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -23,6 +23,7 @@ from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors
 from .isolation import isolate, noisy
 from .layers import Layers, attributes, check_supported
+from .memory import as_real
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
@@ -113,7 +114,10 @@ class Watch:
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:
-        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies."""
+        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
+
+        None stands for tensors inside a `torch.func` transform.
+        """
         return self._capture.kept
 
     def close(self) -> None:
@@ -675,10 +679,14 @@ class _Run:
             return _check_loss(loss)
 
     def _random_loss(self, output: Any) -> torch.Tensor:
-        """Return the sum of every floating output times numbers seeded by its path, over the root of its size."""
+        """Return the sum of every floating output times numbers seeded by its path, over the root of its size.
+
+        A complex output counts as its real and imaginary parts.
+        """
         total: torch.Tensor | None = None
         flat = flatten("output", output)
-        for path, tensor in flat.tensors:
+        for path, given in flat.tensors:
+            tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
                 term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5

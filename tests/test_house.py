@@ -44,7 +44,8 @@ MAY_IMPORT = {
     },
     "probe": {
         "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation",
-        "layers", "noise", "observation", "origin", "owned", "record", "restoring", "seeding", "selection",
+        "layers", "memory", "noise", "observation", "origin", "owned", "record", "restoring", "seeding",
+        "selection",
     },
     "files": {"exceptions", "record"},
     "course": {"record"},

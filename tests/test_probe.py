@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, SelectionError, UnsupportedModelError, UsageError
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    SelectionError,
+    UnsupportedModelError,
+    UsageError,
+    checks,
+    seeding,
+)
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.record import Reading, Record, Rerun, Response
 from pytest_modelprobe.statistics import collect, reduce
@@ -979,3 +987,33 @@ def test_hooks_that_a_model_installs_in_its_forward_go_with_the_attribute_that_s
         getattr(probe, how)(model, torch.ones(1, 2))
         assert not model.fc._forward_hooks
         assert not model.installed
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_a_random_loss_looks_at_both_parts_of_complex_outputs(probe: ModelProbe, conjugate: bool) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.fc(x)
+            return out.conj() if conjugate else out
+
+    model = Complex()
+    x = torch.randn(2, 4, dtype=torch.complex64)
+    record = probe.run(model, x, loss="random")
+    out = torch.view_as_real(model(x).resolve_conj())
+    weights = seeding.randn(out.shape, seed=probe.seed, name="loss output", device="cpu")
+    (expected,) = torch.autograd.grad((out * weights).sum() / out.numel() ** 0.5, model.fc.bias)
+    (reading,) = collect([reduce(expected)])
+    assert record["fc"].parameters[1].gradient is not None
+    assert record["fc"].parameters[1].gradient.fingerprint == pytest.approx(reading.fingerprint)
+    assert checks.gradcheck(probe, model, x).verdict == "holds"
+
+
+def test_a_run_with_nan_is_equal_to_its_repeat(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    nn.init.constant_(model[0].bias, torch.nan)
+    first, again = (probe.run(model, torch.ones(2, 4), loss="random") for _ in range(2))
+    assert first == again == Record.from_dict(first.to_dict())

@@ -22,6 +22,7 @@ from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
+from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
@@ -388,7 +389,8 @@ class Trial:
 
     def _projection(self, output: Any) -> Tensor:
         terms = []
-        for path, tensor in flatten("output", output).tensors:
+        for path, given in flatten("output", output).tensors:
+            tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
                 terms.append((tensor * weights.to(tensor.dtype)).sum() / tensor.numel() ** 0.5)
