@@ -46,6 +46,7 @@ from .observation import (
     Values,
     identity,
     plain_name,
+    shape_of,
 )
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
@@ -300,10 +301,10 @@ class Capture:
         call.training = training
         call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
         call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(frame.inputs)
-        axes = self._stack[-1].axes if self._stack else {}
+        axes = self._stack[-1].axes if self._stack else None
         with statistics.plainly():
             call.inputs = [
-                (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
+                (path, self._observe(frame.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
                 for path, tensor in frame.inputs.tensors
             ]
             frame.random_states = _random_states() if may_draw else ()
@@ -314,7 +315,7 @@ class Capture:
             outputs = flatten("output", output)
             for path, tensor in outputs.tensors:
                 axis = frame.axis_for(tensor)
-                if module is not None:
+                if module is not None and not tensor.is_nested:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
@@ -660,7 +661,7 @@ class _Frame:
 
     def axis_for(self, output: torch.Tensor) -> int | None:
         """Return the unit axis that the output inherits: of what was made inside, else of an input of its shape."""
-        shape = tuple(output.shape)
+        shape = shape_of(output)
         inside = self.axes.get(shape)
         if inside is not None or self.call is None:
             return inside
@@ -936,7 +937,7 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
-    return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
+    return f"{shape_of(tensor)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 
 def run_eagerly(layers: Layers) -> contextlib.AbstractContextManager[object]:

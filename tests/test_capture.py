@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import threading
 from collections import namedtuple
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.probe import Watch
+from pytest_modelprobe.record import Record
 
 Pair = namedtuple("Pair", "left right")
 
@@ -1911,3 +1913,36 @@ def test_hooks_that_were_cleared_are_no_error():
         model[0].register_forward_hook(halves)
         model(randn(2, 4))
     assert watch.record.layers["1"].calls
+NESTED = {"jagged": torch.jagged, "strided": torch.strided}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", NESTED.values(), ids=NESTED)
+def test_a_nested_tensor_has_the_lengths_of_its_parts_for_shape(modelprobe, layout):
+    def forward(self, *parts):
+        return self.act(self.fc(torch.nested.as_nested_tensor(list(parts), layout=layout)))
+
+    model = Call(forward, fc=nn.Linear(4, 3), act=nn.ReLU())
+    parts = randn(2, 4), randn(5, 4)
+    record = modelprobe.run(model, *parts, loss=lambda out: torch.nested.to_padded_tensor(out, 0.0).sum())
+    assert [record[layer].output.shape for layer in ("fc", "act", "(root)")] == [(2, (2, 5), 3)] * 3
+    assert record["fc"].output.forward.reason == "nested tensor"
+    assert record["act"].calls[0].inputs[0].source == "fc output"
+    assert Record.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_torchs_own_encoder_are_seen(modelprobe):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    with torch.no_grad():
+        record = modelprobe.run(model, randn(2, 4, 8), src_key_padding_mask=padding)
+    assert record["layers.1"].output.shape == (2, (2, 4), 8)
+
+
+def test_an_error_below_a_nested_tensor_is_that_of_the_model(modelprobe):
+    model = Call(lambda self, x: self.fc(x), fc=nn.Linear(3, 3))
+    nested = torch.nested.nested_tensor([randn(2, 4), randn(5, 4)], layout=torch.jagged)
+    with modelprobe.watch(model), pytest.raises(RuntimeError) as raised:
+        model(nested)
+    assert raised.value.__notes__ == ["raised in fc (Linear), inputs (2, (2, 5), 4) float32 cpu"]
