@@ -34,7 +34,7 @@ from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
-from .memory import as_array
+from .memory import as_array, is_transformed
 from .observation import (
     Contents,
     Forward,
@@ -283,8 +283,7 @@ class Capture:
             if frame.call is not None:
                 self._shut(frame, frame.call, output, module)
             if name in self.keep:
-                with statistics.plainly():
-                    self.kept.setdefault(name, []).append(map_tensors(_kept, output))
+                self._keep(name, output)
         finally:
             if not self._stack:
                 self._leave_forward()
@@ -325,6 +324,12 @@ class Capture:
             axes = self._stack[-1].axes
             for _, seen in call.outputs:
                 axes[seen.shape] = seen.axis
+
+    def _keep(self, name: str, output: Any) -> None:
+        if any(is_transformed(x) for _, x in flatten("output", output).tensors):
+            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        with statistics.plainly():
+            self.kept.setdefault(name, []).append(map_tensors(_kept, output))
 
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
@@ -890,8 +895,8 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)  # the second alone costs a microsecond
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+def _kept(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if is_transformed(tensor) else tensor.detach().clone()
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:

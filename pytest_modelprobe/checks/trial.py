@@ -22,7 +22,7 @@ from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
-from pytest_modelprobe.memory import as_real
+from pytest_modelprobe.memory import as_real, is_transformed
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
@@ -483,7 +483,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = f" (call {counts[name] + 1})" if counts[name] else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if is_news(tensor) and running:
+            if not is_transformed(tensor) and is_news(tensor) and running:
                 made = f"{path} of {name}{call}"
                 trace.given.append(Given(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True))
         running.append(name)
@@ -492,8 +492,9 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         while running and running.pop() != name:
             pass
         for path, tensor in flatten("output", output).tensors:
-            is_news(tensor)
-            trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
+            if not is_transformed(tensor):
+                is_news(tensor)
+                trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
         counts[name] += 1
 
     try:

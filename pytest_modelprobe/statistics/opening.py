@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 
+from pytest_modelprobe.memory import is_transformed
+
 FLOATS = {torch.float32, torch.float64}
 NARROW = {torch.float16, torch.bfloat16} | {
     value for name, value in vars(torch).items() if name.startswith("float8_") and isinstance(value, torch.dtype)
@@ -72,7 +74,7 @@ def opened(tensor: Tensor) -> tuple[Tensor, str | None]:
         tensor, reason = _without_subclass(tensor)
         if reason is not None:
             return tensor, reason
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_transformed(tensor):
         return tensor, "tensor of a torch.func transform"
     if tensor.is_nested:
         return tensor, "nested tensor"
