@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ResNetConfig,
+    ResNetModel,
+)
 
 from pytest_modelprobe import (
     ModelProbe,
@@ -27,6 +36,7 @@ from pytest_modelprobe import (
     checks,
     seeding,
 )
+from pytest_modelprobe.architecture import architecture
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.record import Reading, Record, Rerun, Response
 from pytest_modelprobe.statistics import collect, reduce
@@ -1017,3 +1027,40 @@ def test_a_run_with_nan_is_equal_to_its_repeat(probe: ModelProbe) -> None:
     nn.init.constant_(model[0].bias, torch.nan)
     first, again = (probe.run(model, torch.ones(2, 4), loss="random") for _ in range(2))
     assert first == again == Record.from_dict(first.to_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_the_architecture_of_a_dynamically_quantized_model_has_shapes_each_time() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    model = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    for _ in range(3):
+        record = architecture(model, torch.ones(2, 4))
+        assert not record.notes
+        assert record["0"].output.shape == (2, 3)
+
+
+def test_the_architecture_of_a_mixture_of_experts_has_shapes() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=50, num_hidden_layers=1, num_local_experts=4, **sizes)
+    model = MixtralForCausalLM(config)
+    record = architecture(model, torch.zeros(2, 6, dtype=torch.long))
+    assert not record.notes
+    assert record["model.layers.0.mlp.experts"].output.shape == (12, 8)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped products")
+@pytest.mark.parametrize(
+    ("a", "b", "groups"), [((6, 16), (3, 16, 8), 3), ((3, 6, 16), (3, 16, 8), 0), ((8, 16), (16, 8), 2)]
+)
+def test_a_grouped_product_on_fakes_is_of_the_shape_of_a_real_one(
+    a: tuple[int, ...], b: tuple[int, ...], groups: int
+) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+            return torch._grouped_mm(x, y, offs=ends)
+
+    ends = torch.tensor([(i + 1) * 2 for i in range(groups)], dtype=torch.int32) if groups else None
+    x, y = torch.ones(a), torch.ones(b)
+    real = Grouped()(x, y, ends)
+    output = architecture(Grouped(), x, y, ends)["(root)"].output
+    assert (output.shape, output.dtype) == (tuple(real.shape), "float32")
