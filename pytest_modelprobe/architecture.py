@@ -69,10 +69,10 @@ def _run_on_fakes(
         return fakes[id(tensor)]
 
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    state = {name: fake(tensor) for name, tensor in tensors}
-    args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
     capture.attach()
     try:
+        state = {name: fake(tensor) for name, tensor in tensors}
+        args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
         with mode, _GroupedProducts():  # type: ignore[no-untyped-call]
             functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there

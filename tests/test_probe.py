@@ -1064,3 +1064,11 @@ def test_a_grouped_product_on_fakes_is_of_the_shape_of_a_real_one(
     real = Grouped()(x, y, ends)
     output = architecture(Grouped(), x, y, ends)["(root)"].output
     assert (output.shape, output.dtype) == (tuple(real.shape), "float32")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_the_architecture_is_without_shapes_where_an_input_has_no_fake(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    (note,) = architecture(nn.Linear(4, 3), nested).notes
+    assert note.startswith("structure without shapes: the forward cannot run on fake tensors (")
