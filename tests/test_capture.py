@@ -1913,6 +1913,8 @@ def test_hooks_that_were_cleared_are_no_error():
         model[0].register_forward_hook(halves)
         model(randn(2, 4))
     assert watch.record.layers["1"].calls
+
+
 NESTED = {"jagged": torch.jagged, "strided": torch.strided}
 
 
