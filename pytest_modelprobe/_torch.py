@@ -73,6 +73,25 @@ transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter
 function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack", lambda: 1)
 """Return how many function modes are active; 1 where that cannot be told."""
 
+pop_function_mode: Callable[[], Any] = _private(
+    "torch.overrides._pop_mode", cannot="functionals=True and attention=True are not possible"
+)
+"""Take the topmost function mode off the stack, and return it."""
+
+push_function_mode: Callable[[Any], None] = _private(
+    "torch.overrides._push_mode", cannot="functionals=True and attention=True are not possible"
+)
+"""Put a function mode on top of the stack."""
+
+
+_DEFAULT_DEVICE: Any = _private("torch._GLOBAL_DEVICE_CONTEXT")
+
+
+def default_device_mode() -> object:
+    """Return the function mode of `torch.set_default_device`, which has to be at the bottom; None if there is none."""
+    return getattr(_DEFAULT_DEVICE, "device_context", None)
+
+
 dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", lambda: 1)
 """Return how many dispatch modes are active; 1 where that cannot be told."""
 
@@ -246,7 +265,10 @@ class _NoDispatchMode:
     """Stands in for `TorchDispatchMode`."""
 
     def __init__(self) -> None:
-        _refuse("torch.utils._python_dispatch.TorchDispatchMode", "build() cannot tell which draw fills which weight")
+        _refuse(
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "build() cannot tell which draw fills which weight, and architecture() takes no inputs",
+        )
 
 
 TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import operator
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -33,6 +35,7 @@ from ._torch import (
     graph_task,
     hook_tables,
     is_view,
+    is_wrapped,
     tensor_hooks,
     tracing_state,
     without_torch_function,
@@ -40,8 +43,9 @@ from ._torch import (
 from .attention import Attended, AttentionMode, returned
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
-from .functionals import ForwardMode, FunctionalMode
+from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
+from .memory import as_array
 from .observation import (
     Contents,
     Forward,
@@ -53,6 +57,7 @@ from .observation import (
     Values,
     identity,
     plain_name,
+    shape_of,
 )
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
@@ -120,9 +125,11 @@ class Capture:
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
+        # The pre-hooks, with those of the same module.
+        self._before: list[tuple[_Before, dict[int, Any]]] = []
         self._attention = attention
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
-        if attention:  # entered last: it comes first, while no pseudo-layer is open
+        if attention:  # topmost of the two: it comes first, while no pseudo-layer is open
             self._modes.append(AttentionMode(self))
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
@@ -168,9 +175,13 @@ class Capture:
 
     def _attach_layer(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            before, after = _Before(self, name, module), _After(self, name, module)
+            after = _After(self, name, module)
+            before = _Before(self, name, module, after)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            before.key = self._handles[-1].id
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            after.key = self._handles[-1].id
+            self._before.append((before, module._forward_pre_hooks))
         if name in self.selected:
             prefix = "" if name == ROOT else f"{name}."
             self._owners.append((prefix, module))
@@ -208,6 +219,7 @@ class Capture:
             if (hook := alive()) is not None:
                 hook.handle.remove()
         self._tensor_hooks.clear()
+        self._before.clear()
         self._parameters.clear()
         self._gradients.clear()
         with _collection_paused():
@@ -228,9 +240,16 @@ class Capture:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def before(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], running: FrameType
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        running: FrameType,
+        *,
+        late: bool = False,
     ) -> None:
-        """Called before each call of a watched layer, with its arguments."""
+        """Called before each call of a watched layer, with its arguments; ``late`` hooks may still change them."""
         self._drop_abandoned()
         flat = flatten_call(args, kwargs)
         if graph_task() != -1:
@@ -243,14 +262,23 @@ class Capture:
             return
         assert self.newest is not None
         frame = _Frame(name, running, self.newest, flat)
+        if late:
+            frame.read = _identities(flat)
         if name in self.selected:
             self._open(frame, module.training, may_draw=not _draws_nothing(module))
         self._stack.append(frame)
         if len(self._stack) == 1:
-            for mode in self._modes:
-                mode.enter()
+            enter(self._modes)
 
-    def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
+    def after(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        running: FrameType,
+    ) -> None:
         """Called after each call of a watched layer, also when it raised."""
         self.changes += 1
         recomputed = self._recomputing.pop(running, None)
@@ -260,6 +288,8 @@ class Capture:
         frame = self._close(name, running)
         if frame is None:
             return
+        if frame.read is not None and frame.read != _identities(flatten_call(args, kwargs)):
+            self.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not frame.error_before:
@@ -268,21 +298,27 @@ class Capture:
             if frame.call is not None:
                 self._shut(frame, frame.call, output, module)
             if name in self.keep:
-                with statistics.plainly():
-                    self.kept.setdefault(name, []).append(map_tensors(_kept, output))
+                self._keep(name, output)
         finally:
             if not self._stack:
                 self._leave_forward()
+
+    def note_late(self, name: str, what: str) -> None:
+        """Note that a hook came too late for one call to see what it changes."""
+        self.notes[
+            f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
+            "call was not seen"
+        ] = None
 
     def _open(self, frame: _Frame, training: bool, *, may_draw: bool) -> None:
         call = frame.call = frame.forward.begin_call(frame.name)
         call.training = training
         call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
         call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(frame.inputs)
-        axes = self._stack[-1].axes if self._stack else {}
+        axes = self._stack[-1].axes if self._stack else None
         with statistics.plainly():
             call.inputs = [
-                (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
+                (path, self._observe(frame.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
                 for path, tensor in frame.inputs.tensors
             ]
             frame.random_states = _random_states() if may_draw else ()
@@ -293,7 +329,7 @@ class Capture:
             outputs = flatten("output", output)
             for path, tensor in outputs.tensors:
                 axis = frame.axis_for(tensor)
-                if module is not None:
+                if module is not None and not tensor.is_nested:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
@@ -304,11 +340,17 @@ class Capture:
             for _, seen in call.outputs:
                 axes[seen.shape] = seen.axis
 
+    def _keep(self, name: str, output: Any) -> None:
+        if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
+            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        with statistics.plainly():
+            self.kept.setdefault(name, []).append(map_tensors(_kept, output))
+
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
         with self.guard, without_torch_function():
             parent = self._stack[-1] if self._stack else None
-            if parent is None or parent.name not in self.selected or parent.is_over():
+            if parent is None or parent.name not in self.selected or parent.is_over(self._thread):
                 return None
             if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
                 return None  # the module is the function
@@ -338,7 +380,7 @@ class Capture:
         """Take in attention weights that the innermost running call has just computed."""
         with self.guard, without_torch_function():
             frame = self._stack[-1] if self._stack else None
-            if frame is None or frame.call is None or frame.is_over():
+            if frame is None or frame.call is None or frame.is_over(self._thread):
                 return
             with statistics.plainly():
                 attended = read()
@@ -361,7 +403,7 @@ class Capture:
 
     def _drop_abandoned(self) -> None:
         """Drop calls that no longer run, though no hook said that they ended."""
-        while self._stack and self._stack[-1].is_over():
+        while self._stack and self._stack[-1].is_over(self._thread):
             self._stack.pop()
             if not self._stack:
                 self._leave_forward()
@@ -377,6 +419,8 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module) -> None:
         if self.newest is not None:
             self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
+        for hook, hooks in self._before:
+            hook.stay_last(hooks)
         self._hook_parameters()
         self._thread = threading.get_ident()
         self._recomputing.clear()
@@ -392,8 +436,7 @@ class Capture:
         self._forwards.add(self.newest)
 
     def _leave_forward(self) -> None:
-        for mode in reversed(self._modes):
-            mode.leave()
+        leave(self._modes)
         self.note_results()
         if self.after_first is None and self.first is not None:
             self.after_first = {
@@ -610,7 +653,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "read", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -623,21 +666,22 @@ class _Frame:
         """Unit axis of what the calls inside gave out, the newest of each shape."""
         self.random_states: tuple[bytes, ...] = ()
         """As the call began; none where it draws nothing."""
+        self.read: list[Any] | None = None
+        """What tells the inputs as they were read, where hooks came after."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def is_over(self) -> bool:
-        """Whether the call has ended: Python refuses to clear a frame that runs, in whatever thread."""
-        try:
-            self.running.clear()
-        except RuntimeError:
+    def is_over(self, thread: int) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
+        if _is_called_by(sys._getframe(1), self.running):
             return False
-        return True
+        elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+        return not _is_called_by(elsewhere, self.running)
 
     def axis_for(self, output: torch.Tensor) -> int | None:
         """Return the unit axis that the output inherits: of what was made inside, else of an input of its shape."""
-        shape = tuple(output.shape)
+        shape = shape_of(output)
         inside = self.axes.get(shape)
         if inside is not None or self.call is None:
             return inside
@@ -670,8 +714,10 @@ class _Views:
 
 
 class _Hook:
-    __slots__ = ("_capture", "_module", "_name")
+    __slots__ = ("_capture", "_module", "_name", "key")
     is_modelprobe = True
+    key: int
+    """Of the hook, among those of its module."""
 
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         self._capture = capture
@@ -685,26 +731,46 @@ class _Hook:
         return _Inert()
 
     def _active(self, module: nn.Module) -> bool:
-        traced = torch.compiler.is_compiling() or tracing_state() is not None
+        traced = tracing_state() is not None
         return self._capture.attached and self._module() is module and not traced
+
+    def stay_last(self, hooks: dict[int, Any]) -> bool:
+        """Move behind hooks that came since, to see what they change; return whether there were any."""
+        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
+            return False
+        behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
+        if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
+            return False
+        cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
+        return True
 
 
 class _Before(_Hook):
-    __slots__ = ()
+    __slots__ = ("after",)
+
+    def __init__(self, capture: Capture, name: str, module: nn.Module, after: _After) -> None:
+        super().__init__(capture, name, module)
+        self.after = after
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._active(module):
+        if not torch.compiler.is_compiling():
             with self._capture.guard, without_torch_function():
-                self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)))
+                if self._active(module):
+                    late = self.stay_last(module._forward_pre_hooks)
+                    self.after.stay_last(module._forward_hooks)
+                    self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)), late=late)
 
 
 class _After(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._active(module):
+        if not torch.compiler.is_compiling():
             with self._capture.guard, without_torch_function():
-                self._capture.after(self._name, module, output, _running(sys._getframe(1)))
+                if self._active(module):
+                    if self.stay_last(module._forward_hooks):
+                        self._capture.note_late(self._name, "outputs")
+                    self._capture.after(self._name, module, args, kwargs, output, _running(sys._getframe(1)))
 
 
 class _Inert:
@@ -777,10 +843,10 @@ class _ParameterHook:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
-        if self._parts == 1 and graph_task() == self._arrived:
-            return
         if self.capture.attached:
             with self.capture.guard, without_torch_function():
+                if self._parts == 1 and graph_task() == self._arrived:
+                    return
                 gradient = parameter.grad
                 if gradient is not None and (self._parts > 1 or self.capture.backward_pass() != self._arrived):
                     self.capture.parameter_gradient(self.names, gradient)
@@ -816,6 +882,15 @@ def _running(frame: FrameType) -> FrameType:
     return frame
 
 
+def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+    """Whether a frame is ``caller``, or runs for it; the walk is short where it is."""
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _storages(model: nn.Module) -> Iterator[int]:
     """Yield what tells the storages of parameters and buffers."""
     for module in model.modules():
@@ -826,12 +901,16 @@ def _storages(model: nn.Module) -> Iterator[int]:
                     yield key[0]
 
 
+def _identities(inputs: Flat) -> list[tuple[int, Identity | None]]:
+    return [(id(tensor), identity(tensor)) for _, tensor in inputs.tensors]
+
+
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)  # the second alone costs a microsecond
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+def _kept(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if is_wrapped(tensor) else tensor.detach().clone()
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:
@@ -856,9 +935,9 @@ def _draws_nothing(module: nn.Module) -> bool:
 
 def _random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators, to tell whether a call drew from them."""
-    states = torch.default_generator.get_state().numpy().tobytes()
+    states = as_array(torch.default_generator.get_state()).tobytes()
     if torch.cuda.is_initialized():
-        return states, torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
+        return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
     return (states,)
 
 
@@ -877,7 +956,7 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
-    return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
+    return f"{shape_of(tensor)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 
 def run_eagerly(layers: Layers) -> contextlib.AbstractContextManager[object]:

@@ -260,7 +260,7 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
 
 @pytest.fixture
-def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
+def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
     """What a record is compared with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
     __tracebackhide__ = True
     from .snapshot.snapshot import Comparer, ModelProbeSnapshot, Options
@@ -270,7 +270,8 @@ def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
     marker = request.node.get_closest_marker("modelprobe")
     marked = _marked(marker) if marker else {}
     snapshot = ModelProbeSnapshot(comparer, Options())
-    return snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
+    yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
+    _fail_unasserted(request.node)  # what other fixtures compared after the test
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------
@@ -312,6 +313,32 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
     with seeded(_seed_of(pyfuncitem)):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test that passed though a comparison failed: without `assert` nobody heard of it."""
+    __tracebackhide__ = True
+    try:
+        result = yield
+    except BaseException:
+        _unasserted(item)  # it failed, and says why
+        raise
+    _fail_unasserted(item)
+    return result
+
+
+def _fail_unasserted(item: pytest.Item) -> None:
+    __tracebackhide__ = True
+    text = _unasserted(item)
+    if text is not None:
+        pytest.fail(text, pytrace=False)
+
+
+def _unasserted(item: pytest.Item) -> str | None:
+    comparer = item.stash.get(_COMPARER, None)
+    text: str | None = None if comparer is None else comparer.unasserted()
+    return text
 
 
 # --- what to say --------------------------------------------------------------------------------------------------

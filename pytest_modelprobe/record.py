@@ -11,6 +11,7 @@ import functools
 import math
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -25,8 +26,20 @@ Dimension = int | tuple[int, int]
 """One size, or the smallest and the largest where it varied between forwards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class _Numbers:
+    """What holds floats: equal where all fields are equal, a NaN to a NaN."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return _fields(self) == _fields(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statistics(_Numbers):
     """Moments and counts of the elements of one tensor, or of several merged.
 
     Non-finite elements are counted apart; every other number is of the finite elements alone.
@@ -126,8 +139,8 @@ class Statistics:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units(_Numbers):
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
 
     axis: int
@@ -146,8 +159,8 @@ class Units:
         return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading(_Numbers):
     """What is kept of one value in one direction."""
 
     tensors: int = 1
@@ -226,8 +239,8 @@ class Response:
     """Why the call could not be isolated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention(_Numbers):
     """The attention weights that a call computed, merged over its forwards."""
 
     shape: tuple[int, ...]
@@ -239,8 +252,8 @@ class Attention:
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(_Numbers):
     """One execution of a layer within a forward, merged over the forwards of the same kind."""
 
     root: str
@@ -297,8 +310,8 @@ class Parameter:
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer(_Numbers):
     """One module, or one functional call watched under ``functionals=True``."""
 
     name: str
@@ -370,7 +383,11 @@ class Rerun(Protocol):
         """Fill in the noise of each reading and response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+_RERUNS: dict[int, Rerun] = {}
+"""How more can be asked of each record that lives, by its id."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
 
@@ -417,8 +434,11 @@ class Record:
     """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
-    rerun: Rerun | None = field(default=None, repr=False, compare=False, metadata={"plain": False})
-    """How more can be asked of a `run` while its model lives; never stored."""
+
+    @property
+    def rerun(self) -> Rerun | None:
+        """How more can be asked of a `run`. It is kept by the probe: the record knows of no model and no tensor."""
+        return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
         return self.layers[layer]
@@ -513,6 +533,19 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
     return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
 
 
+def _fields(numbers: Any) -> tuple[Any, ...]:
+    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers))
+
+
+def _with_one_nan(value: Any) -> Any:
+    """Return the value with `math.nan` for every NaN: tuples and mappings take the same object for equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_with_one_nan, value))
+    if isinstance(value, Mapping):
+        return {key: _with_one_nan(part) for key, part in value.items()}
+    return math.nan if isinstance(value, float) and math.isnan(value) else value
+
+
 def _least(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else min(a, b)
 
@@ -532,13 +565,20 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
     return low if low == high else (low, high)
 
 
+def with_rerun(record: Record, rerun: Rerun) -> Record:
+    """Return the record, of which more can be asked from now on, as long as it lives."""
+    if record.rerun is None:
+        weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
+    _RERUNS[id(record)] = rerun
+    return record
+
+
 # --- plain dicts: one codec for all classes, driven by their fields -----------------------------------------------
 
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        plain = (f for f in dataclasses.fields(value) if f.metadata.get("plain", True))
-        fields = ((f, getattr(value, f.name)) for f in plain)
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: _encode(v) for f, v in fields if v != _default(f)}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from ._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 from .memory import as_bytes, has_bytes
@@ -66,6 +67,33 @@ def hooks_preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def lazy_preserved(model: nn.Module) -> Iterator[None]:
+    """Make lazy again on exit the modules that got their shapes meanwhile, which a `ModelState` leaves alone.
+
+    >>> model = nn.LazyLinear(2)
+    >>> with lazy_preserved(model):
+    ...     _ = model(torch.ones(1, 3))
+    ...     model
+    Linear(in_features=3, out_features=2, bias=True)
+    >>> model
+    LazyLinear(in_features=0, out_features=2, bias=True)
+    """
+    with _modes_off():
+        modules = [_Lazy(module) for module in model.modules() if _is_lazy(module)]
+    try:
+        yield
+    finally:
+        with _modes_off():
+            for module in modules:
+                module.restore()
+
+
+def has_lazy(model: nn.Module) -> bool:
+    """Whether the model has a module that waits for an input to know its shapes."""
+    return any(map(_is_lazy, model.modules()))
+
+
+@contextmanager
 def settings_preserved() -> Iterator[None]:
     """Put back on exit the settings of torch for the whole process, which a forward may have changed.
 
@@ -114,8 +142,8 @@ class ModelState:
       and sets, `_modules` and `_buffers` among them, get their contents back, one level deep.
 
     Left alone are hooks, what attributes refer to beyond that level, and the bits of sparse, fake
-    and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile;
-    only its mode is put back.
+    and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile, but
+    for `lazy_preserved`; only its mode is put back.
 
     Args:
         model: The model; its tensors' memory is copied once.
@@ -221,6 +249,43 @@ class _Mode:
 
     def restore(self) -> None:
         self._names["training"] = self._training
+
+
+class _Lazy:
+    """A lazy module that has seen no input: its class, its attributes, its tensors without shapes, the hooks it takes.
+
+    Those are the hooks whose handles are attributes: of any other hook the module does not know.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        names = vars(module)
+        self._attributes = _Attributes(names)
+        values = [value for key, value in names.items() if key not in _HOOKS]
+        self._contents = [_Contents(value) for value in values if type(value) in _CONTAINERS]
+        self._tensors = [
+            (tensor, type(tensor), tensor.data, tensor.requires_grad)
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and is_lazy(tensor)
+        ]
+        keys = [value.id for value in values if isinstance(value, RemovableHandle)]
+        hooked = [hooks for name, hooks in names.items() if name in _HOOKS and isinstance(hooks, dict)]
+        self._hooks = [(hooks, {key: hooks[key] for key in keys if key in hooks}) for hooks in hooked]
+
+    def restore(self) -> None:
+        self._module.__class__ = self._class
+        self._attributes.restore()
+        for contents in self._contents:
+            contents.restore()
+        for tensor, kind, data, requires_grad in self._tensors:
+            tensor.grad = None
+            tensor.data = data
+            tensor.__class__ = kind
+            tensor.requires_grad_(requires_grad)
+        for hooks, own in self._hooks:
+            others = {key: hook for key, hook in hooks.items() if key not in own}
+            hooks.clear()
+            hooks.update({**own, **others})  # they came first
 
 
 class _TensorState:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ._torch import without_torch_function
+from .memory import as_array
 
 
 def derive(seed: int, name: str) -> int:
@@ -86,11 +87,11 @@ def generator_states(device: torch.device) -> tuple[bytes, ...]:
     ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
     [False, True, True]
     """
-    states = [torch.get_rng_state().numpy().tobytes()]
+    states = [as_array(torch.get_rng_state()).tobytes()]
     if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+        states.append(as_array(torch.cuda.get_rng_state(device)).tobytes())
     if device.type == "mps":
-        states.append(torch.mps.get_rng_state().numpy().tobytes())
+        states.append(as_array(torch.mps.get_rng_state()).tobytes())
     return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
 
 

@@ -1081,3 +1081,19 @@ def test_a_model_with_checkpoints_of_its_own_is_checked_too(probe: ModelProbe, n
 
     planted(net.blocks[1], forward=forward)
     assert checks.checkpoint_parity(probe, net, ids).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", ["eval_stable", "dtype_parity", "batch_independent"])
+@pytest.mark.parametrize("of", [lambda f: f, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "of grad"])
+def test_a_layer_inside_a_transform_is_not_compared(name: str, of: Callable[..., Any]) -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mapped: Tensor = torch.func.vmap(of(self.fc))(x)
+            return mapped
+
+    with ModelProbe() as probe:
+        assert ALL[name](probe, Mapped(), torch.randn(5, 4)).verdict == "holds"

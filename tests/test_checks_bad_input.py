@@ -336,7 +336,7 @@ DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
     (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
     (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
-    (lambda: nn.LazyLinear(2), X, "the model is lazy and has seen no input: run it once before"),
+    (lambda: nn.LazyLinear(2), X, "the model is lazy and has seen no input: call it once before, model(...)"),
     (lambda: nn.Linear(3, 2, device="meta"), X, "the model is on the meta device"),
 ]
 

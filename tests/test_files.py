@@ -117,7 +117,7 @@ def ran(model: nn.Module, *args: torch.Tensor, loss: Any = "random", noise: bool
         record = record.rerun.isolated(record)
         if noise:
             record = record.rerun.measured(record)  # type: ignore[union-attr]
-    return dataclasses.replace(record, rerun=None)
+    return dataclasses.replace(record)
 
 
 def built(name: str) -> Record:

@@ -171,7 +171,9 @@ CANNOT = {
     "torch._C.DisableTorchFunction": {"functionals", "device"},
     "torch.utils._python_dispatch._disable_current_modes": {"dispatch", "architecture"},
     "torch._C._DisableFuncTorch": {"transform"},
-    "torch.utils._python_dispatch.TorchDispatchMode": {"build"},
+    "torch.overrides._pop_mode": {"functionals"},
+    "torch.overrides._push_mode": {"functionals"},
+    "torch.utils._python_dispatch.TorchDispatchMode": {"build", "architecture"},
     "torch.ops.aten.add.Tensor._schema": {"build"},
     "torch._subclasses.fake_tensor.FakeTensorMode": {"architecture"},
 }

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
+from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
@@ -161,7 +163,7 @@ class Trial:
         if any(x.is_meta for _, x in self.inputs):
             raise NotApplicableError("an input is on the meta device and has no numbers")
         if any(is_lazy(t) for t in tensors):
-            raise NotApplicableError("the model is lazy and has seen no input: run it once before")
+            raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
         if any(t.is_inference() for t in tensors):
             raise NotApplicableError(
                 "the model was made under torch.inference_mode() and cannot change: make it outside"
@@ -388,7 +390,8 @@ class Trial:
 
     def _projection(self, output: Any) -> Tensor:
         terms = []
-        for path, tensor in flatten("output", output).tensors:
+        for path, given in flatten("output", output).tensors:
+            tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
                 terms.append((tensor * weights.to(tensor.dtype)).sum() / tensor.numel() ** 0.5)
@@ -481,7 +484,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = f" (call {counts[name] + 1})" if counts[name] else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if is_news(tensor) and running:
+            if not is_wrapped(tensor) and is_news(tensor) and running:
                 made = f"{path} of {name}{call}"
                 trace.given.append(Given(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True))
         running.append(name)
@@ -490,8 +493,9 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         while running and running.pop() != name:
             pass
         for path, tensor in flatten("output", output).tensors:
-            is_news(tensor)
-            trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
+            if not is_wrapped(tensor):
+                is_news(tensor)
+                trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
         counts[name] += 1
 
     try:
