@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from . import seeding
-from ._torch import FakeTensorMode
+from ._torch import FakeTensorMode, TorchDispatchMode
 from .assembly import assemble
 from .capture import Capture
 from .flatten import map_tensors

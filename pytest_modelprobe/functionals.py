@@ -49,9 +49,7 @@ def enter(modes: Sequence[ForwardMode]) -> None:
     """
     if modes:
         others = _taken_off(modes)
-        above = (
-            1 if others and others[0] is default_device_mode() else 0
-        )  # which torch insists on finding at the bottom
+        above = 1 if others and others[0] is default_device_mode() else 0  # torch wants it at the bottom
         _put_on((*others[:above], *modes, *others[above:]))
 
 
