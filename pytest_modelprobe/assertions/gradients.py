@@ -358,7 +358,8 @@ def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
             norm, value = max(found, key=lambda pair: pair[0])
             end, base = last.setdefault(step.place[:2], (step, norm))
             if step.layer.name in names and (step.layer.leaf or value.tensor not in said):
-                yield _Growth(step, norm, value.statistics and value.statistics.rms, end, norm / base)
+                rms = None if value.statistics is None else value.statistics.rms
+                yield _Growth(step, norm, rms, end, norm / base)
             said.add(value.tensor)
 
 
