@@ -275,6 +275,7 @@ def _attention(attended: Attended) -> Attention:
         shape=tuple(attended.most.shape),
         entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
         most=tuple(attended.most.flatten().tolist()),
+        kind=attended.kind,
     )
 
 

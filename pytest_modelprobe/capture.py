@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from . import statistics
-from .attention import Attended, AttentionMode, returned
+from .attention import Attended, AttentionMode
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import ForwardMode, FunctionalMode
@@ -109,10 +109,10 @@ class Capture:
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
-        self._attention = attention
+        self._attention = AttentionMode(self) if attention else None
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
-        if attention:  # entered last: it comes first, while no pseudo-layer is open
-            self._modes.append(AttentionMode(self))
+        if self._attention is not None:  # entered last: it comes first, while no pseudo-layer is open
+            self._modes.append(self._attention)
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
         # The calls that run, outermost first, all in one thread.
@@ -320,24 +320,17 @@ class Capture:
         if frame in self._stack:
             del self._stack[self._stack.index(frame) :]
 
-    def note_attention(self, read: Callable[[], Attended | None]) -> None:
-        """Take in attention weights that the innermost running call has just computed."""
-        with self.guard, torch._C.DisableTorchFunction():
-            frame = self._stack[-1] if self._stack else None
-            if frame is None or frame.call is None or frame.is_over():
-                return
-            with statistics.plainly():
-                attended = read()
-            if attended is not None:
-                self._attend(frame.call, [attended])
+    def running_call(self) -> ObservedCall | None:
+        """Return the innermost running call, if it is recorded."""
+        frame = self._stack[-1] if self._stack else None
+        return None if frame is None or frame.is_over() else frame.call
 
     def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
-        if self._attention and not frame.attended:
-            found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
-            self._attend(call, found)
+        if self._attention is not None and not frame.attended:
+            self.attend(call, self._attention.given_out(call, [tensor for _, tensor in outputs.tensors]))
 
-    def _attend(self, call: ObservedCall, found: list[Attended]) -> None:
+    def attend(self, call: ObservedCall, found: list[Attended]) -> None:
         """Add attention weights to a call; they were seen in all that run."""
         call.attention += found
         for outer in self._stack if found else ():

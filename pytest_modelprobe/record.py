@@ -237,6 +237,10 @@ class Attention:
     number of keys that the query may attend to. None: no query has a choice of keys."""
     most: tuple[float, ...]
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+    kind: str = "attention"
+    """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
+    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; there
+    are no numbers of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "observation": {"torch", "attention", "record", "statistics"},
     "owned": {"torch", "layers", "observation", "record", "statistics"},
     "functionals": {"torch", "capture"},
-    "attention": {"torch", "functionals", "statistics"},
+    "attention": {"torch", "capture", "functionals", "observation", "statistics"},
     "capture": {
         "torch", "attention", "exceptions", "flatten", "functionals", "layers", "observation", "owned", "record",
         "statistics", "units",
