@@ -68,6 +68,7 @@ def _assembled(
         seed=seed,
         loss=loss,
         notes=tuple(capture.notes),
+        training=capture.steps.training if which == "all" else None,
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
 

@@ -29,11 +29,12 @@ MAY_IMPORT = {
     "layers": {"torch", "record", "exceptions"},
     "observation": {"torch", "attention", "record", "statistics"},
     "owned": {"torch", "layers", "observation", "record", "statistics"},
+    "steps": {"torch", "record"},
     "functionals": {"torch", "capture"},
     "attention": {"torch", "capture", "functionals", "observation", "statistics"},
     "capture": {
         "torch", "attention", "exceptions", "flatten", "functionals", "layers", "observation", "owned", "record",
-        "statistics", "units",
+        "statistics", "steps", "units",
     },
     "assembly": {"torch", "numpy", "attention", "capture", "layers", "observation", "owned", "record", "statistics"},
     "origin": {"torch", "flatten", "record"},
