@@ -86,6 +86,8 @@ class AttentionMode(ForwardMode):
         """Return what is kept of outputs that may be attention weights, in the order in which ``call`` takes them."""
         found: list[Attended] = []
         for tensor in tensors:
+            if self._found(tensor) is not None:  # a dropout gives out the weights that it was given
+                continue
             attended = returned(tensor)
             if attended is not None:
                 kind = "attention" if self._is_multiplied(tensor) else "probabilities"

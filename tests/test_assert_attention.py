@@ -228,6 +228,16 @@ def test_weights_are_followed_to_where_they_are_multiplied(core) -> None:
     assert_attention_entropy(found)
 
 
+def test_a_dropout_that_gives_weights_on_is_not_where_they_were_computed() -> None:
+    class Dropping(Attention):
+        def __init__(self) -> None:
+            super().__init__(lambda q, k, v: self.dropout(F.softmax(scores(q, k), dim=-1)) @ v)
+            self.dropout = nn.Dropout(0.0)
+
+    found = PROBE.run(PROBE.build(lambda: nn.Sequential(Dropping())), X, attention=True)
+    assert [(layer.name, a.kind) for layer, call in found.calls for a in call.attention] == [("0", "attention")]
+
+
 def test_a_softmax_over_the_keys_that_come_first_is_right() -> None:
     assert not record(keys_first)["1"].calls[0].attention
 
