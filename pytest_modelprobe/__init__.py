@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         assert_same_behaviour,
         assert_shapes,
         assert_tied,
+        assert_training_loop,
         assert_update_ratio,
     )
     from .exceptions import (
@@ -74,6 +75,7 @@ __all__ = [
     "assert_same_behaviour",
     "assert_shapes",
     "assert_tied",
+    "assert_training_loop",
     "assert_update_ratio",
 ]
 

@@ -69,6 +69,7 @@ def _assembled(
         seed=seed,
         loss=loss,
         notes=tuple(capture.notes),
+        training=capture.steps.training if which == "all" else None,
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
 
@@ -276,6 +277,7 @@ def _attention(attended: Attended) -> Attention:
         shape=tuple(attended.most.shape),
         entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
         most=tuple(attended.most.flatten().tolist()),
+        kind=attended.kind,
     )
 
 

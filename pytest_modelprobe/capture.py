@@ -23,7 +23,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from . import statistics
@@ -40,7 +40,7 @@ from ._torch import (
     tracing_state,
     without_torch_function,
 )
-from .attention import Attended, AttentionMode, returned
+from .attention import Attended, AttentionMode
 from .exceptions import ModelProbeError
 from .flatten import Flat, flatten, flatten_call, map_tensors
 from .functionals import ForwardMode, FunctionalMode, enter, leave
@@ -62,6 +62,7 @@ from .observation import (
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
 from .statistics import Reduced, SmallTensors
+from .steps import Accumulated, Steps
 from .units import unit_axis
 
 _DRAW_NOTHING = {
@@ -121,16 +122,17 @@ class Capture:
         self.changes = 0
         """Counts what was seen: a record made at another count is out of date."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
+        self.steps = Steps()
         self.guard = _Guard()
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
         # The pre-hooks, with those of the same module.
         self._before: list[tuple[_Before, dict[int, Any]]] = []
-        self._attention = attention
+        self._attention = AttentionMode(self) if attention else None
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
-        if attention:  # topmost of the two: it comes first, while no pseudo-layer is open
-            self._modes.append(AttentionMode(self))
+        if self._attention is not None:  # topmost of the two: it comes first, while no pseudo-layer is open
+            self._modes.append(self._attention)
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
         # The calls that run, outermost first, all in one thread.
@@ -168,6 +170,7 @@ class Capture:
                 self._storages = frozenset(_storages(self.layers.modules[root]))
                 self._hook_parameters()
                 self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+                self._handles.append(register_optimizer_step_post_hook(self._after_step))
         except BaseException:
             self.detach()
             raise
@@ -199,7 +202,7 @@ class Capture:
                     self._parameters[prefix + name] = parameter
                     hook = self._hook_on(parameter)
                     if hook is None:
-                        hook = _ParameterHook(self)
+                        hook = _ParameterHook(self, parameter)
                         accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
                         self._handles += (parameter.register_hook(hook), accumulated)
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
@@ -376,24 +379,17 @@ class Capture:
         if frame in self._stack:
             del self._stack[self._stack.index(frame) :]
 
-    def note_attention(self, read: Callable[[], Attended | None]) -> None:
-        """Take in attention weights that the innermost running call has just computed."""
-        with self.guard, without_torch_function():
-            frame = self._stack[-1] if self._stack else None
-            if frame is None or frame.call is None or frame.is_over(self._thread):
-                return
-            with statistics.plainly():
-                attended = read()
-            if attended is not None:
-                self._attend(frame.call, [attended])
+    def running_call(self) -> ObservedCall | None:
+        """Return the innermost running call, if it is recorded."""
+        frame = self._stack[-1] if self._stack else None
+        return None if frame is None or frame.is_over(self._thread) else frame.call
 
     def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
-        if self._attention and not frame.attended:
-            found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
-            self._attend(call, found)
+        if self._attention is not None and not frame.attended:
+            self.attend(call, self._attention.given_out(call, [tensor for _, tensor in outputs.tensors]))
 
-    def _attend(self, call: ObservedCall, found: list[Attended]) -> None:
+    def attend(self, call: ObservedCall, found: list[Attended]) -> None:
         """Add attention weights to a call; they were seen in all that run."""
         call.attention += found
         for outer in self._stack if found else ():
@@ -428,6 +424,7 @@ class Capture:
         self._views.settle()
         self._tensor_hooks = [alive for alive in self._tensor_hooks if alive() is not None]
         kind = name, module.training
+        self.steps.forward_begins(training=module.training)
         self._attributes = {} if kind in self.totals else dict(self._attributes_inside(name))
         self.newest = Forward(self.forwards, kind)
         self.first = self.first or self.newest
@@ -567,6 +564,7 @@ class Capture:
                 seen.receive(reduced, inner=inner)
             if not inner:
                 forward.backwards.add(self._backward)
+                self.steps.reached(training=forward.kind[1])
 
     def parameter_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Called with the gradient of a parameter, before it is added to ``.grad``."""
@@ -604,16 +602,19 @@ class Capture:
         Then gradients were seen before it took its factor out.
         """
         with self.guard, without_torch_function():
+            self.changes += 1
+            hooks = [self._hook_on(p) for group in optimizer.param_groups for p in group["params"]]
+            held = [hook.held for hook in hooks if hook is not None]
+            self.steps.step_begins(optimizer, held, self._parameters.values())
             scaled = _is_stepped_by_scaler(sys._getframe(1))
-            if (scaled or self.before_training is None) and self._is_stepped_by(optimizer):
+            if (scaled or self.before_training is None) and held:
                 if scaled:
                     self.notes["gradients are those of the loss as a GradScaler scaled it"] = None
                 if self.before_training is None:
                     self.before_training = owned(self.layers, self.selected)
 
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has a parameter of a selected layer."""
-        return any(self._hook_on(p) is not None for group in optimizer.param_groups for p in group["params"])
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps.step_ends()
 
     def _count_backward(self) -> bool:
         """Count the backward pass if it is new; return whether it runs inside a forward."""
@@ -823,11 +824,13 @@ class _TensorHook:
 class _ParameterHook:
     """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes."""
 
-    __slots__ = ("_arrived", "_parts", "capture", "names")
+    __slots__ = ("_arrived", "_parameter", "_parts", "capture", "held", "names")
     is_modelprobe = True
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, parameter: nn.Parameter) -> None:
         self.capture = capture
+        self.held = Accumulated()
+        self._parameter = ref(parameter)
         self.names: list[str] = []
         self._arrived = -1
         self._parts = 0
@@ -839,6 +842,9 @@ class _ParameterHook:
                 self._parts = self._parts + 1 if backward == self._arrived else 1
                 self._arrived = backward
                 if self._parts == 1:
+                    parameter = self._parameter()
+                    if parameter is not None:
+                        self.capture.steps.arrives(parameter, self.held, backward)
                     self.capture.parameter_gradient(self.names, gradient)
 
     def accumulated(self, parameter: nn.Parameter) -> None:

@@ -41,6 +41,9 @@ class ForwardMode(TorchFunctionMode):
         super().__init__()
         self._capture = capture
 
+    def end(self) -> None:
+        """Forget what was kept of the forward, which is over."""
+
 
 def enter(modes: Sequence[ForwardMode]) -> None:
     """Put the modes at the bottom of the stack, the last one topmost.
@@ -57,6 +60,8 @@ def leave(modes: Sequence[ForwardMode]) -> None:
     """Take the modes off the stack, wherever they are, and no other."""
     if modes:
         _put_on(_taken_off(modes))
+        for mode in modes:
+            mode.end()
 
 
 def _taken_off(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:

@@ -250,6 +250,10 @@ class Attention(_Numbers):
     number of keys that the query may attend to. None: no query has a choice of keys."""
     most: tuple[float, ...]
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+    kind: str = "attention"
+    """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
+    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; there
+    are no numbers of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -373,6 +377,35 @@ class Operation:
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What optimizers did while a model was watched. All are counts, which add up over watches."""
+
+    steps: int = 0
+    """Steps of optimizers that have a parameter of the model."""
+    others: int = 0
+    """Steps of optimizers that have none."""
+    lookalikes: int = 0
+    """Of the others, those whose optimizer has parameters of the same shapes as the model's."""
+    optimizers: int = 0
+    """Optimizers that took ``steps``."""
+    passes: int = 0
+    """Backward passes that reached a parameter."""
+    stale: int = 0
+    """Steps with gradients to which those of an earlier step of the same optimizer still counted."""
+    mixed: int = 0
+    """Steps with gradients of backward passes before and after a step of another optimizer."""
+    accumulated: int = 0
+    """Steps with gradients of several forwards in training mode and several backward passes."""
+    evaluating: int = 0
+    """Steps with gradients of a forward in evaluation mode."""
+    idle: int = 0
+    """Steps before which, other than before others of the same optimizer, a forward in training mode ran without
+    gradients; one more if such a forward ran after the last."""
+    discarded: int = 0
+    """Times that gradients were reset before any step was taken."""
+
+
 class Rerun(Protocol):
     """Asks more of the run that made a record. Each answer is the record with more filled in."""
 
@@ -430,6 +463,8 @@ class Record:
     """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
     gradient_origin: Operation | None = None
     """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    training: Training | None = None
+    """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     noise: str | None = None
     """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)

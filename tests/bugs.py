@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CHECKS, ACTIVATIONS, GRADIENTS = "test_checks.py", "test_assert_activations.py", "test_assert_gradients.py"
 STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_parameters.py", "test_assert_ranges.py"
-ATTENTION = "test_assert_attention.py"
+ATTENTION, TRAINING = "test_assert_attention.py", "test_assert_training.py"
 MATRIX = "kill matrix"
 
 
@@ -109,8 +109,8 @@ FAMILIES: dict[str, list[Bug]] = {
         snapshot("B59", "a head that starts out far too sure", "over-confident head"),
     ],
     "Gradients, optimizers and the step": [
-        Bug("B60", "gradients of the last step added to those of this one",
-            why="it is the training loop's, and shows from the second step on; a check runs steps of its own"),
+        Bug("B60", "gradients of the last step added to those of this one", "assert_training_loop", TRAINING,
+            "test_a_reset_that_comes_every_other_step_is_too_seldom"),
         snapshot("B61", "everything frozen but a few layers", "all frozen but the head"),
         Bug("B62", "a layer that was to be frozen learns", "assert_frozen", PARAMETERS,
             "test_a_parameter_that_learns_is_not_frozen"),
@@ -149,6 +149,26 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_norm_that_stays_in_training_mode_is_named"),
         Bug("B87", "a mask or a counter kept from the last call", "checks.state_unchanged_by_forward", CHECKS,
             "test_a_mask_kept_of_another_batch_is_named"),
+    ],
+    "The training loop": [
+        Bug("C40", "gradients never reset, other than accumulated on purpose", "assert_training_loop", TRAINING,
+            "test_gradients_that_are_never_reset_are_said"),
+        Bug("C41", "a closure of LBFGS that does not reset them", "assert_training_loop", TRAINING,
+            "test_a_closure_without_a_reset_is_said"),
+        Bug("C42", "training that goes on in evaluation mode after an evaluation", "assert_training_loop", TRAINING,
+            "test_training_after_an_evaluation_without_train_is_said"),
+        Bug("C43", "evaluation between epochs in training mode", "assert_training_loop", TRAINING,
+            "test_an_evaluation_without_eval_is_said"),
+        Bug("C44", "a generator that the discriminator's loss trains too", "assert_training_loop", TRAINING,
+            "test_a_generator_trained_by_the_loss_of_the_discriminator_is_said"),
+        Bug("C45", "an optimizer made for another copy of the model", "assert_training_loop", TRAINING,
+            "test_an_optimizer_made_for_a_copy_is_said"),
+        Bug("C46", "a BatchNorm that sees an accumulated batch in parts", "assert_training_loop", TRAINING,
+            "test_a_norm_over_the_parts_of_an_accumulated_batch_is_said"),
+        Bug("C47", "a GradScaler that skips its steps", "assert_training_loop", TRAINING,
+            "test_a_scaler_that_skips_its_steps_is_said"),
+        Bug("C48", "a step with gradients of NaN, taken for an update", "assert_params_updated", PARAMETERS,
+            "test_parameters_that_a_gradient_made_nan_are_named_as_such"),
     ],
 }  # fmt: skip
 

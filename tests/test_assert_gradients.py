@@ -374,6 +374,48 @@ def test_a_gradient_that_grows_on_the_way_is_named() -> None:
     assert " times smaller than 0, 1e+06 is allowed; " in text
 
 
+def scaled(n: int, by: float) -> nn.Module:
+    model = nn.Sequential(*(linear(weight=0.0) for _ in range(n)))
+    for layer in model:
+        nn.init.eye_(layer.weight)
+        layer.weight.data.mul_(by)
+    return model
+
+
+def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_are_named() -> None:
+    first, table, hint = failure_of(assert_grad_flow, run(scaled(8, 16.0))).split("\n\n")
+    assert first == (
+        "0 gets a gradient of its output 2.684e+08 times larger than (root), 1e+08 is allowed; 1 of 9 layers looked at"
+    )
+    assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
+    assert hint.startswith("It grows from layer to layer on the way back")
+
+
+def test_one_layer_alone_can_make_them_explode() -> None:
+    model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
+    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("0 gets a gradient of its output ")
+    model.append(nn.LayerNorm(6))  # takes the scale out again
+    assert_grad_flow(run(model), layers="0")
+
+
+def test_growth_within_the_ratio_passes() -> None:
+    assert_grad_flow(run(scaled(8, 4.0)))
+    assert "larger than (root), 1000 is allowed" in failure_of(assert_grad_flow, run(scaled(8, 4.0)), max_ratio=10)
+
+
+def test_a_norm_over_a_row_of_zeros_is_no_explosion() -> None:
+    norm = nn.LayerNorm(6, eps=1e-12)
+    model = Net(lambda m, x: m.head(m.norm(m.stem(torch.cat([x, 0 * x[:1]])))), stem=nn.Identity(), norm=norm)
+    model.stem, model.head = linear(), linear()
+    nn.init.zeros_(model.stem.bias)
+    assert_grad_flow(run(model))
+
+
+def test_a_loss_given_out_is_not_what_gradients_are_measured_by() -> None:
+    model = Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear())
+    assert_grad_flow(run(model, loss=lambda loss: loss))
+
+
 def test_the_ratio_can_be_chosen() -> None:
     record = run(sigmoids(3))
     assert_grad_flow(record)
@@ -507,8 +549,12 @@ def test_a_gradient_without_numbers_is_unknown_and_not_none() -> None:
 
 @pytest.mark.parametrize("assertion", ASSERTIONS)
 def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) -> None:
-    with pytest.raises(NothingObservedError, match=r"^Linear saw 1 forward but no backward: give run\(\.\.\., loss="):
+    with pytest.raises(NothingObservedError) as error:
         assertion(run(linear(), loss=None))
+    assert str(error.value) == (
+        "Linear saw 1 forward but no backward: give run(..., loss=...), or call loss.backward() while the watch is "
+        "open, or the graph is cut before it"
+    )
 
 
 @pytest.mark.parametrize("assertion", ASSERTIONS)

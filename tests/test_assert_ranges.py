@@ -159,7 +159,7 @@ class Scaled(nn.Sequential):
 
 def test_one_that_is_too_small_is_named() -> None:
     with pytest.raises(AssertionError, match=r"^0 output is too small: its rms is 1e-05, not from 0.001 to 1,?000"):
-        assert_activation_scale(record(nn.Sequential(nn.Identity()), torch.full((4, 4), 1e-5)), layers="0")
+        assert_activation_scale(record(nn.Sequential(nn.Identity()), torch.full((4, 4), 1e-5)), low=1e-3, layers="0")
 
 
 def test_numbers_that_are_not_finite_have_no_scale() -> None:
@@ -167,6 +167,33 @@ def test_numbers_that_are_not_finite_have_no_scale() -> None:
     x[3] = torch.inf
     with pytest.raises(AssertionError, match=r"^0 output has no scale: 16 elements of 1,024 not finite"):
         assert_activation_scale(record(nn.Sequential(nn.Identity()), x), layers="0")
+
+
+def test_scales_that_models_have_on_purpose_pass() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.zero = nn.Parameter(torch.full((16,), 1e-6)), nn.Linear(16, 16)
+            nn.init.zeros_(self.zero.weight)
+            nn.init.zeros_(self.zero.bias)
+            self.branch = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.branch(x * self.scale) + self.zero(x)
+
+    assert_activation_scale(record(Scaling()))
+
+
+def test_a_dead_layer_is_too_small() -> None:
+    model = net(nn.ReLU())
+    nn.init.constant_(model[0].bias, -100.0)
+    with pytest.raises(AssertionError, match=r"^1 output is too small: its rms is 0, not from 1e-12 to 1,?000"):
+        assert_activation_scale(record(model))
+
+
+def test_nothing_but_zeros_has_no_scale() -> None:
+    with pytest.raises(NothingObservedError, match=r"every output of the 2 layers looked at is zero, .root. among"):
+        assert_activation_scale(record(nn.Sequential(nn.ReLU()), torch.zeros(2, 2)))
 
 
 def test_nothing_finite_is_in_no_range() -> None:

@@ -301,7 +301,7 @@ def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) ->
 
 def test_an_empty_sequential_must_be_called() -> None:
     model = Net(lambda m, x: x, shortcut=nn.Sequential())
-    assert failure_of(assert_called, run(model)).startswith("shortcut was never called")
+    assert failure_of(assert_called, run(model), "**").startswith("shortcut was never called")
 
 
 def test_pseudo_layers_count() -> None:
@@ -311,7 +311,7 @@ def test_pseudo_layers_count() -> None:
 
 def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
     model = Net(lambda m, x: F.linear(x, m.a.weight), a=nn.Linear(6, 6, bias=False))
-    assert failure_of(assert_called, run(model, loss="random")).endswith(
+    assert failure_of(assert_called, run(model, loss="random"), "a").endswith(
         "The parameters of a are used without calling it: by themselves, or tied to another layer's."
     )
 
@@ -319,8 +319,39 @@ def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
 def test_tied_weights_are_spoken_of() -> None:
     a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
     a.weight = b.weight
-    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)))
+    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)), "a")
     assert text.endswith("The parameters of a are used without calling it: by themselves, or tied to another layer's.")
+
+
+class Attending(nn.Module):
+    """As a library has it: a dropout that fused attention does without, and a projection used by its weight."""
+
+    def __init__(self, *, calls: bool = False) -> None:
+        super().__init__()
+        self.dropout, self.used, self.calls = nn.Dropout(), nn.Linear(6, 6, bias=False), calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.used.weight)
+        return self.dropout(x) if self.calls else x
+
+
+def test_layers_that_lose_nothing_by_it_need_not_be_called() -> None:
+    record = run(nn.Sequential(Attending(), Attending()), loss="random")
+    assert_called(record)
+    assert_called(record, times=1)
+    assert failure_of(assert_called, record, "**").startswith("0.dropout was never called in 1 forward; 4 of 7 layers")
+
+
+def test_one_that_another_block_calls_has_to_be() -> None:
+    record = run(nn.Sequential(Attending(calls=True), Attending()), loss="random")
+    assert failure_of(assert_called, record).startswith("1.dropout was never called in 1 forward; 1 of 5 layers")
+
+
+def test_a_failure_names_those_that_lose_nothing_too() -> None:
+    model = nn.Sequential(Attending(), Net(lambda m, x: x, spare=nn.Sequential(nn.Linear(6, 6))))
+    text = failure_of(assert_called, run(model, loss="random"))
+    assert text.startswith("1.spare was never called in 1 forward; 2 of 5 layers looked at")
+    assert text.endswith("\n\nNot called either, which loses no weights: 0.dropout and 0.used.")
 
 
 @pytest.mark.parametrize("times", [-1, True, 1.0, "2"])

@@ -68,7 +68,7 @@ def backward_of(subject: Subject) -> Record:
     if not record.backwards:
         raise NothingObservedError(
             f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: give "
-            "run(..., loss=...), or call loss.backward() while the watch is open"
+            "run(..., loss=...), or call loss.backward() while the watch is open, or the graph is cut before it"
         )
     return record
 

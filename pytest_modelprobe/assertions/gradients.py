@@ -283,6 +283,11 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     than the largest by more than ``max_ratio``: the gradient passes by a single small one (a key projection, a scaled
     residual branch), which may be smaller by the square of that.
 
+    Gradients of weights can be alike although those of activations explode: outputs that grow from layer to layer as
+    their gradients do on the way back balance in a weight's. So the gradient of each output is also measured, by its
+    norm, against that of what the model gave out last. It may be larger by 100 times ``max_ratio``: a norm over a row
+    of zeros alone makes it up to 1e6 times larger.
+
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
@@ -290,7 +295,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             one branch may be smaller by the square of it.
 
     Raises:
-        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio.
+        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio; or the
+            gradients of outputs grow beyond 100 times the ratio.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient has numbers.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -304,7 +310,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     if not max_ratio > 1:
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
-    every = list(_flow(called(record, layers)))
+    looked_at = called(record, layers)
+    every = list(_flow(looked_at))
     flow = [f for f in every if f.unknown is None]
     if every and not flow:
         raise NothingObservedError(
@@ -318,6 +325,55 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     bad = _out_of_bounds(flow, max_ratio)
     if bad:
         raise AssertionError(_flow_text(record, bad, flow, max_ratio))
+    grown = [g for g in _growths(record, {layer.name for layer in looked_at}) if g.times > _ROOM * max_ratio]
+    if grown:
+        raise AssertionError(_growth_text(grown, looked_at, max_ratio))
+
+
+_ROOM = 100
+"""How many times ``max_ratio`` the gradient of an output may grow: healthy models reach 5e5."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Growth:
+    """The gradient of a call's outputs against that of the last call that gave out a tensor with one."""
+
+    step: Step
+    norm: float
+    output_rms: float | None
+    last: Step
+    times: float
+
+
+def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
+    """Yield how far gradients have grown in each call of the layers ``names``, the nearest to the loss first.
+
+    A single number says nothing of scale: it may be a loss, the gradient of which is 1.
+    """
+    last: dict[tuple[str, bool], tuple[Step, float]] = {}
+    said: set[int] = set()  # a container gives out what its last child does
+    for step in reversed(Course(record).returned):
+        found = [(g.norm, v) for v in step.call.outputs if (g := v.gradient) is not None and g.count > 1 and g.norm]
+        if found:
+            norm, value = max(found, key=lambda pair: pair[0])
+            end, base = last.setdefault(step.place[:2], (step, norm))
+            if step.layer.name in names and (step.layer.leaf or value.tensor not in said):
+                rms = None if value.statistics is None else value.statistics.rms
+                yield _Growth(step, norm, rms, end, norm / base)
+            said.add(value.tensor)
+
+
+def _growth_text(grown: list[_Growth], looked_at: list[Layer], max_ratio: float) -> str:
+    grown.sort(key=lambda g: -g.times)
+    first = grown[0]
+    return failure(
+        f"{first.step.name} gets a gradient of its output {number(first.times)} times larger than {first.last.name}, "
+        f"{_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
+        f"{count(len(looked_at), 'layer')} looked at",
+        ["layer", "type", "gradient norm", "times larger", "output rms"],
+        [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in grown],
+        "It grows from layer to layer on the way back: look at the initialisation, and at a missing norm or residual.",
+    )
 
 
 @dataclass(frozen=True, eq=False)

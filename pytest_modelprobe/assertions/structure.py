@@ -9,7 +9,7 @@ from typing import Any
 from pytest_modelprobe.course import Course
 from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
 from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
-from pytest_modelprobe.report.text import Cell, count, failure, listed, printable
+from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
 from pytest_modelprobe.selection import Selector, select
 from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
@@ -193,7 +193,7 @@ def _dtype_kind(name: str) -> str:
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def assert_called(subject: Subject, layers: Selector = "**", *, times: int | None = None) -> None:
+def assert_called(subject: Subject, layers: Selector | None = None, *, times: int | None = None) -> None:
     """Assert that layers are called in the forward.
 
     Containers that only hold others (`ModuleList`, or any module whose children are called but which is not) count as
@@ -201,7 +201,9 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers; all by default.
+        layers: Which layers. By default all but those of which nothing is lost if they are never called: they have no
+            weights, or other code uses these, and no layer of their class in the same place of another block is called.
+            A failure names them too; ``"**"`` asks for all.
         times: How often in each forward, of those of its root and mode that call it; None: at least once in one.
 
     Raises:
@@ -219,7 +221,9 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
     if times is not None and (not isinstance(times, int) or isinstance(times, bool) or times < 0):
         raise UsageError(f"times is a number of calls in a forward, from 0; got {times!r}")
     record = record_of(subject)
-    looked_at = selected(record, layers)
+    spared = [] if layers is not None or times == 0 else _spared(record)
+    names = {layer.name for layer in spared}
+    looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
     forwards, around = _forwards(record), _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
@@ -232,7 +236,22 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
         elif times is None and not most:
             rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
-        raise AssertionError(_called_text(record, rows, looked_at))
+        raise AssertionError(_called_text(record, rows, looked_at, spared))
+
+
+def _spared(record: Record) -> list[Layer]:
+    """Return the layers that were not called and of which nothing is lost by it.
+
+    A library's block builds a dropout that its fused attention does not call, in every block.
+    """
+    idle, in_use = uncalled(record), weights_in_use(record)
+    called = {(pattern(layer.name), layer.type) for layer in record.layers.values() if layer.calls}
+    lost: set[str] = set()  # the layers with weights that nothing uses, and all around them
+    for layer in idle:
+        if layer.parameters and layer.name not in in_use:
+            parts = layer.name.split(".")
+            lost.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return [layer for layer in idle if layer.name not in lost and (pattern(layer.name), layer.type) not in called]
 
 
 def uncalled(record: Record) -> list[Layer]:
@@ -297,7 +316,7 @@ def _only_holds(layer: Layer) -> bool:
     return layer.leaf and layer.type.startswith("torch.nn.modules.container.") and layer.type_name != "Sequential"
 
 
-def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer]) -> str:
+def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], spared: list[Layer]) -> str:
     name, _, actual, expected = rows[0]
     if actual == "0":
         first = f"{name} was never called in {count(record.forwards, 'forward')}"
@@ -313,6 +332,7 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer])
         ["layer", "type", "calls", "expected"],
         rows,
         f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
+        f"Not called either, which loses no weights: {listed(collapsed(s.name for s in spared))}." if spared else "",
     )
 
 

@@ -21,6 +21,7 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     assert_no_leftover_hooks,
     assert_shapes,
+    assert_training_loop,
 )
 
 
@@ -52,6 +53,7 @@ def test_watch(modelprobe: ModelProbe) -> None:
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
     assert_grad_flow(watch)
+    assert_training_loop(watch)
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)
     assert_type(Record.from_dict(watch.record.to_dict()), Record)
 
