@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INCOMPLETE
     except (ModelProbeError, OSError) as error:
-        said = printable(str(error), longest=400)
+        said = printable(str(error))
         print(f"modelprobe: {said}", file=sys.stderr)
         if getattr(options, "format", "") == "github":
             print(github.command("error", said, title="modelprobe could not complete"))
@@ -265,7 +265,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
     # What could not be read then is taken as new, else no change could repair it.
     was, broken = before.readable(before.states.keys() - same)
     for error in broken.values():
-        print(f"modelprobe: {printable(str(error), longest=300)}; the snapshot is taken as new", file=sys.stderr)
+        print(f"modelprobe: {printable(str(error))}; the snapshot is taken as new", file=sys.stderr)
     verdict = gate.judge(
         was,
         now.read(now.states.keys() - same),
@@ -397,7 +397,7 @@ def _plain_entry(entry: _Entry) -> dict[str, Any]:
 
 
 def _entry_as_text(entry: _Entry) -> str:
-    head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}", longest=200)
+    head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}")
     cells = [row.cells for row in entry.rows]
     lines = table(changes.COLUMNS, cells) if cells else [printable(entry.said)]
     return "\n".join([head, *(f"  {line}" for line in lines)])

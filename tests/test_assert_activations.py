@@ -332,7 +332,7 @@ def test_names_of_any_kind_are_printed_harmlessly() -> None:
     text = failure_of(assert_no_dead_layers, run(model, X - 10))
     assert text.startswith("a\\x1b[31m\\n\\u202eb is dead: ")
     assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
-    assert max(map(len, text.splitlines())) < 300
+    assert max(map(len, text.splitlines())) < 4200  # of the name of 5,000 both ends
 
 
 # --- zero gradients -----------------------------------------------------------------------------------------------

@@ -74,15 +74,15 @@ def test_where_no_cause_can_be_told_the_first_line_names_what_changed_most() -> 
 
 
 @pytest.mark.parametrize(
-    ("layer", "start"),
+    "layer",
     [
-        ("model.vision.encoder.layers.*.self_attention.layer_norm", "….self_attention.layer_norm.eps 1e-05 → "),
-        ("transformer.decoder.block.3.attn.c_attn.core", "….block.3.attn.c_attn.core.eps 1e-05 → 1"),
-        ("a_module_with_one_very_long_name_indeed", "….a_module_with_one_very_long_name_indee"),
+        "resnet.encoder.stages.0.layers.0.layer.1.normalization",
+        "a_module_with_one_very_long_name_indeed",
+        ".".join(["encoder"] * 100),
     ],
 )
-def test_forty_characters_hold_the_end_of_a_long_name(layer: str, start: str) -> None:
-    assert first_line(of(eps(layer)))[:40] == start
+def test_the_first_line_begins_with_the_full_name_of_the_layer(layer: str) -> None:
+    assert first_line(of(eps(layer))) == f"{layer}.eps 1e-05 → 1e-06; 1 cause"
 
 
 def test_the_table_has_all_of_a_long_name() -> None:
@@ -295,6 +295,6 @@ def test_no_attribute_or_type_breaks_a_line() -> None:
     assert len(shown.splitlines()) == 4
 
 
-def test_a_name_of_a_thousand_characters_floods_no_screen() -> None:
+def test_a_name_of_ten_thousand_characters_floods_no_screen() -> None:
     shown = text(of(eps("a" * 10_000)))
-    assert max(map(len, shown.splitlines())) < 500
+    assert max(map(len, shown.splitlines())) < 4200

@@ -214,7 +214,7 @@ def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:
 
 
 def test_of_a_long_text_the_end_is_left_out() -> None:
-    assert markdown.escaped("a b " * 1000) == "a b " * 125 + "…"
+    assert markdown.escaped("a b " * 2000) == "a b " * 1024 + "…"
 
 
 def test_a_diff_has_a_table_of_causes() -> None:

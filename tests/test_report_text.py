@@ -77,11 +77,28 @@ def test_names_move_no_cursor(text: str, shown: str) -> None:
 
 def test_of_a_long_word_the_ends_are_shown() -> None:
     shown = printable(f"layer {'a' * 5000}{'b' * 5000} is dead")
-    assert shown == f"layer {'a' * 59}…{'b' * 60} is dead"
+    assert shown == f"layer {'a' * 2047}…{'b' * 2048} is dead"
 
 
 def test_a_word_that_is_just_not_too_long_is_whole() -> None:
-    assert printable("a" * 120) == "a" * 120
+    assert printable("a" * 4096) == "a" * 4096
+
+
+def test_a_failure_has_the_whole_name_of_the_layer_in_its_first_line_and_in_its_table() -> None:
+    names = [f"{'encoder.' * 20}{block}.{'norm.' * 20}fc" for block in (1, 2)]
+    text = failure(f"{names[0]} is dead", ["layer", "output"], [[name, f"output of {name} is zero"] for name in names])
+    assert text.splitlines() == [
+        f"{names[0]} is dead",
+        "",
+        f"layer{' ' * (len(names[0]) - 5)}   output",
+        *(f"{name}   output of {name} is zero" for name in names),
+    ]
+
+
+def test_cells_that_would_read_alike_are_whole() -> None:
+    cells = [f"norm.mode {'left ' * 20}{middle} {'right ' * 20}end" for middle in ("up", "down")]
+    assert table(["cause"], [[cell] for cell in cells])[1:] == cells
+    assert "…" in table(["cause"], [[cells[0]]])[1]
 
 
 def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:

@@ -22,9 +22,6 @@ from .text import Cell, collapsed, count, failure, listed, number, pattern, prin
 TRAILER = "Modelprobe-Approve"
 """The trailer of a commit that approves what no file can declare."""
 
-LONGEST_LINE = 4096
-"""Signs of a word in a command: one that is cut short does not run."""
-
 _MANY = 8
 """Files of one folder that a command names before it names the folder."""
 
@@ -262,7 +259,7 @@ def _quoted(word: str) -> str:
     >>> print(_quoted("test_a[2].arch.json"), _quoted("a" + chr(27)))
     'test_a[2].arch.json' $'a\x1b'
     """
-    if printable(word, LONGEST_LINE) == word:
+    if printable(word) == word:
         return shlex.quote(word)
     plain = (chr(b) if 32 <= b < 127 and chr(b) not in "'\\" else f"\\x{b:02x}" for b in os.fsencode(word))
     return f"$'{''.join(plain)}'"
@@ -309,7 +306,7 @@ def text(verdict: Verdict) -> str:
             failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
             *tables,
             *map(printable, reasons(verdict)),
-            *("\n".join(printable(line, LONGEST_LINE) for line in step.split("\n")) for step in next_steps(verdict)),
+            *("\n".join(printable(line) for line in step.split("\n")) for step in next_steps(verdict)),
         ]
     )
 
@@ -326,7 +323,7 @@ def detail_tables(verdict: Verdict) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def _heading(same: Sequence[Change]) -> str:
     models = listed(list(dict.fromkeys(change.model for change in same)))
-    return printable(f"{models} ({listed([change.path for change in same], most=2)})", longest=400)
+    return printable(f"{models} ({listed([change.path for change in same], most=2)})")
 
 
 def _indented(lines: Iterable[str]) -> str:
@@ -340,7 +337,7 @@ def diff_text(verdict: Verdict) -> str:
     parts = []
     for change in verdict.changes:
         lines = [_heading([change])]
-        lines += [printable(f"{kind}: {said}", longest=400) for kind, said in _whole(change)]
+        lines += [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.comparison is not None and change.comparison.differences:
             lines.append(comparison.text(diagnose(change.comparison)))
         parts.append("\n".join(lines))

@@ -39,8 +39,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     counts = [count(len(found), "cause" if diagnosis.causes else "possible cause")]
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
-    shown = said(dataclasses.replace(first, layer=_end(first.layer)))
-    return printable(f"{sure}{shown}{repeated}{_effect(first)}; {', '.join(counts)}", longest=400)
+    return printable(f"{sure}{said(first)}{repeated}{_effect(first)}; {', '.join(counts)}")
 
 
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
@@ -60,7 +59,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
     parts += ["\n".join(map(printable, counts))] if counts else []
-    parts += [printable(step, longest=400) for step in next_steps]
+    parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
 
 
@@ -188,15 +187,6 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
             worst = dataclasses.replace(worst, layer=pattern(worst.layer), expected=was)
         found.append((worst, len(same)))
     return found
-
-
-def _end(layer: str, longest: int = 28) -> str:
-    """Return a name or the end of it, which tells more: the table has all of it."""
-    if len(layer) <= longest:
-        return layer
-    parts = layer.split(".")
-    fitting = (".".join(parts[i:]) for i in range(1, len(parts)))
-    return f"….{next((end for end in fitting if len(end) <= longest - 2), parts[-1])}"
 
 
 def _effect(cause: Cause) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value
@@ -13,6 +14,9 @@ MOST_ROWS = 20
 
 WIDEST = 100
 """Signs of a cell of several words before some in its middle are left out."""
+
+LONGEST = 4096
+"""Signs of a word before some in its middle are left out: more than any layer's name has, or a command to be run."""
 
 Cell = str | int | float | None
 
@@ -86,16 +90,16 @@ def collapsed(names: Iterable[str]) -> list[str]:
     return [same[0] if len(same) == 1 else f"{shown} x{len(same)}" for shown, same in groups.items()]
 
 
-def printable(text: str, longest: int = 120) -> str:
+def printable(text: str) -> str:
     r"""Return text that moves no cursor, sets no colour and floods no screen, whatever names are in it.
 
-    Control characters are written as escapes; of a word of more than ``longest`` characters the middle is left out.
+    Control characters are written as escapes; of a word longer than `LONGEST` the middle is left out.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc\\x1b[31m'
     """
-    half = longest // 2
-    shown = re.sub(rf"\S{{{longest + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
+    half = LONGEST // 2
+    shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
 
 
@@ -135,7 +139,8 @@ def table(
         columns: Their heads.
         rows: Their cells.
         most: Rows that are shown.
-        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole.
+        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole, and
+            so are cells that would read alike.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
     layer    zeros
@@ -143,7 +148,9 @@ def table(
     relu    12,544
     """
     rows = [list(row) for row in rows]
-    shown = [[_text(cell, widest) for cell in row] for row in rows[:most]]
+    whole = [[printable(cell) if isinstance(cell, str) else number(cell) for cell in row] for row in rows[:most]]
+    fitting = [_fitting(column, widest) for column in zip(*whole, strict=True)]
+    shown = [[column[cell] for column, cell in zip(fitting, row, strict=True)] for row in whole]
     right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
     widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
     lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
@@ -152,8 +159,11 @@ def table(
     return lines
 
 
-def _text(cell: Cell, widest: int) -> str:
-    return shortened(printable(cell), widest) if isinstance(cell, str) else number(cell)
+def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:
+    """Return each cell of a column as it is shown: not too wide, and whole where two would be shown alike."""
+    shown = {cell: shortened(cell, widest) for cell in column}
+    times = Counter(shown.values())
+    return {cell: short if times[short] == 1 else cell for cell, short in shown.items()}
 
 
 _NUMBER = re.compile(r"[-+\d][-+.,/%e\d]*|nan|inf")

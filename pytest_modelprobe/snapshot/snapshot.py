@@ -293,7 +293,7 @@ class Comparer:
             try:
                 self._judge(outcome, options, parts)
             except SnapshotError as error:
-                outcome.verdict, outcome.text = "unreadable", printable(str(error), 400)
+                outcome.verdict, outcome.text = "unreadable", printable(str(error))
         self._outcomes.append(outcome)
         return outcome.good
 
@@ -433,7 +433,7 @@ class Comparer:
             text = report.text(outcome.diagnosis)
         else:
             text = words.changed(outcome.diagnosis, command, way_out)
-        return f"{printable(refusal.said, 400)}\n\n{text}" if refusal else text
+        return f"{printable(refusal.said)}\n\n{text}" if refusal else text
 
     def _moves(self, outcome: _Outcome) -> list[str]:
         """Return how to take along a snapshot without a test that holds just what was recorded, if there is one."""
