@@ -16,7 +16,7 @@ from typing import Any
 
 from . import actions, gate
 from .compare import Difference, compare
-from .exceptions import ModelProbeError, UsageError
+from .exceptions import ModelProbeError, SelectionError, UsageError
 from .files.storage import ARCH, DIRECTORY
 from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict
 from .git import Commit, GitError, Repository
@@ -130,13 +130,16 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    shown = []
+    shown, without = [], []
     for snapshot in _source(options.snapshot)[0].read().values():
-        record = snapshot.record
-        if options.layers:
-            chosen = select(record.layers, options.layers)
-            record = dataclasses.replace(record, layers={name: record.layers[name] for name in chosen})
-        shown.append((snapshot, record))
+        try:
+            shown.append((snapshot, _only(snapshot.record, options.layers)))
+        except SelectionError as error:
+            without.append((snapshot, error))
+    if not shown:
+        raise without[0][1]
+    for snapshot, why in without:
+        print(printable(f"modelprobe: {snapshot.path} is left out: {why}"), file=sys.stderr)
     if options.format == "json":
         data = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
         print(_json(data if len(data) > 1 else data[0]))
@@ -145,6 +148,13 @@ def _show(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_shown_as_text(*pair) for pair in shown))
     return SAME
+
+
+def _only(record: Record, globs: Sequence[str] | None) -> Record:
+    """Return a record of the layers that are asked for."""
+    if not globs:
+        return record
+    return dataclasses.replace(record, layers={name: record.layers[name] for name in select(record.layers, globs)})
 
 
 def _shown_as_text(snapshot: Snapshot, record: Record) -> str:

@@ -39,7 +39,11 @@ def code(layer: str, what: str = "", **fields: Any) -> Cause:
             of(eps("norm", change=0.0013, noise=1e-6)),
             "norm.eps 1e-05 → 1e-06: output changed by 0.13 %, 1,300 x its noise; 1 cause",
         ),
-        (of(eps("norm", change=math.inf)), "norm.eps 1e-05 → 1e-06: output changed from nothing; 1 cause"),
+        (of(eps("norm", change=math.inf)), "norm.eps 1e-05 → 1e-06: output changed by ∞ %; 1 cause"),
+        (
+            of(code("block", change=math.inf, hints=("all zero before",))),
+            "block: own code changed: by ∞ %, all zero before; 1 cause",
+        ),
         (of(eps("norm"), moved=("fc",)), "norm.eps 1e-05 → 1e-06; 1 cause, 1 layer after it moved"),
         (
             of(eps("norm"), code("fc"), moved=("a", "b")),
@@ -141,7 +145,7 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
         ),
         (Cause(kind="attribute", layer="(root)", what="scale", actual=2, expected=1), "scale 1 → 2"),
         (Cause(kind="weights", layer="fc", what="weight", change=0.1), "fc: weights changed by 10 % (weight)"),
-        (Cause(kind="buffers", layer="bn", what="mean", change=math.inf), "bn: buffers changed from nothing (mean)"),
+        (Cause(kind="buffers", layer="bn", what="mean", change=math.inf), "bn: buffers changed by ∞ % (mean)"),
         (code("fc"), "fc: own code changed"),
         (code("block", "after mlp"), "block: own code changed after mlp"),
         (
@@ -185,7 +189,8 @@ def test_a_cause_in_words(cause: Cause, words: str) -> None:
         (0.996, "100 %"),
         (12.0, "1,200 %"),
         (1e12, "1.0e+14 %"),
-        (math.inf, "from nothing"),
+        (math.inf, "∞ %"),
+        (math.nan, "not known"),
         (None, "-"),
     ],
 )

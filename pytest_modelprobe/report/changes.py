@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import diagnose
-from pytest_modelprobe.gate import Change, Effect, Finding, Verdict
+from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict
 from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
@@ -190,10 +190,20 @@ def first_line(verdict: Verdict) -> str:
     if verdict.denied:
         worst = verdict.denied[0]
         more = f" ({len(verdict.denied) - 1} more below)" if len(verdict.denied) > 1 else ""
-        return f"{worst.model}: {worst.denied[0].kind} change is not declared{more}; {changed}"
+        kind = worst.denied[0].kind
+        what = _OF_SNAPSHOTS.get(kind, f"{kind} change")
+        return f"{worst.model}: {what} is not declared{more}; {changed}"
     if not verdict.changes:
         return f"no model changed; {verdict.unchanged:,} unchanged"
     return f"nothing to object: {changed}"
+
+
+_OF_SNAPSHOTS: dict[Class, str] = {
+    "removed": "removal of its snapshot",
+    "renamed": "renaming of its snapshot",
+    "new": "new snapshot",
+}
+"""What is not declared, where it is no change of a model."""
 
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:

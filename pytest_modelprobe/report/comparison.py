@@ -156,13 +156,17 @@ def _gradient(cause: Cause) -> str:
 def percent(change: float | None) -> str:
     """Return a relative change as a person reads it.
 
-    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(float("inf")), percent(None)
-    ('0.13 %', '2.5e-05 %', '320 %', 'from nothing', '-')
+    It is infinite where there was nothing before but zeros, and where values that are not finite came or went.
+
+    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(math.inf), percent(math.nan), percent(None)
+    ('0.13 %', '2.5e-05 %', '320 %', '∞ %', 'not known', '-')
     """
     if change is None:
         return "-"
-    if math.isinf(change) or math.isnan(change):
-        return "from nothing"
+    if math.isinf(change):
+        return "∞ %"
+    if math.isnan(change):
+        return "not known"
     return f"{100 * change:{'.2g' if change < 0.995 else ',.0f' if change < 1e4 else '.1e'}} %"
 
 
@@ -195,8 +199,8 @@ def _effect(cause: Cause) -> str:
     noise = _times_noise(cause)
     what = f"{cause.effect} changed " if cause.effect else ""
     times = f", {noise} x its noise" if noise else ""
-    by = _by(cause.change).removeprefix(" ")
-    return f": {what}{by}{times}" if by else ""
+    why = f", {listed(cause.hints)}" if math.isinf(cause.change) and cause.hints else ""
+    return f": {what}by {percent(cause.change)}{times}{why}"
 
 
 def _times_noise(cause: Cause) -> str:
@@ -206,7 +210,7 @@ def _times_noise(cause: Cause) -> str:
 
 
 def _by(change: float | None) -> str:
-    return "" if change is None else f" by {percent(change)}" if math.isfinite(change) else " from nothing"
+    return "" if change is None else f" by {percent(change)}"
 
 
 def _plain(value: Plain) -> str:
