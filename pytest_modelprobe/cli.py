@@ -22,7 +22,8 @@ from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Ve
 from .git import Commit, GitError, Repository
 from .record import Record
 from .report import changes, github, markdown
-from .report.text import count, layer_rows, layer_table, listed, printable, table
+from .report.record import headline
+from .report.text import count, layer_rows, listed, printable, table
 from .selection import Glob, select
 from .sources import (
     ENDINGS,
@@ -158,35 +159,14 @@ def _only(record: Record, globs: Sequence[str] | None) -> Record:
 
 
 def _shown_as_text(snapshot: Snapshot, record: Record) -> str:
-    lines = [printable(_headline(snapshot))]
+    lines = [headline(snapshot.record)]
     lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
-    called = layer_rows(record)[1]
-    columns, rows = _uncalled(record)
-    return "\n".join([*lines, "", *(layer_table(record, len(called)) if called else table(columns, rows, len(rows)))])
+    columns, rows = layer_rows(record)
+    return "\n".join([*lines, "", *table(columns, rows, len(rows))])
 
 
 def _shown_as_markdown(snapshot: Snapshot, record: Record) -> list[str]:
-    columns, rows = layer_rows(record)
-    if not rows:
-        columns, rows = _uncalled(record)
-    return [f"### {markdown.escaped(_headline(snapshot))}", "", *markdown.table(columns, rows), ""]
-
-
-def _headline(snapshot: Snapshot) -> str:
-    record = snapshot.record
-    parameters = gate.parameters(record)
-    how = f"loss {record.loss}" if record.loss else "no backward"
-    run = f"; {count(record.forwards, 'forward')} on {record.device}, {how}" if record.forwards else ""
-    return f"{record.model}: {count(len(record.layers), 'layer')}, {count(parameters, 'parameter')}{run}"
-
-
-def _uncalled(record: Record) -> tuple[list[str], list[list[str | int | float | None]]]:
-    """Return columns and rows of a record without a forward."""
-    rows: list[list[str | int | float | None]] = [
-        [layer.name, layer.type_name, listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters]) or "-"]
-        for layer in record.layers.values()
-    ]
-    return ["layer", "type", "parameters"], rows
+    return [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]
 
 
 def _source(argument: str) -> tuple[Source, str]:

@@ -1,7 +1,7 @@
 """Frozen records: what a run of a model left behind, in plain numbers.
 
 Everything here is a value. Nothing refers to a module or a tensor, so a record can be stored, sent to another
-process, merged and compared without torch.
+process, merged and compared without torch. What shows a record is imported when one is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from .exceptions import NothingObservedError, UnknownLayerError
+
+if TYPE_CHECKING:
+    from .selection import Selector
 
 SCHEMA = 1
 ROOT = "(root)"
@@ -126,6 +131,18 @@ class Statistics:
         )
 
 
+if TYPE_CHECKING:
+
+    class Numbers(Statistics):
+        """`Statistics` with at least one finite element, so that each of these is a number."""
+
+        min: float
+        max: float
+        mean: float
+        std: float
+        rms: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
@@ -187,14 +204,38 @@ class Value:
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 
     @property
-    def statistics(self) -> Statistics | None:
-        """Of the value itself; None where there are no numbers."""
-        return self.forward.statistics
+    def statistics(self) -> Numbers:
+        """Of the value itself: ``record["fc"].output.statistics.rms``.
+
+        `forward` has them as they are, also where there may be none.
+
+        Raises:
+            NothingObservedError: There are no numbers, or none is finite; the message says why.
+        """
+        return _numbers(self.forward, f"{self.path} of shape {self.shape} and dtype {self.dtype}")
 
     @property
-    def gradient(self) -> Statistics | None:
-        """Of the value's gradient; None where none arrived."""
-        return None if self.backward is None else self.backward.statistics
+    def gradient(self) -> Numbers:
+        """Of the value's gradient; `backward` is None where none arrived.
+
+        Raises:
+            NothingObservedError: None arrived, it has no numbers, or none is finite; the message says why.
+        """
+        if self.backward is None:
+            raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
+        return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
+
+
+def _numbers(reading: Reading, what: str) -> Numbers:
+    statistics = reading.statistics
+    if statistics is None:
+        raise NothingObservedError(f"{what} has no statistics: {reading.reason or 'they were not recorded'}")
+    if not statistics.count:
+        raise NothingObservedError(f"{what} has no elements")
+    if not statistics.finite:
+        counts = f"{statistics.nan:,} NaN, {statistics.posinf:,} inf and {statistics.neginf:,} -inf"
+        raise NothingObservedError(f"{what} has no finite element: {counts} among {statistics.count:,}")
+    return cast("Numbers", statistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,7 +462,45 @@ class Record:
     """How more can be asked of a `run` while its model lives; never stored."""
 
     def __getitem__(self, layer: str) -> Layer:
+        if layer not in self.layers:
+            from .report.record import unknown_layer
+
+            raise UnknownLayerError(unknown_layer(self, layer))
         return self.layers[layer]
+
+    def __str__(self) -> str:
+        from .report.record import as_text
+
+        return as_text(self)
+
+    def table(self, layers: Selector = "**") -> str:
+        """Return what ``print(record)`` shows, without leaving out rows.
+
+        Args:
+            layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
+                order of execution, less containers that give out what a layer inside them gave; then those that were
+                not called and have parameters.
+
+        Raises:
+            SelectionError: The selector matches no layer.
+
+        >>> layer = Layer(name="fc", type="torch.nn.modules.linear.Linear")
+        >>> print(Record(model="Net", layers={"fc": layer}).table("fc"))
+        Net: 1 layer, 0 parameters
+        <BLANKLINE>
+        layer   type     parameters
+        fc      Linear   -
+        """
+        from .assertions.evidence import selected
+        from .report.record import as_text
+
+        names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
+        return as_text(self, names, most=None)
+
+    def _repr_html_(self) -> str:
+        from .report.record import as_html
+
+        return as_html(self)
 
     def __repr__(self) -> str:
         seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}

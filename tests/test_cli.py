@@ -497,8 +497,9 @@ def test_a_snapshot_is_shown_as_a_table(branch: str, modelprobe: Run) -> None:
     assert out == (
         "Net: 3 layers, 8 parameters; 1 forward on cpu, no backward\n"
         "\n"
-        "layer    type   calls   output   mean   std   min   max   zeros   dead units\n"
-        "(root)   Net        1   (2, 4)      1     1     0     2      0%            -\n"
+        "layer    type     parameters   calls   output   mean   std   min   max   zeros   dead units\n"
+        "(root)   Net               -       1   (2, 4)      1     1     0     2      0%            -\n"
+        "fc       Linear            8       0   -           -     -     -     -       -            -\n"
     )
 
 
@@ -549,7 +550,7 @@ def test_of_several_snapshots_those_without_the_layer_are_left_out_and_named(
 def test_a_snapshot_is_shown_as_markdown(branch: str, modelprobe: Run) -> None:
     out = modelprobe("show", "tests", "--format", "markdown")[1]
     assert out.startswith("### Net: 3 layers, 8 parameters")
-    assert "| (root) | Net | 1 | (2, 4) |" in out
+    assert "| (root) | Net | - | 1 | (2, 4) |" in out
 
 
 # --- log ----------------------------------------------------------------------------------------------------------

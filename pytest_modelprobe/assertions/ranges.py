@@ -325,8 +325,9 @@ def assert_fits_dtype(
 def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for layer, call, value, s in _outputs(layers):
         yield address(layer.name, call, value.path), "output", s
-        if value.gradient is not None and value.gradient.count:
-            yield address(layer.name, call, value.path), "gradient", value.gradient
+        gradient = value.backward.statistics if value.backward is not None else None
+        if gradient is not None and gradient.count:
+            yield address(layer.name, call, value.path), "gradient", gradient
     for layer in layers:
         for parameter in layer.parameters:
             if parameter.dtype.startswith(("float", "bfloat")):

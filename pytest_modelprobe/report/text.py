@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -193,35 +194,69 @@ def failure(
 
 
 def layer_table(record: Record, most: int = 200) -> list[str]:
-    """Return a table of the layers that were called, in order of execution: what the probe saw.
-
-    Containers whose output is that of a child are left out, for they would say it twice.
-    """
+    """Return a table of the layers of a record: what the probe saw, see `layer_rows`."""
     columns, rows = layer_rows(record)
-    return table(columns, rows, most) if rows else ["no layer was called"]
+    return table(columns, rows, most) if rows else ["no layer was recorded"]
 
 
-def layer_rows(record: Record) -> tuple[list[str], list[list[Cell]]]:
-    """Return columns and rows of the table of the layers that were called, see `layer_table`."""
+def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
+    """Return columns and rows of the table of layers, those that were called in order of execution.
+
+    Containers whose output is that of a child are left out where they have no parameters of their own, for they would
+    say it twice, and so are layers that were not called and have no parameters. Where none was called, it is a table of
+    parameters.
+
+    Args:
+        record: The record.
+        names: Layers to show whatever they are; None: as above.
+    """
+    calls = sorted(record.calls, key=lambda pair: pair[1].finished)
+    if not calls:
+        return _structure_rows(record, names)
     gradients = any(v.backward is not None for layer in record.layers.values() for _, v in layer.outputs)
-    columns = ["layer", "type", "calls", "output", "mean", "std", "min", "max", "zeros", "dead units"]
+    columns = ["layer", "type", "parameters", "calls", *_NUMBERS]
+    wanted = None if names is None else set(names)
     rows = []
     said: set[int] = set()
-    for layer, call in sorted(record.calls, key=lambda pair: pair[1].finished):
+    for layer, call in (pair for pair in calls if not pair[1].index):
         value = next(iter(call.outputs), None)
-        if call.index or value is None or value.tensor in said:
-            continue
-        said.add(value.tensor)
-        rows.append(_layer_row(layer, call, value, gradients))
+        news = value is not None and (value.tensor not in said or layer.parameters)
+        if news if wanted is None else layer.name in wanted:
+            rows.append(_layer_row(layer, call, value, gradients))
+        said |= set() if value is None else {value.tensor}
+    rows += [
+        [layer.name, layer.type_name, _parameters(layer), 0, *"-" * (len(_NUMBERS) + gradients)]
+        for layer in record.layers.values()
+        if not layer.calls and (layer.parameters if wanted is None else layer.name in wanted)
+    ]
     return [*columns, "gradient rms"] if gradients else columns, rows
 
 
-def _layer_row(layer: Layer, call: Call, value: Value, gradients: bool) -> list[Cell]:
+_NUMBERS = ("output", "mean", "std", "min", "max", "zeros", "dead units")
+
+
+def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[str], list[list[Cell]]]:
+    rows: list[list[Cell]] = []
+    for name in record.layers if names is None else names:
+        layer = record.layers[name]
+        shapes = listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters])
+        rows.append([layer.name, layer.type_name, shapes or "-"])
+    return ["layer", "type", "parameters"], rows
+
+
+def _parameters(layer: Layer) -> Cell:
+    """Return how many elements the parameters of a layer itself have, those counted where they are tied to left out."""
+    own = [math.prod(p.shape) for p in layer.parameters if p.tied_to is None]
+    return sum(own) if own else "tied" if layer.parameters else "-"
+
+
+def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:
+    calls = len([c for c in layer.calls if (c.root, c.root_training) == (call.root, call.root_training)])
+    row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), calls]
+    if value is None:
+        return [*row, *"-" * (len(_NUMBERS) + gradients)]
     s, units = value.forward.statistics, value.forward.units
-    row: list[Cell] = [
-        layer.name,
-        layer.type_name,
-        len([c for c in layer.calls if c.root == call.root and c.root_training == call.root_training]),
+    row += [
         shape(value.shape),
         *(_statistics_cells(s) if s is not None else [value.forward.reason or "-", "", "", "", ""]),
         "-" if units is None else f"{units.dead}/{len(units)}",

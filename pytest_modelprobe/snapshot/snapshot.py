@@ -481,7 +481,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolera
 
 def _has_numbers(record: Record) -> bool:
     values = (value for _, call in record.calls for value in (*call.inputs, *call.outputs))
-    return any(value.statistics is not None for value in values)
+    return any(value.forward.statistics is not None for value in values)
 
 
 def _structure(data: Mapping[str, Any], arch: Path) -> Record:
