@@ -364,6 +364,11 @@ class Layer:
         return self.type.rpartition(".")[2]
 
     @property
+    def label(self) -> str:
+        """What a sentence calls the layer, see `label_of`."""
+        return label_of(self.name, self.type_name)
+
+    @property
     def output(self) -> Value:
         """The first output of the first call.
 
@@ -372,7 +377,7 @@ class Layer:
         """
         for _, value in self.outputs:
             return value
-        raise LookupError(f"{self.name} was {'called without a tensor as output' if self.calls else 'never called'}")
+        raise LookupError(f"{self.label} was {'called without a tensor as output' if self.calls else 'never called'}")
 
     @property
     def outputs(self) -> Iterator[tuple[Call, Value]]:
@@ -489,7 +494,7 @@ class Record:
         Net: 1 layer, 0 parameters
         <BLANKLINE>
         layer   type     parameters
-        fc      Linear   -
+        fc      Linear            -
         """
         from .assertions.evidence import selected
         from .report.record import as_text
@@ -538,6 +543,20 @@ class Record:
             return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"not a record: {error}") from error
+
+
+def label_of(where: str, type_name: str = "") -> str:
+    """Return a layer's name, or an address that begins with it, as it stands in a sentence: a number says what it is.
+
+    >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
+    ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")
+    >>> label_of("fc1", "Linear"), label_of("2.fc1 output", "Linear"), label_of("0.weight")
+    ('fc1', '2.fc1 output', '0.weight')
+    """
+    name, blank, rest = where.partition(" ")
+    if not name.isdigit():
+        return where
+    return f"layer '{name}'{type_name and f' ({type_name})'}{blank}{rest}"
 
 
 class Indexed(Protocol):

@@ -843,7 +843,7 @@ def test_a_path_that_is_taken_without_gradients_alone_is_named(probe: ModelProbe
     model = between(lambda x: x if torch.is_grad_enabled() else 2 * x)
     found = checks.checkpoint_parity.outcome(probe, model, rows)
     assert named(found) == "2"
-    assert found.text.startswith("2 gives out another output under checkpointing (reentrant): changed by 100 %")
+    assert found.text.startswith("layer '2' (Layer) gives out another output under checkpointing (reentrant): changed by 100 %")
 
 
 def test_weights_that_are_made_once_cannot_be_checkpointed(probe: ModelProbe, rows: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -74,6 +75,14 @@ def test_units_with_a_nan_are_not_dead() -> None:
 @pytest.mark.parametrize(("a", "b", "both"), [(4, 4, 4), (4, 2, (2, 4)), ((2, 4), 3, (2, 4)), (1, (2, 4), (1, 4))])
 def test_a_dimension_that_varies_becomes_a_range(a: object, b: object, both: object) -> None:
     assert merge_dimensions(a, b) == both
+
+
+def test_a_name_that_is_a_number_says_what_it_is_in_a_sentence() -> None:
+    relu = Layer(name="1", type="torch.nn.modules.activation.ReLU")
+    assert relu.label == "layer '1' (ReLU)"
+    assert dataclasses.replace(relu, name="features.1").label == "features.1"
+    with pytest.raises(LookupError, match=r"^layer '1' \(ReLU\) was never called$"):
+        _ = relu.output
 
 
 def test_an_address_counts_calls_as_people_do() -> None:

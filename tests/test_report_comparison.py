@@ -89,6 +89,35 @@ def test_the_first_line_begins_with_the_full_name_of_the_layer(layer: str) -> No
     assert first_line(of(eps(layer))) == f"{layer}.eps 1e-05 → 1e-06; 1 cause"
 
 
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        (code("2"), "layer '2' (Block): own code changed; 1 cause"),
+        (code("2.attn"), "2.attn: own code changed; 1 cause"),
+        (eps("2"), "2.eps 1e-05 → 1e-06; 1 cause"),
+        (
+            Cause(kind="architecture", layer="2", what="renamed", expected="1"),
+            "layer '1' renamed to layer '2' (Block); 1 cause",
+        ),
+    ],
+)
+def test_a_name_that_is_a_number_says_what_it_is(cause: Cause, line: str) -> None:
+    net = Record(model="Net", layers={"2": Layer(name="2", type="net.Block")})
+    comparison = Comparison(actual=net, expected=net, found=())
+    assert first_line(Diagnosis(comparison=comparison, causes=(cause,))) == line
+
+
+def test_layers_that_are_numbers_are_told_together() -> None:
+    assert first_line(of(code("0"), code("1"))) == "layers '*': own code changed x2; 1 cause"
+
+
+def test_a_layer_that_changed_most_is_told_with_what_it_is() -> None:
+    net = Record(model="Net", layers={"2": Layer(name="2", type="net.Block")})
+    found = (Difference(layer="2", kind="output", what="output", change=0.1),)
+    diagnosis = Diagnosis(comparison=Comparison(actual=net, expected=net, found=found), unknown="no noise")
+    assert first_line(diagnosis) == "layer '2' (Block) output changed by 10 %; cannot tell why: no noise"
+
+
 def test_the_table_has_all_of_a_long_name() -> None:
     layer = "model.vision.encoder.layers.3.self_attention.layer_norm"
     assert layer in text(of(eps(layer)))
