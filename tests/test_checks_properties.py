@@ -387,7 +387,7 @@ def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -
     model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
     found = checks.seeded.outcome(probe, model, probe.randn(2, 4))
     assert found.layer == "1"
-    assert found.text.startswith("1 seeds the random numbers itself: ")
+    assert found.text.startswith("layer '1' (Code) seeds the random numbers itself: ")
 
 
 def test_code_that_seeds_before_a_layer_inside_it_is_named(probe: ModelProbe) -> None:

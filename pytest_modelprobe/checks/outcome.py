@@ -74,8 +74,11 @@ def said(found: Break, type_name: str = "") -> str:
         found: Where.
         type_name: The type of the layer, for a name that is a number.
     """
-    if found.line.startswith(f"{found.layer} "):
-        found = dataclasses.replace(found, line=label_of(found.line, type_name))
+    for named in {found.layer, label_of(found.layer)}:
+        if found.line.startswith(f"{named} "):
+            rest = found.line.removeprefix(named)
+            found = dataclasses.replace(found, line=label_of(found.layer, type_name) + rest)
+            break
     if not found.rows:
         return "\n\n".join(filter(None, [found.line, found.advice]))
     return failure(found.line, list(found.columns), [list(row) for row in found.rows], found.advice)
