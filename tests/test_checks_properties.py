@@ -606,7 +606,7 @@ def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
     layer.kept = layer.weight * 2  # type: ignore[assignment]
     found = checks.copy_and_pickle.outcome(probe, nn.Sequential(nn.Linear(3, 3), layer), probe.randn(2, 3))
     assert found.layer == "1"
-    assert found.text.startswith("1 cannot be copied: RuntimeError: Only Tensors created explicitly")
+    assert found.text.startswith("layer '1' (Linear) cannot be copied: RuntimeError: Only Tensors created explicitly")
 
 
 def test_integers_that_nothing_wrote_to_are_named(probe: ModelProbe) -> None:
