@@ -20,6 +20,8 @@ def between(before: str | None, after: str | None) -> str:
 
     >>> between("norm1", "attn"), between(None, "norm1"), between("mlp", None), between(None, None)
     ('between norm1 and attn', 'before norm1', 'after mlp', '')
+    >>> between("0", "2")
+    "between layer '0' and layer '2'"
     """
     before, after = before and label_of(before), after and label_of(after)
     if before is None:
