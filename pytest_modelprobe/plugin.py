@@ -177,32 +177,78 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
-    marker = metafunc.definition.get_closest_marker("modelprobe")
-    devices = _marked(marker).get("devices") if marker else None
-    if devices is None:
+    marked = _marked(metafunc.definition)
+    if marked.get("devices") is None or _wrong_in(metafunc.definition):  # which the test says when it is set up
         return metafunc.config.stash[SETTINGS].devices
-    devices = list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
-    for name in devices:
-        if not _is_device(name):
-            raise pytest.Collector.CollectError(f"@pytest.mark.modelprobe(devices=...) has {name!r}: {_NO_DEVICE}")
-    return devices
+    return list(dict.fromkeys(_listed(marked["devices"])))
+
+
+def _listed(devices: Any) -> Iterable[Any]:
+    return devices if isinstance(devices, (list, tuple)) else [devices]
 
 
 def _seed_of(item: pytest.Item) -> int:
     """Return the seed of a test: its marker's, else the session's."""
-    marker = item.get_closest_marker("modelprobe")
-    default = item.config.stash[SETTINGS].seed
-    return int(_marked(marker).get("seed", default)) if marker else default
+    return int(_marked(item).get("seed", item.config.stash[SETTINGS].seed))
 
 
-def _marked(marker: pytest.Mark) -> dict[str, Any]:
-    unknown = marker.kwargs.keys() - {"devices", "seed", "tolerance", "compare"}
-    if marker.args or unknown:
-        wrong = f"got {min(unknown)!r}" if unknown else "it takes keywords only"
-        raise pytest.Collector.CollectError(
-            f"@pytest.mark.modelprobe takes devices=, seed=, tolerance= and compare=; {wrong}"
-        )
-    return dict(marker.kwargs)
+# --- the marker ---------------------------------------------------------------------------------------------------
+
+
+_MARKER_TAKES = ("devices", "seed", "tolerance", "compare")
+
+
+def _marked(node: pytest.Item) -> dict[str, Any]:
+    """Return what the marker nearest to a test says; nothing where it has none."""
+    marker = node.get_closest_marker("modelprobe")
+    return dict(marker.kwargs) if marker else {}
+
+
+def _wrong_in(node: pytest.Item) -> tuple[str, str] | None:
+    """Return which argument of a test's marker is wrong, and why; None where none is."""
+    marker = node.get_closest_marker("modelprobe")
+    if marker is None:
+        return None
+    if marker.args:
+        return "", f"takes keywords only: {_taken()}"
+    unknown = min(marker.kwargs.keys() - set(_MARKER_TAKES), default=None)
+    if unknown is not None:
+        import difflib
+
+        near = difflib.get_close_matches(unknown, _MARKER_TAKES, n=1)
+        meant = f"is {near[0]}= meant? " if near else ""
+        return unknown, f"takes no {unknown}=: {meant}It takes {_taken()}"
+    for name in _listed(marker.kwargs.get("devices") or []):
+        if not isinstance(name, str) or not _is_device(name):
+            return "devices", f"has {name!r} in devices=: {_NO_DEVICE}"
+    seed = marker.kwargs.get("seed", 0)
+    if not hasattr(seed, "__index__"):
+        return "seed", f"takes an integer as seed=; got {seed!r}"
+    return None
+
+
+def _taken() -> str:
+    return f"{', '.join(f'{name}=' for name in _MARKER_TAKES[:-1])} and {_MARKER_TAKES[-1]}="
+
+
+def _place_of(item: pytest.Item, argument: str) -> str:
+    """Return file and line of an argument of the marker nearest to a test, else of what the marker is on."""
+    node, _ = next(item.iter_markers_with_node("modelprobe"))
+    first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = node.path.read_text("utf-8").splitlines()[first:]
+        wanted = re.compile(rf"\b{re.escape(argument)}\s*=" if argument else r"\bmark\.modelprobe\b")
+        first += next((i for i, line in enumerate(lines) if wanted.search(line)), 0)
+    return f"{os.path.relpath(node.path)}:{first + 1}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marker with a slip in it where it matters, at its test: all others run."""
+    wrong = _wrong_in(item) if _has_probe(item) else None
+    if wrong is not None:
+        argument, why = wrong
+        pytest.fail(f"{_place_of(item, argument)}: @pytest.mark.modelprobe {why}", pytrace=False)
 
 
 # --- fixtures -----------------------------------------------------------------------------------------------------
@@ -267,8 +313,7 @@ def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSn
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
     request.node.stash[_COMPARER] = comparer
-    marker = request.node.get_closest_marker("modelprobe")
-    marked = _marked(marker) if marker else {}
+    marked = _marked(request.node)
     snapshot = ModelProbeSnapshot(comparer, Options())
     yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
     _fail_unasserted(request.node)  # what other fixtures compared after the test

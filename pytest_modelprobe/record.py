@@ -1,7 +1,7 @@
 """Frozen records: what a run of a model left behind, in plain numbers.
 
 Everything here is a value. Nothing refers to a module or a tensor, so a record can be stored, sent to another
-process, merged and compared without torch.
+process, merged and compared without torch. What shows a record is imported when one is shown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import typing
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from .exceptions import NothingObservedError, UnknownLayerError
+
+if TYPE_CHECKING:
+    from .selection import Selector
 
 SCHEMA = 1
 ROOT = "(root)"
@@ -139,6 +144,18 @@ class Statistics(_Numbers):
         )
 
 
+if TYPE_CHECKING:
+
+    class Numbers(Statistics):
+        """`Statistics` with at least one finite element, so that each of these is a number."""
+
+        min: float
+        max: float
+        mean: float
+        std: float
+        rms: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units(_Numbers):
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
@@ -200,14 +217,38 @@ class Value:
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 
     @property
-    def statistics(self) -> Statistics | None:
-        """Of the value itself; None where there are no numbers."""
-        return self.forward.statistics
+    def statistics(self) -> Numbers:
+        """Of the value itself: ``record["fc"].output.statistics.rms``.
+
+        `forward` has them as they are, also where there may be none.
+
+        Raises:
+            NothingObservedError: There are no numbers, or none is finite; the message says why.
+        """
+        return _numbers(self.forward, f"{self.path} of shape {self.shape} and dtype {self.dtype}")
 
     @property
-    def gradient(self) -> Statistics | None:
-        """Of the value's gradient; None where none arrived."""
-        return None if self.backward is None else self.backward.statistics
+    def gradient(self) -> Numbers:
+        """Of the value's gradient; `backward` is None where none arrived.
+
+        Raises:
+            NothingObservedError: None arrived, it has no numbers, or none is finite; the message says why.
+        """
+        if self.backward is None:
+            raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
+        return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
+
+
+def _numbers(reading: Reading, what: str) -> Numbers:
+    statistics = reading.statistics
+    if statistics is None:
+        raise NothingObservedError(f"{what} has no statistics: {reading.reason or 'they were not recorded'}")
+    if not statistics.count:
+        raise NothingObservedError(f"{what} has no elements")
+    if not statistics.finite:
+        counts = f"{statistics.nan:,} NaN, {statistics.posinf:,} inf and {statistics.neginf:,} -inf"
+        raise NothingObservedError(f"{what} has no finite element: {counts} among {statistics.count:,}")
+    return cast("Numbers", statistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +381,11 @@ class Layer(_Numbers):
         return self.type.rpartition(".")[2]
 
     @property
+    def label(self) -> str:
+        """What a sentence calls the layer, see `label_of`."""
+        return label_of(self.name, self.type_name)
+
+    @property
     def output(self) -> Value:
         """The first output of the first call.
 
@@ -348,7 +394,7 @@ class Layer(_Numbers):
         """
         for _, value in self.outputs:
             return value
-        raise LookupError(f"{self.name} was {'called without a tensor as output' if self.calls else 'never called'}")
+        raise LookupError(f"{self.label} was {'called without a tensor as output' if self.calls else 'never called'}")
 
     @property
     def outputs(self) -> Iterator[tuple[Call, Value]]:
@@ -476,7 +522,45 @@ class Record:
         return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
+        if layer not in self.layers:
+            from .report.record import unknown_layer
+
+            raise UnknownLayerError(unknown_layer(self, layer))
         return self.layers[layer]
+
+    def __str__(self) -> str:
+        from .report.record import as_text
+
+        return as_text(self)
+
+    def table(self, layers: Selector = "**") -> str:
+        """Return what ``print(record)`` shows, without leaving out rows.
+
+        Args:
+            layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
+                order of execution, less containers that give out what a layer inside them gave; then those that were
+                not called and have parameters.
+
+        Raises:
+            SelectionError: The selector matches no layer.
+
+        >>> layer = Layer(name="fc", type="torch.nn.modules.linear.Linear")
+        >>> print(Record(model="Net", layers={"fc": layer}).table("fc"))
+        Net: 1 layer, 0 parameters
+        <BLANKLINE>
+        layer   type     parameters
+        fc      Linear            -
+        """
+        from .assertions.evidence import selected
+        from .report.record import as_text
+
+        names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
+        return as_text(self, names, most=None)
+
+    def _repr_html_(self) -> str:
+        from .report.record import as_html
+
+        return as_html(self)
 
     def __repr__(self) -> str:
         seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
@@ -514,6 +598,20 @@ class Record:
             return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"not a record: {error}") from error
+
+
+def label_of(where: str, type_name: str = "") -> str:
+    """Return a layer's name, or an address that begins with it, as it stands in a sentence: a number says what it is.
+
+    >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
+    ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")
+    >>> label_of("fc1", "Linear"), label_of("2.fc1 output", "Linear"), label_of("0.weight")
+    ('fc1', '2.fc1 output', '0.weight')
+    """
+    name, blank, rest = where.partition(" ")
+    if not name.isdigit():
+        return where
+    return f"layer '{name}'{type_name and f' ({type_name})'}{blank}{rest}"
 
 
 class Indexed(Protocol):

@@ -311,7 +311,7 @@ def test_a_missing_scale_is_named() -> None:
 
     with pytest.raises(AssertionError) as caught:
         assert_attention_entropy(record(unscaled), low=0.2)
-    assert str(caught.value).startswith("head 0 of 1 attends to one key alone: its entropy is ")
+    assert str(caught.value).startswith("head 0 of layer '1' (Attention) attends to one key alone: its entropy is ")
     assert "1/sqrt(d)" in str(caught.value)
 
 
@@ -320,7 +320,9 @@ def test_heads_that_learnt_nothing_are_named() -> None:
     with torch.no_grad():
         model[1].qkv.weight[:8] = 0
         model[1].qkv.bias[:8] = 0
-    with pytest.raises(AssertionError, match=r"head 0 of 1 attends to all keys alike: its entropy is 100\.00%"):
+    with pytest.raises(
+        AssertionError, match=r"head 0 of layer '1' \(Attention\) attends to all keys alike: its entropy is 100\.00%"
+    ):
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
 
@@ -334,7 +336,7 @@ def test_weights_that_are_not_numbers_are_no_pass() -> None:
     def broken(q, k, v):
         return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
 
-    with pytest.raises(AssertionError, match="head 0 of 1 has weights that are not numbers"):
+    with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Attention\) has weights that are not numbers"):
         assert_attention_entropy(record(broken))
 
 
@@ -365,7 +367,7 @@ def test_a_mask_one_diagonal_too_wide_is_named() -> None:
 
     with pytest.raises(AssertionError) as caught:
         assert_attention_mask(record(too_wide), causal=True)
-    assert str(caught.value).startswith("1 does not keep to the mask: query ")
+    assert str(caught.value).startswith("layer '1' (Attention) does not keep to the mask: query ")
     assert "which the mask leaves out; 1 of 1 layer looked at" in str(caught.value)
     assert str(caught.value).splitlines()[3].endswith(" 10")  # weights wrong: five rows of two examples
 
@@ -486,7 +488,7 @@ def test_a_mask_must_be_given() -> None:
 
 
 def test_a_mask_must_fit() -> None:
-    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of 1, which has batch 2, 6 queries"):
+    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of layer '1' \(Attention\), which has"):
         assert_attention_mask(record(fused), PADDING[:, :5])
 
 

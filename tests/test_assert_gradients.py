@@ -252,7 +252,9 @@ def test_parameters_can_be_ignored() -> None:
     assert_all_params_have_grad(record, ignore=["**.mask_token"])
     text = failure_of(assert_all_params_have_grad, record)
     assert text.startswith("0.mask_token has no gradient; 1 of 3 parameters looked at have none\n")
-    assert text.endswith("The output of 0 has a gradient: does its forward use 0.mask_token, and not a detached copy?")
+    assert text.endswith(
+        "The output of layer '0' (Token) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
+    )
 
 
 def test_a_glob_that_ignores_nothing_is_an_error() -> None:
@@ -299,13 +301,13 @@ def test_a_layer_beside_the_path_is_asked_about() -> None:
 
 def test_a_cut_inside_a_container_is_placed_in_its_forward() -> None:
     block = Net(lambda m, x: m.b(torch.exp(m.a(x)).detach()), a=linear(), b=linear())
-    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in 0's forward: {CUT}"
+    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in layer '0' (Net)'s forward: {CUT}"
 
 
 def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
     block = Net(lambda m, x: m.a(x).detach() * 2, a=linear())
     assert hint_of(nn.Sequential(block, linear())) == (
-        "The graph is cut after 0.a in 0's forward: look for .detach() or .data there."
+        "The graph is cut after 0.a in layer '0' (Net)'s forward: look for .detach() or .data there."
     )
 
 
@@ -355,8 +357,8 @@ def sigmoids(n: int) -> nn.Module:
 def test_a_gradient_that_fades_on_the_way_is_named_with_all_others() -> None:
     text = failure_of(assert_grad_flow, run(sigmoids(12)))
     first, table, hint = text.split("\n\n")
-    assert first.startswith("0 gets a gradient ")
-    assert " times smaller than 24, 1e+06 is allowed; " in first
+    assert first.startswith("layer '0' (Linear) gets a gradient ")
+    assert " times smaller than layer '24' (Linear), 1e+06 is allowed; " in first
     assert first.endswith(" of 13 layers looked at")
     assert len(table.splitlines()) == 14
     assert hint.startswith("It fades or grows on the way")
@@ -370,8 +372,8 @@ class Sine(nn.Module):
 def test_a_gradient_that_grows_on_the_way_is_named() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), Sine())), linear())
     text = failure_of(assert_grad_flow, run(model))
-    assert text.startswith("12 gets a gradient ")
-    assert " times smaller than 0, 1e+06 is allowed; " in text
+    assert text.startswith("layer '12' (Linear) gets a gradient ")
+    assert " times smaller than layer '0' (Linear), 1e+06 is allowed; " in text
 
 
 def scaled(n: int, by: float) -> nn.Module:
@@ -455,7 +457,7 @@ def test_a_zero_gradient_before_a_zero_initialised_layer_says_so() -> None:
 def test_a_gradient_that_is_not_finite_is_referred_on() -> None:
     record = run(nn.Sequential(linear()), loss=lambda out: (out * math.nan).sum())
     text = failure_of(assert_grad_flow, record)
-    assert text.startswith("0 gets a gradient that is not finite; 1 of 1 layer looked at\n")
+    assert text.startswith("layer '0' (Linear) gets a gradient that is not finite; 1 of 1 layer looked at\n")
     assert text.endswith("assert_grad_finite tells where that began.")
 
 

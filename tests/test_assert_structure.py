@@ -114,7 +114,9 @@ def test_a_name_is_bound_in_each_kind_of_forward() -> None:
         watch.model.eval()(X[:3])
     assert_shapes(watch, {"0": "batch 4", "1": "batch 2"})
     text = failure_of(assert_shapes, watch, {"0": "batch width", "1": "batch width"}, dims={"width": 4})
-    assert text.startswith("1 output in train mode has shape (4, 2): dimension 1 is 2, but width is 4, fixed by dims=;")
+    assert text.startswith(
+        "layer '1' (Linear) output in train mode has shape (4, 2): dimension 1 is 2, but width is 4, "
+    )
     assert "; 2 of 4 shapes differ\n" in text
     assert "\n1 output in eval mode " in text
 
@@ -385,7 +387,7 @@ def test_a_hook_is_named_with_its_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(leave)
     assert failure_of(assert_no_leftover_hooks, model) == (
-        f"0 has a forward hook left on it: {__name__}.leave; 1 hook in all\n"
+        f"layer '0' (Linear) has a forward hook left on it: {__name__}.leave; 1 hook in all\n"
         "\n"
         "layer   kind           hook\n"
         f"0       forward hook   {__name__}.leave\n"
@@ -415,7 +417,7 @@ def test_every_kind_of_hook_is_found(register: str, kind: str) -> None:
 def test_hooks_on_parameters_are_found(register: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     getattr(model[0].weight, register)(leave)
-    assert failure_of(assert_no_leftover_hooks, model).startswith(f"0 has a {kind} left on it: ")
+    assert failure_of(assert_no_leftover_hooks, model).startswith(f"layer '0' (Linear) has a {kind} left on it: ")
 
 
 def test_a_hook_that_was_removed_is_none() -> None:
@@ -446,8 +448,12 @@ def test_of_a_watch_only_hooks_that_came_since_count() -> None:
         assert_no_leftover_hooks(watch)
         assert_no_leftover_hooks(probe)
         model[1].register_forward_hook(leave)
-        assert failure_of(assert_no_leftover_hooks, watch).startswith("1 has a forward hook left on it: ")
-        assert failure_of(assert_no_leftover_hooks, probe).startswith("1 has a forward hook left on it: ")
+        assert failure_of(assert_no_leftover_hooks, watch).startswith(
+            "layer '1' (ReLU) has a forward hook left on it: "
+        )
+        assert failure_of(assert_no_leftover_hooks, probe).startswith(
+            "layer '1' (ReLU) has a forward hook left on it: "
+        )
 
 
 def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,7 +387,7 @@ def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -
     model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
     found = checks.seeded.outcome(probe, model, probe.randn(2, 4))
     assert found.layer == "1"
-    assert found.text.startswith("1 seeds the random numbers itself: ")
+    assert found.text.startswith("layer '1' (Code) seeds the random numbers itself: ")
 
 
 def test_code_that_seeds_before_a_layer_inside_it_is_named(probe: ModelProbe) -> None:
@@ -606,7 +606,7 @@ def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
     layer.kept = layer.weight * 2  # type: ignore[assignment]
     found = checks.copy_and_pickle.outcome(probe, nn.Sequential(nn.Linear(3, 3), layer), probe.randn(2, 3))
     assert found.layer == "1"
-    assert found.text.startswith("1 cannot be copied: RuntimeError: Only Tensors created explicitly")
+    assert found.text.startswith("layer '1' (Linear) cannot be copied: RuntimeError: Only Tensors created explicitly")
 
 
 def test_integers_that_nothing_wrote_to_are_named(probe: ModelProbe) -> None:

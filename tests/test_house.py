@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "exceptions": set(),
     "_pytest": {"pytest"},
     "_torch": {"torch", "exceptions"},
-    "record": set(),
+    "record": {"assertions", "exceptions", "report", "selection"},
     "selection": {"exceptions"},
     "shapes": {"exceptions"},
     "fingerprint": {"torch", "numpy", "memory", "record"},
@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "compare": {"exceptions", "matching", "record", "selection", "tolerance"},
     "diagnosis": {"compare", "course", "record", "tolerance"},
     "gate": {"compare", "record"},
-    "report": {"compare", "diagnosis", "gate", "record"},
+    "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {
         "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "probe", "record", "report",
@@ -132,6 +132,10 @@ def test_a_room_imports_only_what_it_may(path: Path) -> None:
 @pytest.mark.parametrize("room", sorted(LAZY))
 def test_what_every_run_loads_imports_nothing_at_its_top(room: str) -> None:
     assert foreign(imports(PACKAGE / f"{room}.py", top_level=True), room) <= {"pytest"}
+
+
+def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown() -> None:
+    assert foreign(imports(PACKAGE / "record.py", top_level=True), "record") == {"exceptions"}
 
 
 def test_nothing_imports_the_plugin() -> None:

@@ -80,6 +80,14 @@ def test_a_dimension_that_varies_becomes_a_range(a: object, b: object, both: obj
     assert merge_dimensions(a, b) == both
 
 
+def test_a_name_that_is_a_number_says_what_it_is_in_a_sentence() -> None:
+    relu = Layer(name="1", type="torch.nn.modules.activation.ReLU")
+    assert relu.label == "layer '1' (ReLU)"
+    assert dataclasses.replace(relu, name="features.1").label == "features.1"
+    with pytest.raises(LookupError, match=r"^layer '1' \(ReLU\) was never called$"):
+        _ = relu.output
+
+
 def test_an_address_counts_calls_as_people_do() -> None:
     assert address("fc1", Call(root="(root)", root_training=False, index=0), "output") == "fc1 output"
     assert address("fc1", Call(root="(root)", root_training=False, index=1), "input[1]") == "fc1 (call 2) input[1]"

@@ -255,5 +255,5 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
 
 
 def _name(layer: Layer, call: Call, index: int) -> str:
-    name = address(layer.name, call, "").strip()
+    name = address(layer.label, call, "").strip()
     return name if len(call.attention) == 1 else f"{name} (attention {index + 1})"

@@ -135,7 +135,7 @@ def called(record: Record, layers: Selector) -> list[Layer]:
     if not active:
         others = f", nor any of {count(len(found) - 1, 'other')} selected," if len(found) > 1 else ""
         raise NothingObservedError(
-            f"{printable(found[0].name)} was never called{others} in {count(record.forwards, 'forward')} of "
+            f"{printable(found[0].label)} was never called{others} in {count(record.forwards, 'forward')} of "
             f"{printable(record.model)}: select layers that its forward uses"
         )
     return active
@@ -150,7 +150,7 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
         why = next(reasons, "integers, booleans, or no tensor that could be looked at")
         raise NothingObservedError(
             f"none of the {count(len(active), 'layer')} looked at gave out numbers, "
-            f"{printable(active[0].name)} among them: {printable(why)}"
+            f"{printable(active[0].label)} among them: {printable(why)}"
         )
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change, label_of
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector, nearest
@@ -143,10 +143,11 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     if not looked_at:
         raise NothingObservedError("the selected layers gave out no tensor: nothing was looked at")
     if rows:
-        where, _, actual, expected = rows[0]
+        where, kind, actual, expected = rows[0]
         raise AssertionError(
             failure(
-                f"{where} is on {actual}, not on {expected}; {len(rows):,} of {count(looked_at, 'tensor')} looked at",
+                f"{label_of(where, kind)} is on {actual}, not on {expected}; "
+                f"{len(rows):,} of {count(looked_at, 'tensor')} looked at",
                 ["tensor", "type", "actual", "expected"],
                 rows,
                 "Move the model with .to(), and make tensors in a forward with device=x.device.",
@@ -258,7 +259,7 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
         layer = statistics[0]
         raise AssertionError(
             failure(
-                f"{layer.name} is not frozen: it was called in training mode, and gathers running statistics",
+                f"{layer.label} is not frozen: it was called in training mode, and gathers running statistics",
                 ["layer", "type"],
                 [[one.name, one.type_name] for one in statistics],
                 "Put it in evaluation mode: requires_grad_(False) does not.",
@@ -465,8 +466,9 @@ def _moved(subject: Subject, layers: Selector, *, all_still: bool = False) -> li
         )
     wanted = [one for one in found if one.layer.name in names]
     if not wanted:
+        labels = [now.layers[name].label for name in sorted(names)]
         raise NothingObservedError(
-            f"{listed(sorted(names))} {'has' if len(names) == 1 else 'have'} no parameters or buffers of "
+            f"{listed(labels)} {'has' if len(names) == 1 else 'have'} no parameters or buffers of "
             f'{"its" if len(names) == 1 else "their"} own: name the layers that own them, as "encoder.**"'
         )
     return wanted

@@ -62,11 +62,11 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
         first = bad[0]
         raise AssertionError(
             failure(
-                f"{first.layer.name} is saturated: its slope is {first.share:.2%} of the greatest; "
+                f"{first.layer.label} is saturated: its slope is {first.share:.2%} of the greatest; "
                 f"{len(bad):,} of {count(len(slopes), 'layer')} looked at",
                 ["layer", "type", "slope", "outputs", "mean", "min", "max"],
                 [_slope_row(s) for s in bad],
-                f"What {first.layer.name} takes in is too large: look at the scale of the layer before it, "
+                f"What {first.layer.label} takes in is too large: look at the scale of the layer before it, "
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
@@ -176,7 +176,7 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         layer, call, value, s = bad[0]
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
+                f"{address(layer.label, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
                 f"{len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "min", "max", "mean", "not finite"],
@@ -238,10 +238,10 @@ def assert_activation_scale(
         was = ""
         if before:
             last_layer, last_call, last_value, last = before[-1]
-            was = f"; {address(last_layer.name, last_call, last_value.path)} had {number(last.rms)}"
+            was = f"; {address(last_layer.label, last_call, last_value.path)} had {number(last.rms)}"
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
+                f"{address(layer.label, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "rms", "mean", "min", "max"],
                 [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
@@ -340,9 +340,10 @@ def assert_fits_dtype(
 
 def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for layer, call, value, s in _outputs(layers):
-        yield address(layer.name, call, value.path), "output", s
-        if value.gradient is not None and value.gradient.count:
-            yield address(layer.name, call, value.path), "gradient", value.gradient
+        yield address(layer.label, call, value.path), "output", s
+        gradient = value.backward.statistics if value.backward is not None else None
+        if gradient is not None and gradient.count:
+            yield address(layer.label, call, value.path), "gradient", gradient
     for layer in layers:
         for parameter in layer.parameters:
             if parameter.dtype.startswith(("float", "bfloat")):

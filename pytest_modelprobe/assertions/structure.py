@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_modelprobe.course import Course
 from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
-from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
+from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address, label_of
 from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
 from pytest_modelprobe.selection import Selector, select
 from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
@@ -70,7 +70,7 @@ def assert_shapes(
                 checked += 1
                 kind = bindings.setdefault((call.root, call.root_training), Bindings(dims))
                 mode = f" in {'train' if call.root_training else 'eval'} mode" if len(modes) > 1 else ""
-                found = match(spec, value.shape, kind, address(layer.name, call, value.path) + mode)
+                found = match(spec, value.shape, kind, address(layer.label, call, value.path) + mode)
                 mismatches += [(layer, m, spec) for m in found]
     if mismatches:
         raise AssertionError(_shapes_text(mismatches, checked))
@@ -96,14 +96,22 @@ def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
         chosen = call.outputs[:1] if path is None else [v for v in values if v.path == path]
         if not chosen:
             have = listed([v.path for v in values], most=6) or "no tensor"
-            raise NothingObservedError(f"{layer.name} has no value {path or 'output'}: it has {have}")
+            raise NothingObservedError(f"{layer.label} has no value {path or 'output'}: it has {have}")
         yield from ((call, value) for value in chosen)
 
 
 def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: int) -> str:
     first = mismatches[0][1]
     rows: list[list[Cell]] = [
-        [m.address, layer.type_name, format_shape(m.shape), str(spec), m.actual, m.expected, m.bound_by or "-"]
+        [
+            layer.name + m.address.removeprefix(layer.label),
+            layer.type_name,
+            format_shape(m.shape),
+            str(spec),
+            m.actual,
+            m.expected,
+            m.bound_by or "-",
+        ]
         for layer, m, spec in mismatches
     ]
     differing = len({m.address for _, m, _ in mismatches})
@@ -163,12 +171,12 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     if not checked:
         raise NothingObservedError("the selected layers gave out no tensor of that kind: nothing was compared")
     if rows:
-        first, _, actual, wanted_dtype, took = rows[0]
+        first, kind, actual, wanted_dtype, took = rows[0]
         cast = "look for a cast (.to, .float, autocast) in or before it"
         share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
         raise AssertionError(
             failure(
-                f"{first} is {actual}, not {wanted_dtype}; {share}",
+                f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
                 ["value", "type", "actual", "expected", "inputs"],
                 rows,
                 f"It took in {took}: {cast}." if took != "-" else f"It took in no tensor: {cast}.",
@@ -317,16 +325,17 @@ def _only_holds(layer: Layer) -> bool:
 
 
 def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], spared: list[Layer]) -> str:
-    name, _, actual, expected = rows[0]
+    name, kind, actual, expected = rows[0]
+    label = label_of(str(name), str(kind))
     if actual == "0":
-        first = f"{name} was never called in {count(record.forwards, 'forward')}"
+        first = f"{label} was never called in {count(record.forwards, 'forward')}"
     else:
         times = "1 time" if actual == "1" else f"{actual} times"
-        first = f"{name} was called {times} in a forward, not {expected}"
+        first = f"{label} was called {times} in a forward, not {expected}"
     order = dict.fromkeys(step.layer.name for step in Course(record).started if step.layer.leaf)
     hint = "Calling .forward() itself runs no hooks: call the module."
     if actual == "0" and name in weights_in_use(record):
-        hint = f"The parameters of {name} are used without calling it: by themselves, or tied to another layer's."
+        hint = f"The parameters of {label} are used without calling it: by themselves, or tied to another layer's."
     return failure(
         f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "calls", "expected"],
@@ -379,9 +388,10 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     found = [(name, kind, hook) for name in names for kind, key, hook in find_hooks(modules[name]) if key >= since]
     if found:
         name, kind, hook = found[0]
+        label = label_of(name, type(modules[name]).__name__)
         raise AssertionError(
             failure(
-                f"{name} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
+                f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
                 ["layer", "kind", "hook"],
                 [[n, k, _hook_name(h)] for n, k, h in found],
                 "Keep the handle that register_... returned and call its remove(), also after an error.",

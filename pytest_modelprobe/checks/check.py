@@ -112,7 +112,9 @@ class Check:
         except NotApplicableError as reason:
             return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))
         if isinstance(found, Break):
-            return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=said(found), layer=found.layer)
+            module = trial.layers.modules.get(found.layer)
+            text = said(found, "" if module is None else type(module).__name__)
+            return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=text, layer=found.layer)
         return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:

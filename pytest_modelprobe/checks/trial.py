@@ -25,7 +25,7 @@ from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, address, qualified
+from pytest_modelprobe.record import ROOT, address, label_of, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
 
 from .outcome import NotApplicableError, line_of
@@ -90,7 +90,7 @@ class Trace:
     @property
     def failure(self) -> str:
         """What the model or its backward raised, in one line."""
-        return f"{'its backward' if self.in_backward else self.raised_in} raised {line_of(self.error)}"
+        return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
 
 
 class Trial:

@@ -337,7 +337,7 @@ class Comparer:
             try:
                 self._judge(outcome, options, parts)
             except SnapshotError as error:
-                outcome.verdict, outcome.text = "unreadable", printable(str(error), 400)
+                outcome.verdict, outcome.text = "unreadable", printable(str(error))
         self._outcomes.append(outcome)
         return outcome
 
@@ -477,7 +477,7 @@ class Comparer:
             text = report.text(outcome.diagnosis)
         else:
             text = words.changed(outcome.diagnosis, command, way_out)
-        return f"{printable(refusal.said, 400)}\n\n{text}" if refusal else text
+        return f"{printable(refusal.said)}\n\n{text}" if refusal else text
 
     def _moves(self, outcome: _Outcome) -> list[str]:
         """Return how to take along a snapshot without a test that holds just what was recorded, if there is one."""
@@ -522,7 +522,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolera
 
 def _has_numbers(record: Record) -> bool:
     values = (value for _, call in record.calls for value in (*call.inputs, *call.outputs))
-    return any(value.statistics is not None for value in values)
+    return any(value.forward.statistics is not None for value in values)
 
 
 def _structure(data: Mapping[str, Any], arch: Path) -> Record:

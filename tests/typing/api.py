@@ -46,6 +46,16 @@ def test_run(modelprobe: ModelProbe) -> None:
     assert_no_leftover_hooks(model)
 
 
+def test_one_number(modelprobe: ModelProbe) -> None:
+    record = modelprobe.run(Net(), modelprobe.randn(4, 8), loss="random")
+    value = record["encoder.0"].output
+    assert value.statistics.rms < 2 * value.statistics.std
+    assert value.statistics.min <= value.statistics.mean <= value.statistics.max
+    assert_type(value.statistics.nan, int)
+    assert_type(value.gradient.rms, float)
+    assert_type(record.table(layers=["encoder.**", nn.ReLU]), str)
+
+
 def test_watch(modelprobe: ModelProbe) -> None:
     model = Net().to(modelprobe.device)
     with modelprobe.watch(model, keep="fc1", functionals=True) as watch:
