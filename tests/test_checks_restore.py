@@ -295,7 +295,7 @@ def test_the_whole_battery_leaves_all_as_it_was() -> None:
     model, x = build(Everything, "seed", "mixed"), torch.randn(BATCH, LENGTH, WIDTH)
     before, shared = all_of(model), around()
     with pytest.raises(AssertionError):
-        checks.standard(model, x, loss=lambda y: y.square().mean())
+        checks.standard(ModelProbe(), model, x, loss=lambda y: y.square().mean())
     assert around() == shared
     assert all_of(model) == before
 
