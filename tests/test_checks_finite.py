@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pydoc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import pytest_modelprobe
-from pytest_modelprobe import checks
+from pytest_modelprobe import ModelProbe, checks
 from pytest_modelprobe.checks import Check
 
 ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
@@ -34,3 +39,178 @@ def test_help_shows_the_signature_of_a_check() -> None:
 def test_the_package_has_the_checks() -> None:
     assert "checks" in dir(pytest_modelprobe)
     assert pytest_modelprobe.__getattr__("checks") is checks  # where nobody has imported them yet
+
+
+# --- numbers that are not finite ----------------------------------------------------------------------------------
+
+
+class Code(nn.Module):
+    """Any code of its own between two linear layers."""
+
+    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.code = nn.Linear(3, 3), nn.Linear(3, 3), code
+        self.register_buffer("mask", torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -math.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self.last(self.first(x)))
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    return ModelProbe()
+
+
+@pytest.fixture
+def x(probe: ModelProbe) -> Tensor:
+    return probe.randn(4, 3)
+
+
+def poisoned(probe: ModelProbe) -> Code:
+    model = probe.build(lambda: Code(torch.tanh))
+    with torch.no_grad():
+        model.last.weight[1, 2] = math.nan
+    return model
+
+
+def test_a_model_of_nan_fails_the_battery_on_finiteness(probe: ModelProbe, x: Tensor) -> None:
+    with pytest.raises(AssertionError) as error:
+        checks.standard(probe, poisoned(probe), x, loss=lambda y: y.square().mean(), skip=["initialised"])
+    first, *_ = str(error.value).splitlines()
+    said = "last is not finite in evaluation mode: the model gives out NaN, from last.weight, which holds NaN"
+    assert first == f"{said}; 1 check of 18 broken; 1 hold, 16 are not applicable"
+
+
+def test_finiteness_is_the_first_of_the_standard_checks() -> None:
+    assert next(iter(checks.STANDARD)) == "finite"
+
+
+def test_the_message_of_a_break_says_where_and_what(probe: ModelProbe) -> None:
+    found = checks.finite.outcome(probe, Code(lambda y: (y - y).sqrt() / (y - y)), torch.ones(2, 3))
+    first, _, *table = str(found).splitlines()
+    assert first.startswith(
+        "(root) is not finite in evaluation mode: the model gives out NaN, from torch.Tensor.div at "
+    )
+    assert first.endswith(", input[0] min 0, max 0; input[1] min 0, max 0")
+    assert table[:2] == ["given out by    NaN   infinite   elements", "(root) output     6          0          6"]
+    assert table[-1].startswith("Look for a division by 0, ")
+
+
+SEES_VALUES = sorted({*ALL} - {"finite", "registered", "initialised", "optimizer_covers", "ema_tracks"})
+
+
+@pytest.mark.parametrize("name", SEES_VALUES)
+def test_no_other_check_judges_what_is_not_finite(name: str, probe: ModelProbe) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.drop = poisoned(probe), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.drop(self.net(x))
+
+    options: dict[str, Any] = {"loss": lambda y: y.square().mean()}
+    if name == "padding_invariant":
+        options["attention_mask"] = torch.ones(4, 6)
+    if name == "device_parity":
+        options["device"] = "cpu"
+    found = ALL[name].outcome(probe, Whole(), probe.randn(4, 6, 3), **options)
+    assert str(found) == f"{name} is not applicable to Whole: not finite at net.last"
+
+
+MEANT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a constant": lambda y: y.masked_fill(y > 0, -math.inf),
+    "a constant written in place": lambda y: y.clone().index_fill_(1, torch.tensor([0]), -math.inf) * 2,
+    "a constant written into a view": lambda y: [z := y.clone(), z[:, 0].fill_(-math.inf), z + 1][2],
+    "the logarithm of a mask": lambda y: y + (torch.arange(3) > 0).float().log(),
+    "what does not reach the end": lambda y: (
+        (y.detach() / 0).nan_to_num() + y.masked_fill(y > 0, -math.inf).softmax(-1)
+    ),
+    "masked attention": lambda y: (y @ y.T).masked_fill(torch.ones(4, 4).triu(1) > 0, -math.inf).softmax(-1) @ y,
+    "a logarithm of what is masked": lambda y: y.masked_fill(torch.arange(3) > 1, -math.inf).log_softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_an_infinity_that_is_meant_is_no_break(name: str, probe: ModelProbe, x: Tensor) -> None:
+    said = "1 output and 4 gradients in evaluation and training mode"
+    assert checks.finite(probe, probe.build(lambda: Code(MEANT[name])), x).text == said
+
+
+def test_an_infinite_buffer_that_is_added_is_no_break(probe: ModelProbe, x: Tensor) -> None:
+    model = Code(torch.tanh)
+    model.code = lambda y: y[:3] + model.mask
+    checks.finite(probe, model, x)
+    checks.deterministic(probe, model, x)
+
+
+def test_an_infinite_input_that_is_added_is_no_break(probe: ModelProbe) -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + mask
+
+    checks.finite(probe, Masked(3, 2), probe.randn(2, 3), torch.tensor([0.0, -math.inf]))
+
+
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a division": lambda y: y / 0,
+    "a logarithm of what underflows": lambda y: (y * 1e4).softmax(-1).log(),
+    "an overflow beside a mask": lambda y: ((y + 1) * 1e38 * 1e38).masked_fill(y > 0, -math.inf),
+    "a mask through a layer": lambda y: nn.functional.linear(y.masked_fill(y > 0, -math.inf), -torch.ones(2, 3)),
+    "a division of ones by zeros": lambda y: y.isfinite() / y.isnan().float(),
+    "a logarithm of zeros": lambda y: y.isnan().float().log(),
+    "a constant that is NaN": lambda y: y * math.nan,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_an_infinity_that_is_computed_is_a_break(name: str, probe: ModelProbe, x: Tensor) -> None:
+    assert checks.finite.outcome(probe, probe.build(lambda: Code(COMPUTED[name])), x).verdict == "broken"
+
+
+def test_what_is_not_finite_in_training_alone_is_a_break(probe: ModelProbe) -> None:
+    found = checks.finite.outcome(probe, nn.Sequential(nn.Linear(3, 3), Noisy()), probe.randn(4, 3))
+    assert found.text.startswith("1 is not finite in training mode: the model gives out NaN, from torch.Tensor.sqrt at")
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x - 10).sqrt() if self.training else x
+
+
+def test_a_gradient_that_is_not_finite_is_a_break(probe: ModelProbe, x: Tensor) -> None:
+    model = probe.build(lambda: Code(lambda y: (y - y.detach()).sqrt()))
+    found = checks.finite.outcome(probe, model, x)
+    assert found.layer == "last.weight"
+    assert found.text.startswith("last.weight gets a gradient that is not finite in evaluation mode: NaN, from ")
+    assert checks.gradcheck.outcome(probe, model, x).text == "not finite at last.weight"
+    assert checks.deterministic.outcome(probe, model, x).verdict == "holds"
+
+
+def test_a_loss_that_is_not_finite_is_a_break(probe: ModelProbe, x: Tensor) -> None:
+    found = checks.finite.outcome(probe, nn.Linear(3, 2), x, loss=lambda y: (y - y).mean().log())
+    assert found.text.startswith("(root) has a loss of -inf in evaluation mode, of outputs that are finite\n")
+
+
+def test_an_input_that_holds_nan_is_named(probe: ModelProbe, x: Tensor) -> None:
+    assert checks.finite.outcome(probe, nn.Linear(3, 2), x.masked_fill(x > 1, math.nan)).layer == "input"
+
+
+def test_a_mode_in_which_the_model_does_not_run_is_told(probe: ModelProbe) -> None:
+    found = checks.finite(probe, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), probe.randn(1, 3))
+    assert found.text.startswith("1 output and 4 gradients in evaluation mode; the model does not run on these inputs")
+
+
+def test_a_model_without_gradients_is_looked_at(probe: ModelProbe, x: Tensor) -> None:
+    said = "1 output and 0 gradients in evaluation and training mode"
+    assert checks.finite(probe, nn.Linear(3, 2).requires_grad_(False), x).text == said
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "complex"])
+def test_nan_of_any_kind_of_tensor_is_seen(kind: str, probe: ModelProbe, x: Tensor) -> None:
+    made: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparse": lambda y: (y * math.nan).to_sparse(),
+        "nested": lambda y: torch.nested.as_nested_tensor(list(y * math.nan), layout=torch.strided),
+        "complex": lambda y: torch.complex(y, y * math.nan),
+    }
+    assert checks.finite.outcome(probe, Code(made[kind]), x).verdict == "broken"

@@ -15,8 +15,9 @@ from torch import nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 
+from .nonfinite import check_finite
 from .outcome import Break, NotApplicableError, Outcome, said
-from .trial import Loss, Trial
+from .trial import Judge, Loss, Trial
 
 Property = Callable[..., "Break | str"]
 """Takes a trial and the options of the check; returns where the property breaks, or what was looked at."""
@@ -55,11 +56,11 @@ class Check:
     ('broken', '(root)')
     """
 
-    def __init__(self, function: Property, *, wake: bool = True) -> None:
+    def __init__(self, function: Property, *, wake: bool = True, judge: Judge | None = check_finite) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
         self._function = function
-        self._wake = wake
+        self._trial = functools.partial(Trial, wake=wake, judge=judge)
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
@@ -126,7 +127,7 @@ class Check:
         own = {name: value for name, value in options.items() if name in self.options}
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
         self._check_options(own)
-        trial = Trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss, wake=self._wake)
+        trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
         try:
             with trial:
                 found = self._function(trial, **own)
@@ -200,3 +201,8 @@ def check(function: Property) -> Check:
 def check_as_it_is(function: Property) -> Check:
     """Make a check that sees the model as it is: layers that start from zero are left at zero."""
     return Check(function, wake=False)
+
+
+def check_numbers(function: Property) -> Check:
+    """Make a check that sees the model as it is and all that it gives out, finite or not."""
+    return Check(function, wake=False, judge=None)

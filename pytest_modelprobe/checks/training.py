@@ -165,6 +165,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
+    trial.judge(one, mode="eval", model=model, vary=_wide)
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
@@ -310,13 +311,14 @@ def overfits_batch(
             if trace.in_backward:
                 return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
             assert trace.loss is not None
+            if not done:
+                trial.judge(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
-                when = f"after {count(done, 'step')}" if done else "before the first step"
                 return Break(
                     layer=ROOT,
-                    line=f"{ROOT} has a loss of {last} {when}",
+                    line=f"{ROOT} has a loss of {last} after {count(done, 'step')}",
                     advice="Look for a logarithm or a division by 0, and for a step that is too long: give it another "
                     "optimizer=. assert_finite, of a run with this loss, names the layer where it begins.",
                 )
