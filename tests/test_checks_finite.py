@@ -214,3 +214,55 @@ def test_nan_of_any_kind_of_tensor_is_seen(kind: str, probe: ModelProbe, x: Tens
         "complex": lambda y: torch.complex(y, y * math.nan),
     }
     assert checks.finite.outcome(probe, Code(made[kind]), x).verdict == "broken"
+
+
+# --- what is checkpointed -----------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + x)
+
+
+class ResNet(nn.Module):
+    """An activation in place as a child of its own, before the stages, as in every ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.layer1, self.layer2 = nn.Sequential(Residual(), Residual()), nn.Sequential(Residual())
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.relu(self.bn(self.conv(x))))).mean((2, 3)))
+
+
+def test_a_resnet_can_be_checkpointed(probe: ModelProbe) -> None:
+    found = checks.checkpoint_parity(probe, probe.build(ResNet), probe.randn(2, 3, 8, 8))
+    assert found.text == "18 parameters, 2 modules checkpointed, reentrant and not"
+
+
+def test_layers_beside_an_activation_in_place_are_checkpointed_as_one(probe: ModelProbe) -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.5)
+    found = checks.checkpoint_parity(probe, nn.Sequential(*layers), probe.randn(2, 3, 8, 8))
+    assert found.text == "4 parameters, 1 module checkpointed, reentrant and not"
+
+
+def test_a_block_that_counts_its_calls_cannot_be_checkpointed(probe: ModelProbe) -> None:
+    class Counting(Residual):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model = probe.build(ResNet)
+    model.layer1[1].__class__ = Counting
+    found = checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3, 8, 8))
+    assert found.verdict == "broken"
+    assert found.layer is not None
+    assert found.layer.startswith("layer1.1.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.flatten import flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
@@ -159,9 +159,10 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
-    Each child of the model that gives out a tensor or a tuple of tensors is checkpointed: of a `ModuleList`, each of
-    its modules; of a child that gives out something else, which reentrant checkpoints cannot, its own children. They
-    run again in the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
+    Each child of the model that has children itself and gives out a tensor or a tuple of tensors is checkpointed: of a
+    `ModuleList`, each of its modules; of a child that gives out something else, which reentrant checkpoints cannot, its
+    own children. Without any, single layers are, or the whole model if one of them works in place. They run again in
+    the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -354,8 +355,14 @@ def _dtype(given: Given) -> str:
 def _parts(trial: Trial) -> list[str]:
     """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
     simple: dict[nn.Module, bool] = {}
+    given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+    in_place = False
 
-    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal in_place
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
             type(tensors) is tuple
@@ -363,21 +370,24 @@ def _parts(trial: Trial) -> list[str]:
             and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         )
         simple[module] = simple.get(module, True) and plain
+        in_place |= any(x._version != version for x, version in given[module])
 
-    with hooked(trial.layers.modules, after=look):
+    with hooked(trial.layers.modules, begin, end):
         trial.reference(backward=True)
 
-    def parts(name: str, module: nn.Module) -> list[str]:
-        if simple.get(module) and name:
+    def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
+        if name and simple.get(module) and (single or [*module.children()]):
             return [name]
-        inside = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations")
-        return (
-            []
-            if inside
-            else [part for key, m in module.named_children() for part in parts(f"{name}.{key}" if name else key, m)]
-        )
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
+            return []
+        children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        return [part for key, child in children for part in parts(key, child, single=single)]
 
-    return parts("", trial.model)
+    if found := parts("", trial.model, single=False):
+        return found
+    if in_place:  # what one layer gave out may not be written to by the next, once it was checkpointed
+        return [""] if simple.get(trial.layers.modules[ROOT]) else []
+    return parts("", trial.model, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:
