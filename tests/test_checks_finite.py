@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import pydoc
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pytest_modelprobe
 from pytest_modelprobe import ModelProbe, checks
@@ -266,3 +268,113 @@ def test_a_block_that_counts_its_calls_cannot_be_checkpointed(probe: ModelProbe)
     assert found.verdict == "broken"
     assert found.layer is not None
     assert found.layer.startswith("layer1.1.")
+
+
+# --- models that are random in evaluation, and recurrences --------------------------------------------------------
+
+
+class VAE(nn.Module):
+    """It samples in evaluation too, as it is meant to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = self.encoder(x).chunk(2, -1)
+        return self.decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp())
+
+
+@pytest.mark.parametrize("name", ["any_batch_size", "dtype_parity", "gradient_accumulation", "permutation_equivariant"])
+def test_what_is_random_in_evaluation_is_not_blamed_on_something_else(name: str, probe: ModelProbe) -> None:
+    found = ALL[name].outcome(probe, probe.build(VAE), probe.randn(4, 6, 4), loss=lambda y: y.square().mean())
+    assert str(found) == (
+        f"{name} is not applicable to VAE: random in evaluation: another seed changes what (root) gives out"
+    )
+
+
+def test_the_order_of_what_is_random_in_evaluation_is_not_judged(probe: ModelProbe) -> None:
+    model = nn.Sequential(probe.build(VAE), nn.AdaptiveAvgPool1d(1))
+    found = checks.permutation_invariant.outcome(probe, model, probe.randn(4, 6, 4))
+    assert found.text == "random in evaluation: another seed changes what 0 gives out"
+
+
+def test_a_size_that_is_written_down_is_a_break_beside_random_numbers(probe: ModelProbe) -> None:
+    model = nn.Sequential(probe.build(VAE), nn.Unflatten(0, (2, 3)))
+    assert checks.any_batch_size.outcome(probe, model, probe.randn(6, 4)).layer == "1"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 8, num_layers=2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.lstm(x)[0])
+
+
+def test_a_recurrence_that_rounds_otherwise_with_gradients_is_not_called_random(probe: ModelProbe) -> None:
+    found = checks.gradient_accumulation.outcome(
+        probe, probe.build(Recurrent), probe.randn(4, 6, 4), loss=lambda y: y.square().sum()
+    )
+    assert found.layer == "lstm.weight_ih_l0"
+
+
+# --- averages -----------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.detach().mean(0)
+        return self.bn(self.fc(x)) * self.scale
+
+
+def followed(model: nn.Module, average: nn.Module, buffers: Callable[[Tensor, Tensor], None]) -> None:
+    """Update an average of one's own: parameters are averaged, of buffers what is given."""
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.1)
+        for mean, b in zip(average.buffers(), model.buffers(), strict=True):
+            buffers(mean, b)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_with_its_buffers_tracks(use_buffers: bool, probe: ModelProbe, x: Tensor) -> None:
+    model = probe.build(Normed)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    ema.update_parameters(model)
+    options: dict[str, Any] = {"average": ema, "decay": 0.9, "updates": lambda: ema.update_parameters(model)}
+    assert checks.ema_tracks(probe, model, **options).text == "4 parameters, 2 buffers"
+    assert checks.ema_tracks(probe, model, x, **options).text == "4 parameters, 3 buffers"
+
+
+def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe, x: Tensor) -> None:
+    model = probe.build(Normed)
+    average = copy.deepcopy(model)
+    updates = lambda: followed(model, average, lambda mean, b: None)  # noqa: E731
+    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+    first, _, columns, *rows, _, advice = found.text.splitlines()
+    assert first == "bn.running_mean takes a step in the average that is 100 % off"
+    assert columns == "parameter         what"
+    assert [row.split()[0] for row in rows] == ["bn.running_mean", "bn.running_var"]
+    assert "update_bn" in advice
+    found = checks.ema_tracks.outcome(probe, model, x, average=average, decay=0.9, updates=updates)
+    assert found.layer == "seen"
+
+
+def test_a_constant_buffer_may_stay_as_it_is(probe: ModelProbe, x: Tensor) -> None:
+    def copied(mean: Tensor, b: Tensor) -> None:
+        if mean.dim():
+            mean.copy_(b)
+
+    model = probe.build(Normed)
+    average = copy.deepcopy(model)
+    updates = lambda: followed(model, average, copied)  # noqa: E731
+    assert checks.ema_tracks(probe, model, x, average=average, decay=0.9, updates=updates).verdict == "holds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ from pytest_modelprobe.report.text import count
 
 from .agreement import TOLERANCE, broken, change, changed, disagreements, from_the_loss, limit, negligible
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .trial import Given, Trace, Trial, Vary, hooked
+
+_Found = TypeVar("_Found", bound="Break | str | None")
 
 _ELSEWHERE = 1e-3
 """Relative change that other kernels may always make: they sum up in another order, TensorFloat-32 rounds to 1e-3."""
@@ -59,7 +62,7 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
         raise UsageError(f"device= is one that computes; on {device} there are no numbers")
     one = trial.reference(mode="eval")
     two = trial.run(mode="eval", model=trial.copied(device), vary=lambda _, x: x.to(device))
-    return _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE)
+    return _not_by_chance(trial, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
 
 
 @check
@@ -116,7 +119,7 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
             )
     floating = [given.tensor for given in (*one.given, *two.given) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
-    return _parity(one, two, f"in {name}", widest, _DTYPE)
+    return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
@@ -151,7 +154,7 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         two = trial.run(mode="eval", vary=vary)
         found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
         if isinstance(found, Break):
-            return found
+            return _not_by_chance(trial, two, found)
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
@@ -259,7 +262,7 @@ def compile_parity(
             advice="TORCH_LOGS=graph_breaks tells what cannot be followed; torch.compiler.disable leaves it out.",
         )
     two.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in two.gradients.items()}
-    return _outputs(one, two, tolerance, "when compiled", _COMPILED) or (
+    return _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED)) or (
         f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
     )
 
@@ -294,7 +297,8 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
             line=f"{ROOT} does not run as an exported program: {two.failure}",
             advice="Look for what it makes of a shape or a device: print(torch.export.export(...)) shows the program.",
         )
-    return _outputs(one, two, tolerance, "when exported", _COMPILED) or count(len(one.final), "output")
+    found = _outputs(one, two, tolerance, "when exported", _COMPILED)
+    return _not_by_chance(trial, two, found) or count(len(one.final), "output")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
@@ -309,6 +313,13 @@ def _parity(
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
     return broken(found, f"gives out another {{path}} {how}: {{changed}}", advice)
+
+
+def _not_by_chance(trial: Trial, two: Trace, found: _Found) -> _Found:
+    """Return what was found, unless other random numbers may have made the second run another."""
+    if isinstance(found, Break) and two.error is None:
+        check_not_random(trial)
+    return found
 
 
 def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:

@@ -15,6 +15,7 @@ from pytest_modelprobe.selection import nearest
 
 from .agreement import Disagreement, Pairs, broken, change, changed, disagreements, limit, upheld
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
 
@@ -163,6 +164,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     looked_at = _looked_at(one, restored, length)
     if not found:
         return f"{count(looked_at, 'layer')} of {length} elements in another order"
+    check_not_random(trial)
     return broken(
         found,
         "depends on the order of its elements: {changed} beyond that",
@@ -194,6 +196,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
         far = math.inf if again is None else change(value, again)
         rounded = value.is_floating_point() or value.is_complex()
         if not far <= (limit(value, tolerance) if rounded else 0.0):
+            check_not_random(trial)
             return Break(
                 layer=ROOT,
                 line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
