@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import pydoc
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -378,3 +379,156 @@ def test_a_constant_buffer_may_stay_as_it_is(probe: ModelProbe, x: Tensor) -> No
     average = copy.deepcopy(model)
     updates = lambda: followed(model, average, copied)  # noqa: E731
     assert checks.ema_tracks(probe, model, x, average=average, decay=0.9, updates=updates).verdict == "holds"
+
+
+# --- padding that is found by its id ------------------------------------------------------------------------------
+
+PAD = 0
+
+
+class Pooled(nn.Module):
+    """It finds padding by its id: its attention sees none, and its mean leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attn, self.head = (
+            nn.Embedding(9, 8),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 2),
+        )
+
+    def unseen(self, ids: Tensor) -> Tensor:
+        return ids == PAD
+
+    def pooled(self, x: Tensor, ids: Tensor) -> Tensor:
+        seen = (ids != PAD)[..., None]
+        return (x * seen).sum(1) / seen.sum(1).clamp(min=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.attn(x, x, x, key_padding_mask=self.unseen(ids))[0]
+        return self.head(self.pooled(x, ids))
+
+
+class PooledOverAll(Pooled):
+    def pooled(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class PooledOfTheLast(Pooled):
+    def pooled(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x[:, -1]
+
+
+class Seeing(Pooled):
+    def unseen(self, ids: Tensor) -> Tensor:
+        return ids < PAD
+
+
+class SeeingPaddingAlone(Pooled):
+    def unseen(self, ids: Tensor) -> Tensor:
+        return (ids != PAD) & (ids == PAD).any(1, keepdim=True)
+
+
+@pytest.fixture
+def words(probe: ModelProbe) -> Tensor:
+    return probe.randint(1, 9, (3, 8), name="words")
+
+
+def test_padding_that_is_found_by_its_id_is_made(probe: ModelProbe, words: Tensor) -> None:
+    found = checks.padding_invariant(probe, probe.build(Pooled), words, pad_id=PAD)
+    assert found.text == "4 layers at the first 6 of 8 positions without the others, padded by 0"
+
+
+def test_padding_that_is_there_stays(probe: ModelProbe, words: Tensor) -> None:
+    words[1, 5:] = PAD
+    assert checks.padding_invariant(probe, probe.build(Pooled), words, pad_id=PAD).verdict == "holds"
+
+
+def test_the_config_may_name_the_id_of_padding(probe: ModelProbe, words: Tensor) -> None:
+    model = probe.build(Pooled)
+    model.config = types.SimpleNamespace(pad_token_id=PAD)
+    assert checks.padding_invariant(probe, model, words).text.endswith("padded by 0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [(PooledOverAll, "head"), (PooledOfTheLast, "head"), (Seeing, "attn"), (SeeingPaddingAlone, "attn")],
+)
+def test_a_model_that_does_not_find_its_padding_is_named(
+    kind: type[nn.Module], layer: str, probe: ModelProbe, words: Tensor
+) -> None:
+    found = checks.padding_invariant.outcome(probe, probe.build(kind), words, pad_id=PAD)
+    assert found.verdict == "broken"
+    assert found.layer in (layer, "(root)")
+    said = found.text.partition("\n")[0]
+    assert "sees masked positions: the first 6 of 8 changed by" in said
+    assert said.endswith("with the others, padded by 0")
+
+
+def test_an_id_of_padding_wants_ids(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(probe, nn.Linear(3, 2), probe.randn(2, 8, 3), pad_id=PAD)
+    assert found.text == "pad_id= is an id, and the first input holds none: it is not of integers"
+
+
+TINY = {
+    "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+
+
+def bert() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertModel(transformers.BertConfig(**TINY))
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=30, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
+    return transformers.GPT2ForSequenceClassification(config)
+
+
+def opt() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OPTConfig(**{**TINY, "ffn_dim": 32, "word_embed_proj_dim": 16, "pad_token_id": 1})
+    return transformers.OPTForSequenceClassification(config)
+
+
+def t5() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    )
+
+
+@pytest.mark.parametrize("factory", [bert, gpt2, opt, t5])
+def test_models_of_transformers_find_their_padding(factory: Callable[[], Any], probe: ModelProbe) -> None:
+    model, ids = probe.build(factory), probe.randint(3, 30, (3, 8))
+    found = checks.padding_invariant(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert f"masked by 0 in attention_mask, padded by {model.config.pad_token_id}" in found.text
+
+
+def test_a_model_that_wants_a_mask_is_not_blamed_without(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(probe, probe.build(bert), input_ids=probe.randint(3, 30, (3, 8)))
+    assert found.text.startswith("the model finds no padding without attention_mask")
+    assert found.verdict == "not applicable"
+
+
+def test_a_mask_that_a_model_of_transformers_ignores_is_named(
+    probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = probe.build(bert), probe.randint(3, 30, (3, 8))
+    attention = model.encoder.layer[1].attention.self
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda x, *args, **kwargs: forward(x))
+    found = checks.padding_invariant.outcome(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert found.layer == "encoder.layer.1.attention.self"
+
+
+def test_a_classifier_that_takes_the_last_position_whatever_stands_there_is_named(
+    probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = probe.build(gpt2), probe.randint(3, 30, (3, 8))
+    monkeypatch.setattr(model.score, "forward", lambda x: x[:, -1:, :2].expand(-1, x.shape[1], -1))
+    found = checks.padding_invariant.outcome(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert found.verdict == "broken"
