@@ -466,6 +466,29 @@ def test_a_model_that_does_not_find_its_padding_is_named(
     assert said.endswith("with the others, padded by 0")
 
 
+class OfOneLength(Pooled):
+    """It takes eight positions, and a mask that it may ignore."""
+
+    def __init__(self, ignored: bool) -> None:
+        super().__init__()
+        self.ignored, self.positions = ignored, nn.Parameter(torch.randn(8, 8))
+        self.config = types.SimpleNamespace(pad_token_id=PAD)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embed(ids) + self.positions
+        return self.head(self.attn(x, x, x, key_padding_mask=None if self.ignored else mask == 0)[0])
+
+
+@pytest.mark.parametrize(("ignored", "verdict"), [(False, "holds"), (True, "broken")])
+def test_a_model_of_one_length_is_judged_by_its_mask(
+    ignored: bool, verdict: str, probe: ModelProbe, words: Tensor
+) -> None:
+    model = probe.build(lambda: OfOneLength(ignored))
+    found = checks.padding_invariant.outcome(probe, model, words, kwargs={"mask": torch.ones_like(words)})
+    assert found.verdict == verdict
+    assert "padded by" not in found.text
+
+
 def test_an_id_of_padding_wants_ids(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, nn.Linear(3, 2), probe.randn(2, 8, 3), pad_id=PAD)
     assert found.text == "pad_id= is an id, and the first input holds none: it is not of integers"
