@@ -285,6 +285,8 @@ def test_an_average_is_left_as_it_was() -> None:
         with torch.no_grad():
             for p, q in zip(average.parameters(), model.parameters(), strict=True):
                 p.lerp_(q, 0.5)
+            for b, c in zip(average.buffers(), model.buffers(), strict=True):
+                b.copy_(c)
 
     before = all_of(average)
     checks.ema_tracks(ModelProbe(), model, average=average, decay=0.5, updates=updates)
