@@ -94,6 +94,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("pytest-modelprobe")
+    if name == "checks":
+        return importlib.import_module(f"{__name__}.checks")
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not kept here: pytester drops modules between runs and keeps this one, and two `Record` classes are not one.
@@ -101,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "checks"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 CHECKS, ACTIVATIONS, GRADIENTS = "test_checks.py", "test_assert_activations.py", "test_assert_gradients.py"
 STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_parameters.py", "test_assert_ranges.py"
 ATTENTION, TRAINING = "test_assert_attention.py", "test_assert_training.py"
+FINITE = "test_checks_finite.py"
 MATRIX = "kill matrix"
 
 
@@ -149,6 +150,16 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_norm_that_stays_in_training_mode_is_named"),
         Bug("B87", "a mask or a counter kept from the last call", "checks.state_unchanged_by_forward", CHECKS,
             "test_a_mask_kept_of_another_batch_is_named"),
+    ],
+    "Numbers and modes of checks": [
+        Bug("C10", "numbers that are not finite in training mode alone", "checks.finite", FINITE,
+            "test_what_is_not_finite_in_training_alone_is_a_break"),
+        Bug("C11", "an infinity in the output that a mask did not make", "checks.finite", FINITE,
+            "test_an_infinity_that_is_computed_is_a_break"),
+        Bug("C12", "padding that a model finds by its id, and pools all the same", "checks.padding_invariant", FINITE,
+            "test_a_model_that_does_not_find_its_padding_is_named"),
+        Bug("C13", "an averaged model whose running statistics stay", "checks.ema_tracks", FINITE,
+            "test_an_average_whose_running_statistics_stay_is_told"),
     ],
     "The training loop": [
         Bug("C40", "gradients never reset, other than accumulated on purpose", "assert_training_loop", TRAINING,

@@ -215,9 +215,15 @@ def test_one_step_may_be_enough(probe: ModelProbe) -> None:
 
 
 def test_a_loss_that_is_nan_ends_the_steps(probe: ModelProbe) -> None:
-    model = Code(lambda self, x: self.fc(x) * float("nan"), fc=nn.Linear(4, 1))
-    found = checks.overfits_batch.outcome(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
-    assert found.text.startswith("(root) has a loss of nan before the first step\n")
+    def root(parameters: Any) -> torch.optim.Optimizer:
+        with torch.no_grad():
+            model.bias.fill_(1.0)
+        return torch.optim.SGD(parameters, 10.0)
+
+    model = nn.Linear(4, 1)
+    loss = lambda y: y.sqrt().mean()  # noqa: E731
+    found = checks.overfits_batch.outcome(probe, model, torch.zeros(3, 4), loss=loss, optimizer=root)
+    assert found.text.startswith("(root) has a loss of nan after 1 step\n")
 
 
 def test_a_loss_that_becomes_infinite_ends_the_steps(probe: ModelProbe) -> None:
@@ -682,7 +688,7 @@ def test_a_dict_that_is_written_to_is_an_input(probe: ModelProbe, code: Any, pat
 
 
 def test_a_dict_that_is_read_is_unchanged(probe: ModelProbe) -> None:
-    model = Code(lambda self, given: self.fc(given["x"]) * given["scale"], fc=nn.Linear(3, 3))
+    model = Code(lambda self, given: self.fc(given["x"]), fc=nn.Linear(3, 3))
     given = {"x": probe.randn(2, 3), "scale": float("nan")}
     assert checks.inputs_unchanged_by_forward(probe, model, given).text == "1 input"
 

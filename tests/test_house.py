@@ -61,8 +61,8 @@ MAY_IMPORT = {
     "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {
-        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "probe", "record", "report",
-        "restoring", "seeding", "selection",
+        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "origin", "probe", "record",
+        "report", "restoring", "seeding", "selection",
     },
     "summary": {"assertions", "record", "report"},
     "git": {"exceptions"},

@@ -3,6 +3,7 @@
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
 from .check import Check
+from .finite import finite
 from .outcome import Outcome
 from .parity import (
     checkpoint_parity,
@@ -36,6 +37,7 @@ __all__ = [
     "ema_tracks",
     "eval_stable",
     "export_parity",
+    "finite",
     "gradcheck",
     "gradient_accumulation",
     "initialised",

@@ -11,6 +11,7 @@ from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, Pairs, broken, disagreements, upheld
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
 from .trial import Trace, Trial
@@ -92,6 +93,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
         found = disagreements(one, two, pairs=_row(size, n), tolerance=tolerance)
         found = upheld(found, one, _row(size, size))
         if found:
+            check_not_random(trial)
             check_rows_go_together(trial, axis)
             return broken(
                 found,

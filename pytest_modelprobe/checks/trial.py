@@ -33,6 +33,7 @@ from .outcome import NotApplicableError, line_of
 Loss: TypeAlias = Callable[[Any], Tensor] | Literal["random"]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 Mode = Literal["train", "eval"]
+Judge: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
 
 _WOKEN = 0.02
 """Standard deviation given to layers that start from zero: of the size that initialisations of transformers have."""
@@ -112,6 +113,7 @@ class Trial:
         loss: Of the output; None or ``"random"``: a fixed random projection of all floating outputs, which no softmax
             makes constant.
         wake: Whether to give layers that start from zero random parameters.
+        judge: Takes this, a trace and the options of its run; refuses what other runs are not to be judged by.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Trial:
         *,
         loss: Loss | None = None,
         wake: bool = True,
+        judge: Judge | None = None,
     ) -> None:
         check_supported(model)
         if loss is not None and loss != "random" and not callable(loss):
@@ -133,6 +136,7 @@ class Trial:
         self.name = type(next(iter(self.layers.modules.values()))).__name__
         self._loss = loss if callable(loss) else None
         self._wake = wake
+        self._judge = judge
         self._exit = ExitStack()
         self._state: ModelState | None = None
         self._lasting = False
@@ -248,7 +252,7 @@ class Trial:
         """Return a run on the inputs as they are given, which has to succeed.
 
         Raises:
-            NotApplicableError: The model or its backward raised.
+            NotApplicableError: The model or its backward raised, or gave out what is not finite.
         """
         trace = self.run(**options)
         if trace.error is not None and not (self._graph or trace.in_backward):
@@ -259,7 +263,17 @@ class Trial:
             trace = again if self._graph else trace
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        self.judge(trace, **options)
         return trace
+
+    def judge(self, trace: Trace, **options: Any) -> None:
+        """Refuse a run that others are not to be judged by.
+
+        Raises:
+            NotApplicableError: It gave out what is not finite.
+        """
+        if self._judge is not None:
+            self._judge(self, trace, options)
 
     def other(self, **options: Any) -> Trace:
         """Return a run on other inputs than those given, which the model may refuse.

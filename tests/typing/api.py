@@ -22,6 +22,7 @@ from pytest_modelprobe import (
     assert_no_leftover_hooks,
     assert_shapes,
     assert_training_loop,
+    checks,
 )
 
 
@@ -75,3 +76,11 @@ def test_snapshot(modelprobe: ModelProbe, modelprobe_snapshot: ModelProbeSnapsho
     named = modelprobe_snapshot(name="wide", tolerance={"blocks.*.attn": 10}, compare="architecture", allow=["dropout"])
     assert_type(named, ModelProbeSnapshot)
     assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite")
+
+
+def test_checks(modelprobe: ModelProbe) -> None:
+    model, ids = Net(), modelprobe.randint(0, 10, (2, 6))
+    assert_type(checks.causal(modelprobe, model, ids, axis=1, attention_mask=torch.ones(2, 6)), checks.Outcome)
+    assert_type(checks.causal.outcome(modelprobe, model, ids, kwargs={"axis": 1}), checks.Outcome)
+    outcomes = checks.standard(modelprobe, model, ids, loss=lambda out: out.mean(), skip=["seeded"], lengths=ids)
+    assert_type(outcomes, checks.Outcomes)
