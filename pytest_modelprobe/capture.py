@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from . import statistics
 from .attention import Attended, AttentionMode, returned
 from .exceptions import ModelProbeError
-from .flatten import Flat, flatten, flatten_call, map_tensors
+from .flatten import Flat, flatten, flatten_call, map_tensors, unseen
 from .functionals import ForwardMode, FunctionalMode
 from .layers import Layers, attributes, type_name
 from .observation import (
@@ -283,6 +283,8 @@ class Capture:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
+            if outputs.opaque and not self._stack:
+                self.notes[f"{frame.name}: {unseen(outputs)}"] = None
             if frame.random_states and any(map(operator.ne, frame.random_states, _random_states())):
                 call.random = hashlib.blake2b(b"".join(frame.random_states), digest_size=8).hexdigest()
         if self._stack:
