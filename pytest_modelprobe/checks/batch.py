@@ -306,10 +306,10 @@ def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tupl
     found = []
     for i, (before, after) in enumerate(zip(x.shape, y.shape, strict=True)):
         places = before // size
-        if places and (before, after) == (size * places, n * places) and (places == 1 or flattened):
-            together, apart = _Axis(i, places), _Axis(i, places, together=False)
-            far = [_far(axis.row(x, 0, size), axis.row(y, 0, n)) for axis in (together, apart)]
-            found.append(together if far[0] <= far[1] else apart)
+        if (before, after) != (size * places, n * places) or not places or (places > 1 and not flattened):
+            continue
+        orders = [_Axis(i, places), _Axis(i, places, together=False)] if places > 1 else [_Axis(i)]
+        found.append(min(orders, key=lambda axis: _far(axis.row(x, 0, size), axis.row(y, 0, n))))
     return tuple(found)
 
 
