@@ -160,7 +160,7 @@ def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
         return model.fc(x[order])[order.argsort()]
 
     found = checks.batch_independent(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
-    assert "; layers inside differ, the output does not: (root) input of fc changed by " in found.text
+    assert "; layers inside differ, the output does not: first (root) input of fc, changed by " in found.text
 
 
 def test_tokens_routed_to_experts_are_no_rows(probe: ModelProbe) -> None:

@@ -248,7 +248,7 @@ class _Rows:
         if self.elsewhere:
             text += f"; not along the batch: {listed(list(self.elsewhere))}"
         if inside is not None:
-            text += f"; layers inside differ, the output does not: {inside.given.where} {inside.changed} first"
+            text += f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
         if self.guessed:
             text += f"; the model takes no other batch: an axis of {self.size} is taken for the batch's"
         return text
