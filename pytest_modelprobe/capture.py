@@ -42,7 +42,7 @@ from ._torch import (
 )
 from .attention import Attended, AttentionMode
 from .exceptions import ModelProbeError
-from .flatten import Flat, flatten, flatten_call, map_tensors
+from .flatten import Flat, flatten, flatten_call, map_tensors, unseen
 from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
 from .memory import as_array
@@ -336,6 +336,8 @@ class Capture:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
+            if outputs.opaque and not self._stack:
+                self.notes[f"{frame.name}: {unseen(outputs)}"] = None
             if frame.random_states and any(map(operator.ne, frame.random_states, _random_states())):
                 call.random = hashlib.blake2b(b"".join(frame.random_states), digest_size=8).hexdigest()
         if self._stack:

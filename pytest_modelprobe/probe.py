@@ -20,7 +20,7 @@ from ._torch import next_hook
 from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
-from .flatten import flatten, map_tensors
+from .flatten import flatten, map_tensors, unseen
 from .isolation import isolate, noisy
 from .layers import Layers, attributes, check_supported
 from .memory import as_real
@@ -649,10 +649,13 @@ class _Run:
 
         args, kwargs = map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
         try:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
         except TypeError as error:
             self._note_misspelt(error)
             raise
+        if hidden := unseen(flatten("output", output)):
+            raise UsageError(hidden)
+        return output
 
     def _note_misspelt(self, error: TypeError) -> None:
         """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
@@ -684,18 +687,17 @@ class _Run:
         A complex output counts as its real and imaginary parts.
         """
         total: torch.Tensor | None = None
-        flat = flatten("output", output)
-        for path, given in flat.tensors:
+        for path, given in flatten("output", output).tensors:
             tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
                 term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
                 total = term if total is None else total + term
         if total is None:
-            because = "is the model frozen, or its output detached?"
-            if not flat.known:
-                because = f"{type(output).__name__} is of a type that cannot be looked into: give loss= a function"
-            raise UsageError(f'loss="random" needs a floating output that requires grad, and there is none: {because}')
+            raise UsageError(
+                'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, or '
+                "its output detached?"
+            )
         return total
 
     def _with_origins(self, record: Record) -> Record:

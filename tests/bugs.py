@@ -8,6 +8,7 @@ CHECKS, ACTIVATIONS, GRADIENTS = "test_checks.py", "test_assert_activations.py",
 STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_parameters.py", "test_assert_ranges.py"
 ATTENTION, TRAINING = "test_assert_attention.py", "test_assert_training.py"
 FINITE = "test_checks_finite.py"
+OUTPUTS = "test_checks_outputs.py"
 MATRIX = "kill matrix"
 
 
@@ -150,6 +151,22 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_norm_that_stays_in_training_mode_is_named"),
         Bug("B87", "a mask or a counter kept from the last call", "checks.state_unchanged_by_forward", CHECKS,
             "test_a_mask_kept_of_another_batch_is_named"),
+    ],
+    "Outputs and batches": [
+        Bug("C01", "softmax over time, given out inside a distribution", "checks.causal", OUTPUTS,
+            "test_a_distribution_that_knows_of_later_positions_is_named"),
+        Bug("C02", "softmax over the batch, given out inside a distribution", "checks.batch_independent", OUTPUTS,
+            "test_a_distribution_that_mixes_the_batch_is_named"),
+        Bug("C03", "a bottleneck that mixes the batch, small beside what goes past it", "checks.batch_independent",
+            OUTPUTS, "test_a_bottleneck_that_mixes_the_batch_a_little_is_named"),
+        Bug("C04", "the same, by the size of the batch", "checks.any_batch_size", OUTPUTS,
+            "test_a_layer_that_depends_a_little_on_the_batch_size_is_named"),
+        Bug("C05", "experts chosen by a softmax over the tokens of the batch", "checks.batch_independent", OUTPUTS,
+            "test_an_axis_of_experts_as_long_as_the_batch_is_not_the_batch"),
+        Bug("C06", "the first row for the whole batch, or a mean over it", "checks.any_batch_size", OUTPUTS,
+            "test_a_batch_that_is_lost_is_named"),
+        Bug("C07", "a squeeze that takes the axis of a batch of one", "checks.any_batch_size", OUTPUTS,
+            "test_a_squeeze_that_takes_the_axis_of_one_row_is_named"),
     ],
     "Numbers and modes of checks": [
         Bug("C10", "numbers that are not finite in training mode alone", "checks.finite", FINITE,

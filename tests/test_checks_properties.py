@@ -55,7 +55,7 @@ def test_a_recurrence_over_the_batch_is_named(probe: ModelProbe) -> None:
 
 def test_a_recurrence_over_the_steps_keeps_rows_apart(probe: ModelProbe) -> None:
     found = checks.batch_independent(probe, LastStep(batch_first=True), probe.randn(4, 6, 3))
-    assert found.text == "the first and the last of 4 rows, in 3 layers"
+    assert found.text == "the first and the last of 4 rows, in 6 values of 3 layers"
 
 
 @pytest.mark.parametrize("rows", [2, 5])

@@ -33,6 +33,8 @@ from pytest_modelprobe import (
     SelectionError,
     UnsupportedModelError,
     UsageError,
+    assert_finite,
+    assert_grad_flow,
     checks,
     seeding,
 )
@@ -506,13 +508,47 @@ def test_a_single_size_is_a_shape(probe: ModelProbe) -> None:
     assert probe.randint(0, 10, 3).shape == probe.randn(3).shape == (3,)
 
 
-def test_an_output_that_cannot_be_looked_into_is_told_by_the_random_loss(probe: ModelProbe) -> None:
+@pytest.mark.parametrize("loss", [None, "random", lambda out: sum(out[1]).sum()], ids=["none", "random", "function"])
+def test_an_output_that_cannot_be_looked_into_is_an_error(probe: ModelProbe, loss: Any) -> None:
     class Opaque(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
-            return type("Box", (), {"y": super().forward(x)})()
+            y = super().forward(x)
+            return y, (row for row in y)
 
-    with pytest.raises(UsageError, match="Box is of a type that cannot be looked into: give loss= a function"):
-        probe.run(Opaque(2, 2), torch.ones(1, 2), loss="random")
+    with pytest.raises(UsageError) as error:
+        probe.run(Opaque(2, 2), torch.ones(1, 2), loss=loss)
+    assert str(error.value) == (
+        "output[1] cannot be looked into (generator): give out tensors, or wrap the model in a module that does"
+    )
+
+
+def test_an_output_that_cannot_be_looked_into_is_noted_by_a_watch(probe: ModelProbe) -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return iter(self.fc(x))
+
+    model = Opaque()
+    watch = probe.watch(model)
+    sum(model(torch.ones(1, 2))).sum().backward()
+    assert watch.record.notes[0].startswith("(root): output cannot be looked into (tuple_iterator): give out tensors,")
+    with pytest.raises(NothingObservedError, match=r"tuple_iterator.*, or leave \(root\) out of layers=$"):
+        assert_finite(watch)
+    assert_finite(watch, layers="fc")
+    assert_grad_flow(watch)
+
+
+def test_a_distribution_is_recorded_by_its_tensors(probe: ModelProbe) -> None:
+    class Policy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    record = probe.run(Policy(2, 3), torch.ones(1, 2), loss="random", keep="**")
+    assert [value.path for _, value in record["(root)"].outputs] == ["output.logits"]
+    assert record["(root)"].parameters[0].gradient is not None
 
 
 def test_a_record_is_made_anew_after_an_optimizers_step(probe: ModelProbe) -> None:

@@ -142,8 +142,12 @@ def called(record: Record, layers: Selector) -> list[Layer]:
 
 
 def with_numbers(record: Record, layers: Selector) -> list[Layer]:
-    """Return the selected layers that gave out floating numbers; none is an error."""
+    """Return the selected layers that gave out floating numbers; none, or what cannot be looked into, is an error."""
     active = called(record, layers)
+    for layer in active:
+        for note in record.notes:
+            if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
+                raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
     found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
     if not found:
         reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)

@@ -21,7 +21,7 @@ from pytest_modelprobe import seeding
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
+from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors, unseen
 from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
@@ -145,7 +145,7 @@ class Trial:
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The tensors among the arguments, each with its path, as messages say it."""
-        return flatten_call(self.args, self.kwargs).tensors
+        return flatten_call(self.args, self.kwargs, objects=True).tensors
 
     @property
     def dense(self) -> list[tuple[str, Tensor]]:
@@ -375,10 +375,14 @@ class Trial:
             except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
                 trace.error = error
                 return
+        if hidden := unseen(flatten("output", trace.output)):
+            raise NotApplicableError(hidden)
         if backward:
             trace.loss = self.loss(trace.output)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            floating = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad and x.is_leaf}
+            floating = {
+                path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf
+            }
             for parameter in parameters.values():
                 parameter.grad = None  # a step of training leaves it there
             try:
@@ -391,7 +395,7 @@ class Trial:
 
     def _taken_of(self, output: Any) -> Tensor:
         assert self._loss is not None
-        if not flatten("output", output).tensors and flatten("output", output).known:
+        if not flatten("output", output).tensors:
             raise NotApplicableError("the model gives out no tensor, of which there could be a loss")
         try:
             found = self._loss(output)

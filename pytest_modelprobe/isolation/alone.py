@@ -217,7 +217,7 @@ class _Alone:
             module = self._call.module
             with without_hooks(m for m in self._session.hooked if m is not module), unfused(module):
                 output = module(*args, **kwargs)
-            returned = flatten("output", output)
+            returned = flatten("output", output, objects=False)
             self._hand_state(buffers, inputs, returned)
             self._hand("", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for

@@ -151,7 +151,7 @@ class Notes:
         if sys.exc_info()[1] is not call.error:
             call.reason = call.reason or f"{call.layer} raised in the run"
         elif call.parent is not None and call.parent.alone:
-            call.outputs = self._template(call, "gets", output, flatten("output", output))
+            call.outputs = self._template(call, "gets", output, flatten("output", output, objects=False))
 
     def _is_new(self, name: str, module: nn.Module, flat: Flat) -> bool:
         tensors = tuple((path, tensor.shape, tensor.dtype) for path, tensor in flat.tensors)
