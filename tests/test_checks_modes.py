@@ -1,4 +1,4 @@
-"""Training and evaluation, inputs that reach nothing, rows for padding: what is healthy, and what a fault is told by."""
+"""Training and evaluation, inputs that reach nothing, rows for padding: what is healthy, what is told of a fault."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
 from .check import Check
+from .incremental import incremental
 from .outcome import Outcome
 from .parity import (
     checkpoint_parity,
@@ -38,6 +39,7 @@ __all__ = [
     "export_parity",
     "gradcheck",
     "gradient_accumulation",
+    "incremental",
     "initialised",
     "inputs_unchanged_by_forward",
     "layout_parity",

@@ -37,6 +37,7 @@ STANDARD: Mapping[str, Check] = {
 
 APART: Mapping[str, str] = {
     "causal": "as only some models are meant to be so",
+    "incremental": "as only some models go on from a state",
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
@@ -91,7 +92,7 @@ def standard(
     """Assert all that is expected of a model unless it is meant to be otherwise, and return what each check said.
 
     `STANDARD` has their names. Left to be called by themselves are those that only some models are meant to pass
-    (`causal`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
+    (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
     (`compile_parity`, `gradcheck`) and those that need something more (`device_parity`, `optimizer_covers`,
     `ema_tracks`).
 

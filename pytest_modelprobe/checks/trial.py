@@ -242,6 +242,19 @@ class Trial:
             self._lasting = False
             self._state.restore()
 
+    def follow(self, call: Callable[[], Any]) -> Trace:
+        """Return what the layers show while a function calls the model, or parts of it; within `lasting`."""
+        trace = Trace()
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
+        with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
+            try:
+                trace.output = call()
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+                trace.error = error
+        return trace
+
     def reference(self, **options: Any) -> Trace:
         """Return a run on the inputs as they are given, which has to succeed.
 
