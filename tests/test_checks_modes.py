@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, checks
 from pytest_modelprobe.checks import Outcome
@@ -66,3 +69,173 @@ def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: Mode
 def test_a_frozen_row_for_padding_may_hold_anything(probe: ModelProbe) -> None:
     model = nn.Embedding.from_pretrained(torch.ones(4, 2), padding_idx=0)
     assert checks.initialised(probe, model).verdict == "holds"
+
+
+# --- modes_agree --------------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Linear):
+    """A linear layer with an addition of low rank, which is merged into the weight for evaluation."""
+
+    def __init__(
+        self, scale: float = 1.0, merged_with: float = 1.0, forgets: bool = False, again: bool = False
+    ) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+        self.scale, self.merged_with, self.forgets, self.again = scale, merged_with, forgets, again
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        with torch.no_grad():
+            if not mode and (self.again or not self.merged):
+                self.weight += self.merged_with * self.b @ self.a
+                self.merged = True
+            elif mode and self.merged:
+                self.weight -= (0 if self.forgets else self.merged_with) * self.b @ self.a
+                self.merged = False
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.merged else y + self.scale * x @ self.a.T @ self.b.T
+
+
+class DropPath(nn.Module):
+    """Drops rows, as the one of timm does."""
+
+    def __init__(self, p: float = 0.2, power: int = 1) -> None:
+        super().__init__()
+        self.p, self.power = p, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(1 - self.p)
+        return x * kept / (1 - self.p) ** self.power
+
+
+class Noise(nn.Module):
+    """Gives out a share of its input, to which it adds noise in place, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Noisy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x) * x
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x *= torch.empty_like(x).uniform_(0.9, 1.1)
+        return x.sigmoid()
+
+
+class Statistics(nn.Module):
+    """A norm by hand that goes by the batch in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - (x.mean(0) if self.training else self.mean)
+
+
+class Own(nn.Module):
+    """Whatever a function of itself and its input does, around a linear layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.linear(x))
+
+
+def between(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.fixture
+def rows(probe: ModelProbe) -> Tensor:
+    return probe.randn(ROWS, WIDTH)
+
+
+HEALTHY: dict[str, Any] = {
+    "dropout": nn.Dropout,
+    "alpha dropout": nn.AlphaDropout,
+    "dropout by a function": lambda: Own(lambda self, x: nn.functional.dropout(x, 0.3, self.training)),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "a norm by hand": Statistics,
+    "drop path": DropPath,
+    "noise in place": lambda: Noise(),
+    "rrelu": nn.RReLU,
+    "lora": LoRA,
+    "checkpointed": lambda: Own(
+        lambda self, x: checkpoint(torch.tanh, x, use_reentrant=False) if self.training else torch.tanh(x)
+    ),
+    "further heads in training": lambda: Own(lambda self, x: x),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_without_randomness_the_modes_of_a_healthy_model_agree(probe: ModelProbe, rows: Tensor, name: str) -> None:
+    assert checks.modes_agree(probe, between(HEALTHY[name]()), rows).verdict == "holds"
+    assert checks.modes_agree.outcome(probe, HEALTHY[name](), rows).verdict != "broken"
+
+
+def test_attention_that_drops_agrees_with_itself_in_evaluation(probe: ModelProbe) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
+    found = checks.modes_agree(probe, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), probe.randn(2, 5, 8))
+    assert "left out" not in found.text
+
+
+def test_further_heads_in_training_are_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    model = Own(lambda self, x: (x, x) if self.training else x)
+    assert checks.modes_agree(probe, model, rows).text == "1 layer"
+
+
+def test_what_is_random_or_gathers_statistics_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), DropPath(), Statistics(), nn.Linear(WIDTH, WIDTH))
+    assert checks.modes_agree(probe, model, rows).text == (
+        "3 layers; left out: 1 and 2, random or with statistics of their own"
+    )
+
+
+def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(Own(lambda self, x: x.relu() if self.training else x))
+    model[1] = nn.Dropout(0.5)
+    found = checks.modes_agree.outcome(probe, model, rows)
+    assert named(found) == "2"
+    first = str(found).splitlines()[0]
+    assert first.startswith("2 makes something else of the same inputs in training mode than in evaluation, without ")
+
+
+def test_dropout_that_is_scaled_twice_by_hand_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training) * (2 if self.training else 1)
+
+    assert named(checks.modes_agree.outcome(probe, between(Own(scaled)), rows)) == "2"
+
+
+def test_lora_merged_with_another_scale_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    assert named(checks.modes_agree.outcome(probe, between(LoRA(scale=2.0)), rows)) == "2"
+
+
+def test_lora_that_is_merged_twice_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.modes_agree.outcome(probe, between(LoRA(again=True)), rows)
+    assert named(found) == "2"
+    assert " of the same inputs after eval(), eval() than after eval() alone: " in str(found)
+
+
+def test_lora_that_stays_merged_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.modes_agree.outcome(probe, between(LoRA(forgets=True)), rows)
+    assert named(found) == "2"
+    assert " of the same inputs after train(), eval(), train() than after train() alone: " in str(found)

@@ -456,14 +456,15 @@ def _taken(leaf: Tensor) -> Tensor | None:
 def hooked(
     modules: Mapping[str, nn.Module],
     before: Callable[[str, nn.Module, Any, Any], None] | None = None,
-    after: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, nn.Module, Any, Any], object] | None = None,
 ) -> Iterator[None]:
     """Call functions around each call of the modules.
 
     Args:
         modules: By name. Scripted ones take no hooks.
         before: Takes the name, the module, its positional and its keyword arguments.
-        after: Takes the name, the module, its positional arguments and what it gives out.
+        after: Takes the name, the module, its positional arguments and what it gives out; what it returns takes the
+            place of that, unless it is None.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
