@@ -239,3 +239,80 @@ def test_lora_that_stays_merged_is_named(probe: ModelProbe, rows: Tensor) -> Non
     found = checks.modes_agree.outcome(probe, between(LoRA(forgets=True)), rows)
     assert named(found) == "2"
     assert " of the same inputs after train(), eval(), train() than after train() alone: " in str(found)
+
+
+# --- inputs_used --------------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two inputs, of which one may lose something on its way."""
+
+    def __init__(self, take: Any = lambda x: x, width: int = WIDTH) -> None:
+        super().__init__()
+        self.take, self.first, self.second = take, nn.Linear(width, 6), nn.Linear(WIDTH, 6)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (self.first(self.take(user)).relu() * self.second(item)).sum(-1)
+
+
+def test_all_features_of_all_inputs_are_used(probe: ModelProbe, rows: Tensor) -> None:
+    assert checks.inputs_used(probe, Towers(), user=rows, item=rows + 1).text == "2 inputs"
+
+
+def test_features_that_reach_nothing_are_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.inputs_used.outcome(probe, Towers(lambda x: x[:, :3], 3), user=rows, item=rows + 1)
+    assert named(found) == "user"
+    assert str(found) == (
+        "user loses features 3 to 7 of 8: no gradient arrives there, and other values change no output\n\n"
+        "No layer gives out anything of them: look for a slice or an index, a weight that is zero, and an argument "
+        "that is taken and not used."
+    )
+
+
+def test_where_features_are_seen_last_is_said(probe: ModelProbe, rows: Tensor) -> None:
+    first = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        first.weight[:, 2] = 0
+    found = checks.inputs_used.outcome(probe, nn.Sequential(nn.Tanh(), first), rows)
+    assert str(found).startswith("input loses feature 2 of 8: ")
+    assert str(found).endswith("\n\nThey get as far as 0 output.")
+
+
+def test_an_input_that_reaches_nothing_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.inputs_used.outcome(probe, Towers(torch.zeros_like), user=rows, item=rows + 1)
+    assert str(found).startswith("user reaches nothing: no gradient arrives there, ")
+
+
+def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
+    class Grey(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :2])
+
+    model = Grey(nn.Conv2d(2, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 9, 2))
+    found = checks.inputs_used.outcome(probe, model, probe.randn(2, 3, 8, 8))
+    assert str(found).startswith("input loses channel 2 of 3: ")
+
+
+def test_what_strides_leave_over_is_not_lost(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2))
+    assert checks.inputs_used(probe, model, probe.randn(2, 3, 8, 8)).text == "1 input"
+
+
+def test_gates_and_maxima_lose_nothing(probe: ModelProbe) -> None:
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu().amax(1)
+
+    assert checks.inputs_used(probe, Gated(WIDTH, 3), probe.randn(2, 3, WIDTH)).text == "1 input"
+
+
+def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor) -> None:
+    model = Towers(lambda x: torch.cat([x[:, :6], x[:, 6:].round()], 1))
+    assert checks.inputs_used(probe, model, user=rows * 3, item=rows + 1).text == (
+        "2 inputs; features 6 to 7 of 8 of user by values alone, without a gradient"
+    )
+
+
+def test_ids_are_no_floating_input(probe: ModelProbe) -> None:
+    found = checks.inputs_used.outcome(probe, nn.Embedding(WORDS, WIDTH), probe.randint(0, WORDS, (2, 3)))
+    assert found.text == "no input is of floating numbers"

@@ -4,6 +4,7 @@ from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
 from .check import Check
 from .incremental import incremental
+from .inputs import inputs_used
 from .modes import modes_agree
 from .outcome import Outcome
 from .parity import (
@@ -43,6 +44,7 @@ __all__ = [
     "incremental",
     "initialised",
     "inputs_unchanged_by_forward",
+    "inputs_used",
     "layout_parity",
     "modes_agree",
     "optimizer_covers",

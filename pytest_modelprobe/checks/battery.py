@@ -15,6 +15,7 @@ from pytest_modelprobe.selection import nearest
 
 from .batch import any_batch_size, batch_independent
 from .check import Check
+from .inputs import inputs_used
 from .modes import modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
@@ -30,7 +31,7 @@ STANDARD: Mapping[str, Check] = {
     for check in (
         registered, initialised, deterministic, eval_stable, seeded, train_eval_differ, modes_agree,
         batch_independent, any_batch_size, padding_invariant,
-        state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
+        inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
     )
 }  # fmt: skip
