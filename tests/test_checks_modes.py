@@ -316,3 +316,81 @@ def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor
 def test_ids_are_no_floating_input(probe: ModelProbe) -> None:
     found = checks.inputs_used.outcome(probe, nn.Embedding(WORDS, WIDTH), probe.randint(0, WORDS, (2, 3)))
     assert found.text == "no input is of floating numbers"
+
+
+# --- dropout_scaled -----------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """Dropout by hand: what is kept is divided by the share that is kept, to a power."""
+
+    def __init__(self, p: float = 0.1, power: int = 1) -> None:
+        super().__init__()
+        self.p, self.power = p, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) >= self.p) / (1 - self.p) ** self.power if self.training else x
+
+
+class Classic(nn.Module):
+    """Dropout as it was first written: evaluation multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) >= 0.3) if self.training else x * 0.7
+
+
+class Residual(nn.Module):
+    """A block that drops its branch in its own code."""
+
+    def __init__(self, power: int = 1) -> None:
+        super().__init__()
+        self.branch, self.power = nn.Linear(WIDTH, WIDTH), power
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.branch(x)
+        if self.training:
+            y = y * (torch.rand(len(x), 1) >= 0.2) / 0.8**self.power
+        return x + y
+
+
+@pytest.mark.parametrize(
+    "layer", [DropPath(), DropPath(0.01), Dropped(), Dropped(0.5), Dropped(0.0), Classic(), Residual()]
+)
+def test_what_drops_and_scales_is_right(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
+    assert checks.dropout_scaled(probe, between(layer), rows).text == "1 layer"
+
+
+def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, between(DropPath(power=0)), rows)
+    assert named(found) == "2"
+    first, _, columns, row, _, advice = str(found).splitlines()
+    assert first.startswith("2 keeps 8")
+    assert " of its values in training and multiplies them by 1: the mean is 8" in first
+    assert first.endswith(" % of what evaluation gives out")
+    assert columns.split() == ["layer", "keeps", "times", "mean"]
+    assert row.startswith("2 ")
+    assert advice == "What is kept of a share q is to be divided by q, once, in training."
+
+
+@pytest.mark.parametrize(
+    "layer", [DropPath(0.01, power=0), DropPath(0.1, power=2), Dropped(0.05, power=2), Dropped(power=0), Residual(0)]
+)
+def test_dropout_by_hand_that_is_scaled_wrongly_is_named(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
+    assert named(checks.dropout_scaled.outcome(probe, between(layer), rows)) == "2"
+
+
+def test_what_does_something_else_with_random_numbers_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    noise = Own(lambda self, x: x + torch.randn_like(x) if self.training else x)
+    found = checks.dropout_scaled(probe, nn.Sequential(between(DropPath()), noise), rows)
+    assert found.text == "1 layer; left out: 1"
+
+
+def test_augmentation_of_the_inputs_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, nn.Sequential(DropPath(power=0), nn.Linear(WIDTH, 2)), rows)
+    assert found.verdict == "not applicable"
+    assert found.text == "no layer drops at random in a way of its own; left out: 0"
+
+
+def test_dropout_of_torch_needs_no_judging(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, between(nn.Dropout(0.5)), rows)
+    assert found.text == "no layer drops at random in a way of its own"

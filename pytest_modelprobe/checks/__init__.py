@@ -5,7 +5,7 @@ from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
 from .check import Check
 from .incremental import incremental
 from .inputs import inputs_used
-from .modes import modes_agree
+from .modes import dropout_scaled, modes_agree
 from .outcome import Outcome
 from .parity import (
     checkpoint_parity,
@@ -35,6 +35,7 @@ __all__ = [
     "copy_and_pickle",
     "deterministic",
     "device_parity",
+    "dropout_scaled",
     "dtype_parity",
     "ema_tracks",
     "eval_stable",

@@ -16,7 +16,7 @@ from pytest_modelprobe.selection import nearest
 from .batch import any_batch_size, batch_independent
 from .check import Check
 from .inputs import inputs_used
-from .modes import modes_agree
+from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
@@ -29,7 +29,7 @@ from .trial import Loss, Trial
 STANDARD: Mapping[str, Check] = {
     check.__name__: check
     for check in (
-        registered, initialised, deterministic, eval_stable, seeded, train_eval_differ, modes_agree,
+        registered, initialised, deterministic, eval_stable, seeded, train_eval_differ, modes_agree, dropout_scaled,
         batch_independent, any_batch_size, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,

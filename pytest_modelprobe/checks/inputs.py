@@ -58,15 +58,15 @@ def inputs_used(trial: Trial) -> Break | str:
     >>> print(checks.inputs_used(probe, nn.Linear(8, 2), probe.randn(4, 8)))
     inputs_used holds for Linear: 1 input
     """
+    trial.reference(mode="eval")
     left_out = ("mask", "labels", "label", "targets", "target")
     inputs = {
         path: x
-        for path, x in trial.dense
+        for path, x in {id(x): (path, x) for path, x in reversed(trial.dense)}.values()  # each tensor once
         if x.is_floating_point() and x.numel() and x.dim() and not path.endswith(left_out)
     }
     if not inputs:
         raise NotApplicableError("no input is of floating numbers")
-    trial.reference(mode="eval")
     reached = _reached(trial, inputs)
     if reached is None:
         raise NotApplicableError("no gradient can be taken of the inputs")

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe import seeding
 from pytest_modelprobe.flatten import Flat, flatten, flatten_call, map_tensors
+from pytest_modelprobe.layers import attributes
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.report.text import count, listed, number
 
 from .agreement import change, changed, limit
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Mode, Trial, hooked
+from .trial import Mode, Trial, hooked, plain
 
 _ADVICE = (
     "Look for what its forward, its train() or its eval() makes of self.training: weights that are merged, a scale, a "
@@ -183,16 +186,16 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
     watcher = _Drawing(trial)
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        watcher.begin(name)
         given = flatten_call(args, kwargs)
         originals = [x for _, x in given.tensors]
         given.tensors = [(path, x.detach().clone()) for path, x in given.tensors]
-        watcher.given[-1] = originals, given
+        watcher.begin(name, (originals, given))
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        drew, (originals, given) = watcher.end(name)
+        frame = watcher.end(name)
+        originals, given = frame.given
         key = name, run.calls[name]
-        if drew or watcher.written(module):
+        if frame.drew or watcher.written(module):
             run.apart.add(name)
         replaced = stand_in is not None and name in run.apart and key in stand_in.outputs
         if stand_in is not None and replaced:
@@ -214,33 +217,44 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
     return run
 
 
+@dataclass(slots=True)
+class _Frame:
+    """A layer that is running."""
+
+    name: str
+    given: Any
+    drew: bool = False
+    """Whether its own code drew random numbers."""
+    went_on: bool = False
+    """Whether it called another layer after that."""
+
+
 class _Drawing:
     """Tells of the layers that are running which of them draw random numbers in their own code."""
 
     def __init__(self, trial: Trial) -> None:
         self._device = trial.probe.device
         self._states = self._now()
-        self._running: list[tuple[str, bool]] = []
-        self.given: list[Any] = []
+        self._running: list[_Frame] = []
         self._versions: dict[int, int] = {}
 
     def look_at(self, model: nn.Module) -> None:
         """Take down of a model that begins how often its tensors were written into."""
         self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
 
-    def begin(self, name: str) -> None:
-        """Take down that a layer begins."""
+    def begin(self, name: str, given: Any) -> None:
+        """Take down that a layer begins, and what it is given."""
         self._look()
-        self._running.append((name, False))
-        self.given.append(None)
+        if self._running:
+            self._running[-1].went_on = self._running[-1].drew
+        self._running.append(_Frame(name, given))
 
-    def end(self, name: str) -> tuple[bool, Any]:
-        """Return whether the layer that ends drew random numbers, and what it was given."""
+    def end(self, name: str) -> _Frame:
+        """Return what is known of the layer that ends."""
         self._look()
-        while len(self._running) > 1 and self._running[-1][0] != name:
+        while len(self._running) > 1 and self._running[-1].name != name:
             self._running.pop()
-            self.given.pop()
-        return self._running.pop()[1], self.given.pop()
+        return self._running.pop()
 
     def written(self, module: nn.Module) -> bool:
         """Whether one of the module's own floating parameters and buffers is another than at the beginning."""
@@ -250,8 +264,190 @@ class _Drawing:
     def _look(self) -> None:
         states = self._now()
         if self._running and states != self._states:
-            self._running[-1] = self._running[-1][0], True
+            self._running[-1].drew = True
         self._states = states
 
     def _now(self) -> tuple[bytes, ...]:
         return seeding.generator_states(self._device)
+
+
+# --- what drops ---------------------------------------------------------------------------------------------------
+
+_DRAWS = 2000
+"""Calls of a layer that drops. What keeps 90 % and is scaled by 1 / 0.9² is beyond doubt after 700 of them."""
+
+_FEWER = 4
+"""A layer that calls others is called a fourth as often: it takes longer."""
+
+_DOUBT = 1e-9
+"""How likely a layer that is scaled rightly may be called wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """What a layer that drops does, over many calls."""
+
+    kept: float
+    """Share of the calls in which an element was kept."""
+    scale: float
+    """What the others are multiplied by."""
+    doubt: float
+    """How likely that share is, at most, where the scale is the right one."""
+
+
+@check
+def dropout_scaled(trial: Trial) -> Break | str:
+    """Check that layers that drop at random in a way of their own scale what they keep: the mean stays.
+
+    The mean over training is then what the layer gives out in evaluation. Judged is each layer whose own code draws
+    random numbers as its last doing, on the input that it got, over 2,000 calls, or 500 where it calls others: what it
+    gives out is to be, element by element, nothing or one multiple of what it gives out in evaluation, its input being
+    added or not. Dropout of torch itself is known to be right. Left out is what drops of data that no parameter has
+    touched, which is augmentation, and what does something else with random numbers.
+
+    A layer that is right is called wrong in one of a billion at most. Found is what keeps 95 % or less, or 80 % in a
+    layer that calls others, and is scaled twice; that it is not scaled at all shows of whatever drops once.
+
+    Args:
+        trial: The model and its inputs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> class Drop(nn.Module):
+    ...     def forward(self, x):
+    ...         return x * (torch.rand(len(x), 1) > 0.3) if self.training else x
+    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), Drop())
+    >>> checks.dropout_scaled.outcome(probe, model, probe.randn(4, 3)).layer  # it is not divided by 0.7
+    '1'
+    """
+    trial.reference(mode="train")
+    calls, others = _drawing(trial)
+    looked_at, wrong = [], []
+    known: dict[Any, _Dropped | None] = {}
+    for name, call in calls.items():
+        module = trial.layers.modules[name]
+        alike = type(module), repr(attributes(module)) if trial.layers.is_leaf(name) else name
+        if alike not in known:
+            known[alike] = _dropped(trial, name, call)
+        dropped = known[alike]
+        if dropped is None:
+            others.append(name)
+            continue
+        looked_at.append(name)
+        if dropped.doubt < _DOUBT:
+            wrong.append((name, dropped))
+    if not looked_at:
+        left = f"; left out: {listed(others)}" if others else ""
+        raise NotApplicableError(f"no layer drops at random in a way of its own{left}")
+    if not wrong:
+        return count(len(looked_at), "layer") + (f"; left out: {listed(others)}" if others else "")
+    name, first = wrong[0]
+    return Break(
+        layer=name,
+        line=f"{name} keeps {percent(first.kept)} of its values in training and multiplies them by "
+        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of what evaluation gives out",
+        columns=("layer", "keeps", "times", "mean"),
+        rows=tuple((n, percent(d.kept), d.scale, percent(d.kept * d.scale)) for n, d in wrong),
+        advice="What is kept of a share q is to be divided by q, once, in training.",
+    )
+
+
+def _drawing(trial: Trial) -> tuple[dict[str, _Call], list[str]]:
+    """Return a call of each layer whose last doing is to draw, in training, and the names of others that draw."""
+    calls: dict[str, _Call] = {}
+    others: list[str] = []
+    watcher = _Drawing(trial)
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        copied = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), [args, kwargs])
+        watcher.begin(name, tuple(copied))
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        frame = watcher.end(name)
+        if not frame.drew or type(module).__module__.startswith("torch.nn."):
+            return
+        given: _Call = frame.given
+        tensors = [x for _, x in flatten_call(*given).tensors]
+        if frame.went_on or not any(x.requires_grad for x in tensors):
+            others.append(name)
+        else:
+            calls.setdefault(name, given)
+
+    def call() -> None:
+        with torch.enable_grad(), hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+            args, kwargs = trial.copied_inputs()
+            trial.model(*args, **kwargs)
+
+    with trial.lasting():
+        trial.model.train()
+        trial.follow(call)
+    return calls, [name for name in dict.fromkeys(others) if name not in calls]
+
+
+def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
+    """Return what a layer drops, of many calls in training; None: it does something else with random numbers."""
+    module = trial.layers.modules[name]
+    draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER
+
+    def called() -> Tensor:
+        args, kwargs = map_tensors(lambda x: x.detach().clone(), list(given))
+        (found,) = [x for _, x in flatten("output", module(*args, **kwargs)).tensors]
+        return plain(found).double()
+
+    seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {name}"))
+    children = nullcontext() if trial.layers.is_leaf(name) else _AsInEvaluation()
+    with trial.lasting(), seeds, torch.no_grad(), children:
+        try:
+            evaluated = called() if not module.eval().training else None
+            module.train()
+            first = torch.stack([called() for _ in range(_LOOKED_AT)])
+            if evaluated is None or first.shape[1:] != evaluated.shape:
+                return None
+            inputs = [plain(x).double() for _, x in flatten_call(*given).tensors if x.shape == evaluated.shape]
+            for base in (torch.zeros_like(evaluated), *inputs):
+                scale = _scale(first, evaluated, base)
+                if scale is not None:
+                    at = int((evaluated - base).abs().argmax())
+                    rest = [called().flatten()[at] for _ in range(draws - _LOOKED_AT)]
+                    values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
+                    return _judged(values != 0, scale)
+        except Exception:  # noqa: BLE001 - called alone it may miss whatever its model gives it besides
+            return None
+    return None
+
+
+_LOOKED_AT = 20
+"""Calls of which all elements are looked at."""
+
+_ROUNDING = 1e-4
+
+
+def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
+    """Return the one multiple of what evaluation adds to a base that is all that training adds; None: it is not."""
+    added = (evaluated - base).abs()
+    large = added > 1e-3 * added.max()
+    if not large.any():
+        return None
+    ratios = ((outputs - base) / (evaluated - base))[:, large]
+    kept = ratios[ratios.abs() > _ROUNDING]
+    if not len(kept) or not kept.isfinite().all():
+        return None
+    scale = kept.median().item()
+    return scale if bool(((kept - scale).abs() < _ROUNDING * abs(scale)).all()) else None
+
+
+def _judged(kept: Tensor, scale: float) -> _Dropped:
+    """Return how far a share of what was kept is from the one that a scale belongs to.
+
+    The bound is Chernoff's: the share of n draws that each keep with probability q is s or further from q with a
+    probability of at most exp(-n KL(s, q)) on each side.
+    """
+    share = kept.double().mean().item()
+    right = 1 / scale if scale else math.inf
+    if right > 1 + _ROUNDING:
+        return _Dropped(share, scale, 0.0)
+    right = min(right, 1.0)
+    terms = [(share, right), (1 - share, 1 - right)]
+    distance = sum(s * math.log(s / q) if q else math.inf for s, q in terms if s)
+    return _Dropped(share, scale, min(1.0, 2 * math.exp(-len(kept) * distance)))
