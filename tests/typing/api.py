@@ -21,6 +21,7 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     assert_no_leftover_hooks,
     assert_shapes,
+    checks,
 )
 
 
@@ -63,3 +64,13 @@ def test_snapshot(modelprobe: ModelProbe, modelprobe_snapshot: ModelProbeSnapsho
     named = modelprobe_snapshot(name="wide", tolerance={"blocks.*.attn": 10}, compare="architecture", allow=["dropout"])
     assert_type(named, ModelProbeSnapshot)
     assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite")
+
+
+def test_checks(modelprobe: ModelProbe) -> None:
+    ids = modelprobe.randint(0, 10, (2, 6))
+    outcome = checks.incremental(modelprobe, Net(), ids, step=lambda model, chunk, state: (model(chunk), state))
+    assert_type(outcome, checks.Outcome)
+    assert_type(checks.incremental.outcome(modelprobe, Net(), ids, chunks=[3, 1, 2]), checks.Outcome)
+    assert_type(checks.modes_agree(modelprobe, Net(), ids), checks.Outcome)
+    assert_type(checks.dropout_scaled(modelprobe, Net(), ids), checks.Outcome)
+    assert_type(checks.inputs_used(modelprobe, Net(), modelprobe.randn(4, 8)), checks.Outcome)
