@@ -283,6 +283,23 @@ class Cells(nn.Module):
         return self.head(torch.stack(outputs, 1)), (one, two)
 
 
+def test_a_state_that_is_broadcast_against_the_positions_is_named(probe: ModelProbe) -> None:
+    class Shifted(nn.Module):
+        """Adds to each position the one before, of which it keeps the last with an axis too few."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+            before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+            before = before if state is None or x.shape[1] > 1 else state
+            return self.linear(x + before), x[:, -1]
+
+    found = checks.incremental.outcome(probe, Shifted(), probe.randn(3, LENGTH, 4))
+    assert str(found).startswith("linear gives out 3 positions of output for a chunk of 1, at position 5")
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_of_torch_go_on(probe: ModelProbe, kind: Any) -> None:
     assert checks.incremental(probe, kind(4, 8, num_layers=2), probe.randn(LENGTH, 3, 4)).verdict == "holds"

@@ -151,6 +151,8 @@ class _Attempt:
                 advice=f"{note}{_ADVICE}",
             )
         if not self._ends:
+            if (longer := self._longer()) is not None:
+                return longer
             raise NotApplicableError("what it gives out for a chunk is not as long as the chunk")
         first = min(self._found, key=lambda one: one.chunk, default=None)
         if first is None:
@@ -165,6 +167,23 @@ class _Attempt:
             rows=tuple((one.given.where, percent(one.change), self._positions(one.chunk)) for one in self._found),
             advice=f"{note}{_ADVICE}",
         )
+
+    def _longer(self) -> Break | None:
+        """Return the first layer that gives out more positions than a chunk has, as where states are broadcast."""
+        parts = [self._by_address(part) for part in self._parts]
+        for given in self._one.outputs:
+            theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
+            shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
+            for axis, n in enumerate(given.tensor.shape):
+                lengths = [shape[axis] for shape in shapes]
+                if n != self._length or len(lengths) < len(parts) or lengths[0] != self._sizes[0]:
+                    continue
+                for chunk, (length, size) in enumerate(zip(lengths, self._sizes, strict=True)):
+                    if size < length < self._starts[chunk] + size:
+                        line = f"gives out {count(length, 'position')} of {given.path} for a chunk of {size}"
+                        where = self._positions(chunk)
+                        return Break(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
+        return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
         """Refuse to call broken what no state can make agree.
