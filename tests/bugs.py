@@ -9,6 +9,7 @@ STRUCTURE, PARAMETERS, RANGES = "test_assert_structure.py", "test_assert_paramet
 ATTENTION, TRAINING = "test_assert_attention.py", "test_assert_training.py"
 FINITE = "test_checks_finite.py"
 OUTPUTS = "test_checks_outputs.py"
+INCREMENTAL, MODES = "test_checks_incremental.py", "test_checks_modes.py"
 MATRIX = "kill matrix"
 
 
@@ -177,6 +178,48 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_model_that_does_not_find_its_padding_is_named"),
         Bug("C13", "an averaged model whose running statistics stay", "checks.ema_tracks", FINITE,
             "test_an_average_whose_running_statistics_stay_is_told"),
+    ],
+    "Caches and modes": [
+        Bug("C20", "a causal mask that ignores the cache", "checks.incremental", INCREMENTAL,
+            "test_a_mask_that_ignores_the_cache_is_named"),
+        Bug("C21", "a causal mask as long as the chunk, which does not fit the scores", "checks.incremental",
+            INCREMENTAL, "test_a_mask_that_does_not_fit_is_told_with_what_goes"),
+        Bug("C22", "positions that ignore the cache", "checks.incremental", INCREMENTAL,
+            "test_positions_that_ignore_the_cache_are_named_in_gpt2"),
+        Bug("C23", "a start that is wrong for later chunks alone", "checks.incremental", INCREMENTAL,
+            "test_a_start_that_is_wrong_for_later_chunks_alone_is_named"),
+        Bug("C24", "rotary angles that begin at 0 in each chunk", "checks.incremental", INCREMENTAL,
+            "test_rotary_angles_that_ignore_the_cache_are_named_in_llama"),
+        Bug("C25", "rotary angles one position too far after the first chunk", "checks.incremental", INCREMENTAL,
+            "test_rotary_angles_one_too_far_are_named"),
+        Bug("C26", "a cache that is overwritten and not extended", "checks.incremental", INCREMENTAL,
+            "test_a_cache_that_is_overwritten_is_named"),
+        Bug("C27", "a cache that keeps the newest keys and values alone", "checks.incremental", INCREMENTAL,
+            "test_a_cache_that_is_overwritten_is_named_in_llama"),
+        Bug("C28", "a hidden state that is dropped between chunks", "checks.incremental", INCREMENTAL,
+            "test_a_state_that_is_dropped_is_named_by_the_cell_that_got_it"),
+        Bug("C29", "a step that is another recurrence than the forward", "checks.incremental", INCREMENTAL,
+            "test_a_step_that_drops_the_state_is_named"),
+        Bug("C30", "LoRA merged for evaluation with another scale", "checks.modes_agree", MODES,
+            "test_lora_merged_with_another_scale_is_named"),
+        Bug("C31", "LoRA merged once more by a second eval()", "checks.modes_agree", MODES,
+            "test_lora_that_is_merged_twice_is_named"),
+        Bug("C32", "LoRA that stays merged when training goes on", "checks.modes_agree", MODES,
+            "test_lora_that_stays_merged_is_named"),
+        Bug("C33", "a layer that takes another way in training", "checks.modes_agree", MODES,
+            "test_a_layer_that_takes_another_way_in_training_is_named"),
+        Bug("C34", "a dropped path that is not scaled", "checks.dropout_scaled", MODES,
+            "test_a_dropped_path_that_is_not_scaled_is_named"),
+        Bug("C35", "dropout by hand, not scaled or scaled twice", "checks.dropout_scaled", MODES,
+            "test_dropout_by_hand_that_is_scaled_wrongly_is_named"),
+        Bug("C36", "dropout of torch, scaled once more by hand", "checks.modes_agree", MODES,
+            "test_dropout_that_is_scaled_twice_by_hand_is_named"),
+        Bug("C37", "a row for padding that is not zero", "checks.initialised", MODES,
+            "test_a_row_for_padding_that_an_initialisation_wrote_over_is_named"),
+        Bug("C38", "features of an input that a slice leaves out", "checks.inputs_used", MODES,
+            "test_features_that_reach_nothing_are_named"),
+        Bug("C39", "an input that is taken and not used", "checks.inputs_used", MODES,
+            "test_an_input_that_reaches_nothing_is_named"),
     ],
     "The training loop": [
         Bug("C40", "gradients never reset, other than accumulated on purpose", "assert_training_loop", TRAINING,

@@ -16,6 +16,8 @@ from pytest_modelprobe.selection import nearest
 from .batch import any_batch_size, batch_independent
 from .check import Check, in_order
 from .finite import finite
+from .inputs import inputs_used
+from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
@@ -29,8 +31,9 @@ STANDARD: Mapping[str, Check] = {
     check.__name__: check
     for check in (
         finite, registered, initialised, deterministic, eval_stable, seeded, train_eval_differ,
+        modes_agree, dropout_scaled,
         batch_independent, any_batch_size, padding_invariant,
-        state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
+        inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
     )
 }  # fmt: skip
@@ -38,6 +41,7 @@ STANDARD: Mapping[str, Check] = {
 
 APART: Mapping[str, str] = {
     "causal": "as only some models are meant to be so",
+    "incremental": "as only some models go on from a state",
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
@@ -95,7 +99,7 @@ def standard(
     """Assert all that is expected of a model unless it is meant to be otherwise, and return what each check said.
 
     `STANDARD` has their names. Left to be called by themselves are those that only some models are meant to pass
-    (`causal`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
+    (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
     (`compile_parity`, `gradcheck`) and those that need something more (`device_parity`, `optimizer_covers`,
     `ema_tracks`).
 

@@ -7,7 +7,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -175,6 +175,8 @@ def _is(value: Any, kind: Any) -> bool:
         return any(_is(value, one) for one in typing.get_args(kind))
     if typing.get_origin(kind) is Callable:
         return callable(value) and not isinstance(value, nn.Module)
+    if typing.get_origin(kind) is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str)
     number = {int: numbers.Integral, float: numbers.Real}.get(kind)
     return isinstance(value, number or kind) and not (number and isinstance(value, bool))
 
@@ -190,6 +192,8 @@ def _said(kind: Any) -> str:
     if typing.get_origin(kind) is Callable:
         returned = typing.get_args(kind)[-1]
         return "a function" + ("" if returned in (object, Any) else f" that returns {_said(returned)}")
+    if typing.get_origin(kind) is Sequence:
+        return "a sequence of integers"
     names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
     room = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
     return names.get(kind, f"a {room}.{kind.__name__}")

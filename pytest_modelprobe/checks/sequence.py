@@ -42,7 +42,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     ... # doctest: +ELLIPSIS
     (root) knows of later positions: ...
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
     half = (length + 1) // 2
     one = trial.reference(mode="eval")
@@ -102,7 +102,7 @@ def padding_invariant(
     >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask).text)
     9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     axis, length = axis % tensor.dim(), tensor.shape[axis]
     kept = length - max(1, length // 4)
     batch = tensor.shape[0 if axis else 1 % tensor.dim()]
@@ -175,7 +175,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     >>> print(checks.permutation_equivariant(probe, layer, probe.randn(2, 5, 8)))
     permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in another order
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
     order = torch.arange(length, device=trial.probe.device).roll(1)
     order[: length - 1] = order[: length - 1].flip(0)
@@ -219,7 +219,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     >>> print(checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randn(2, 5, 8)).verdict)
     broken
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     order = torch.arange(tensor.shape[axis], device=trial.probe.device).flip(0)
 
     one, two = _reordered(trial, path, axis, order)
@@ -320,7 +320,7 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
     return another
 
 
-def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
+def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
         positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1

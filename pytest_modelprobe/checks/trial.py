@@ -248,6 +248,19 @@ class Trial:
             self._lasting = False
             self._state.restore()
 
+    def follow(self, call: Callable[[], Any]) -> Trace:
+        """Return what the layers show while a function calls the model, or parts of it; within `lasting`."""
+        trace = Trace()
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
+        with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
+            try:
+                trace.output = call()
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+                trace.error = error
+        return trace
+
     def reference(self, **options: Any) -> Trace:
         """Return a run on the inputs as they are given, which has to succeed.
 
@@ -464,14 +477,15 @@ def _taken(leaf: Tensor) -> Tensor | None:
 def hooked(
     modules: Mapping[str, nn.Module],
     before: Callable[[str, nn.Module, Any, Any], None] | None = None,
-    after: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, nn.Module, Any, Any], object] | None = None,
 ) -> Iterator[None]:
     """Call functions around each call of the modules.
 
     Args:
         modules: By name. Scripted ones take no hooks.
         before: Takes the name, the module, its positional and its keyword arguments.
-        after: Takes the name, the module, its positional arguments and what it gives out.
+        after: Takes the name, the module, its positional arguments and what it gives out; what it returns takes the
+            place of that, unless it is None.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
