@@ -202,6 +202,8 @@ def follow(average: nn.Module, model: nn.Module) -> None:
     with torch.no_grad():
         for mine, its in zip(average.parameters(), model.parameters(), strict=True):
             mine.lerp_(its, 0.1)
+        for mine, its in zip(average.buffers(), model.buffers(), strict=True):
+            mine.copy_(its)
 
 
 @dataclass(frozen=True, kw_only=True)

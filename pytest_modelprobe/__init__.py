@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         assert_same_behaviour,
         assert_shapes,
         assert_tied,
+        assert_training_loop,
         assert_update_ratio,
     )
     from .exceptions import (
@@ -74,6 +75,7 @@ __all__ = [
     "assert_same_behaviour",
     "assert_shapes",
     "assert_tied",
+    "assert_training_loop",
     "assert_update_ratio",
 ]
 
@@ -92,6 +94,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("pytest-modelprobe")
+    if name == "checks":
+        return importlib.import_module(f"{__name__}.checks")
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not kept here: pytester drops modules between runs and keeps this one, and two `Record` classes are not one.
@@ -99,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "checks"]

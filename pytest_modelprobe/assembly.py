@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
+from ._torch import without_torch_function
 from .attention import Attended
 from .capture import Capture
 from .layers import attributes, own_buffers, own_parameters, type_name
@@ -44,7 +45,7 @@ def assemble(
             as it left them.
     """
     capture.check()
-    with torch._C.DisableTorchFunction():  # a mode of the user sees nothing of it
+    with without_torch_function():  # a mode of the user sees nothing of it
         return _assembled(capture, which, seed=seed, loss=loss, before=before or {})
 
 
@@ -68,6 +69,7 @@ def _assembled(
         seed=seed,
         loss=loss,
         notes=tuple(capture.notes),
+        training=capture.steps.training if which == "all" else None,
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
 
@@ -275,6 +277,7 @@ def _attention(attended: Attended) -> Attention:
         shape=tuple(attended.most.shape),
         entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
         most=tuple(attended.most.flatten().tolist()),
+        kind=attended.kind,
     )
 
 

@@ -10,28 +10,42 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import operator
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from . import statistics
-from .attention import Attended, AttentionMode, returned
+from ._torch import (
+    CALL,
+    any_autocast,
+    function_modes,
+    global_hooks,
+    graph_task,
+    hook_tables,
+    is_view,
+    is_wrapped,
+    tensor_hooks,
+    tracing_state,
+    without_torch_function,
+)
+from .attention import Attended, AttentionMode
 from .exceptions import ModelProbeError
-from .flatten import Flat, flatten, flatten_call, map_tensors
-from .functionals import ForwardMode, FunctionalMode
+from .flatten import Flat, flatten, flatten_call, map_tensors, unseen
+from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .layers import Layers, attributes, type_name
+from .memory import as_array
 from .observation import (
     Contents,
     Forward,
@@ -43,10 +57,12 @@ from .observation import (
     Values,
     identity,
     plain_name,
+    shape_of,
 )
 from .owned import Owned, contents, owned
 from .record import ROOT, Dimension, Plain, qualified
 from .statistics import Reduced, SmallTensors
+from .steps import Accumulated, Steps
 from .units import unit_axis
 
 _DRAW_NOTHING = {
@@ -61,6 +77,7 @@ _DRAW_NOTHING = {
     }
     and module not in {nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
 }  # fmt: skip
+_SCALER_STEP = getattr(torch.amp.GradScaler.step, "__code__", None)
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -105,14 +122,17 @@ class Capture:
         self.changes = 0
         """Counts what was seen: a record made at another count is out of date."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
+        self.steps = Steps()
         self.guard = _Guard()
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
-        self._attention = attention
+        # The pre-hooks, with those of the same module.
+        self._before: list[tuple[_Before, dict[int, Any]]] = []
+        self._attention = AttentionMode(self) if attention else None
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
-        if attention:  # entered last: it comes first, while no pseudo-layer is open
-            self._modes.append(AttentionMode(self))
+        if self._attention is not None:  # topmost of the two: it comes first, while no pseudo-layer is open
+            self._modes.append(self._attention)
         # Of each layer inside the newest forward, where it is the first of its kind: class and attributes as it began.
         self._attributes: dict[str, tuple[type, dict[str, Plain]]] = {}
         # The calls that run, outermost first, all in one thread.
@@ -139,8 +159,9 @@ class Capture:
 
     def attach(self) -> None:
         """Put the hooks on. On an error none stays behind."""
+        graph_task()  # a torch that cannot answer is refused here, not in the hooks
         try:
-            with _collection_paused(), torch._C.DisableTorchFunction():
+            with _collection_paused(), without_torch_function():
                 self._exit.enter_context(run_eagerly(self.layers))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
@@ -149,6 +170,7 @@ class Capture:
                 self._storages = frozenset(_storages(self.layers.modules[root]))
                 self._hook_parameters()
                 self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+                self._handles.append(register_optimizer_step_post_hook(self._after_step))
         except BaseException:
             self.detach()
             raise
@@ -156,9 +178,13 @@ class Capture:
 
     def _attach_layer(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            before, after = _Before(self, name, module), _After(self, name, module)
+            after = _After(self, name, module)
+            before = _Before(self, name, module, after)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            before.key = self._handles[-1].id
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            after.key = self._handles[-1].id
+            self._before.append((before, module._forward_pre_hooks))
         if name in self.selected:
             prefix = "" if name == ROOT else f"{name}."
             self._owners.append((prefix, module))
@@ -176,13 +202,13 @@ class Capture:
                     self._parameters[prefix + name] = parameter
                     hook = self._hook_on(parameter)
                     if hook is None:
-                        hook = _ParameterHook(self)
+                        hook = _ParameterHook(self, parameter)
                         accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
                         self._handles += (parameter.register_hook(hook), accumulated)
                     hook.names.append(prefix + name)  # tied: one hook speaks for all its names
 
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
-        hooks = (parameter._backward_hooks or {}).values()
+        hooks = (tensor_hooks(parameter) or {}).values()
         return next((h for h in hooks if isinstance(h, _ParameterHook) and h.capture is self), None)
 
     def detach(self) -> None:
@@ -196,6 +222,7 @@ class Capture:
             if (hook := alive()) is not None:
                 hook.handle.remove()
         self._tensor_hooks.clear()
+        self._before.clear()
         self._parameters.clear()
         self._gradients.clear()
         with _collection_paused():
@@ -206,6 +233,8 @@ class Capture:
     def check(self) -> None:
         """Raise the error that a hook ran into, if there was one."""
         failure = self.guard.failure
+        if isinstance(failure, ModelProbeError):
+            raise failure
         if failure is not None:
             raise ModelProbeError(
                 f"a hook of the probe failed, so that the record is incomplete: {failure!r}"
@@ -214,12 +243,19 @@ class Capture:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def before(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], running: FrameType
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        running: FrameType,
+        *,
+        late: bool = False,
     ) -> None:
-        """Called before each call of a watched layer, with its arguments."""
+        """Called before each call of a watched layer, with its arguments; ``late`` hooks may still change them."""
         self._drop_abandoned()
         flat = flatten_call(args, kwargs)
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             self._begin_recompute(name, flat, running)
             return
         if not self._stack:
@@ -229,14 +265,23 @@ class Capture:
             return
         assert self.newest is not None
         frame = _Frame(name, running, self.newest, flat)
+        if late:
+            frame.read = _identities(flat)
         if name in self.selected:
             self._open(frame, module.training, may_draw=not _draws_nothing(module))
         self._stack.append(frame)
         if len(self._stack) == 1:
-            for mode in self._modes:
-                mode.enter()
+            enter(self._modes)
 
-    def after(self, name: str, module: nn.Module, output: Any, running: FrameType) -> None:
+    def after(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        running: FrameType,
+    ) -> None:
         """Called after each call of a watched layer, also when it raised."""
         self.changes += 1
         recomputed = self._recomputing.pop(running, None)
@@ -246,6 +291,8 @@ class Capture:
         frame = self._close(name, running)
         if frame is None:
             return
+        if frame.read is not None and frame.read != _identities(flatten_call(args, kwargs)):
+            self.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not frame.error_before:
@@ -254,21 +301,27 @@ class Capture:
             if frame.call is not None:
                 self._shut(frame, frame.call, output, module)
             if name in self.keep:
-                with statistics.plainly():
-                    self.kept.setdefault(name, []).append(map_tensors(_kept, output))
+                self._keep(name, output)
         finally:
             if not self._stack:
                 self._leave_forward()
+
+    def note_late(self, name: str, what: str) -> None:
+        """Note that a hook came too late for one call to see what it changes."""
+        self.notes[
+            f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
+            "call was not seen"
+        ] = None
 
     def _open(self, frame: _Frame, training: bool, *, may_draw: bool) -> None:
         call = frame.call = frame.forward.begin_call(frame.name)
         call.training = training
         call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
         call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(frame.inputs)
-        axes = self._stack[-1].axes if self._stack else {}
+        axes = self._stack[-1].axes if self._stack else None
         with statistics.plainly():
             call.inputs = [
-                (path, self._observe(frame.forward, tensor, axes.get(tuple(tensor.shape))))
+                (path, self._observe(frame.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
                 for path, tensor in frame.inputs.tensors
             ]
             frame.random_states = _random_states() if may_draw else ()
@@ -279,10 +332,12 @@ class Capture:
             outputs = flatten("output", output)
             for path, tensor in outputs.tensors:
                 axis = frame.axis_for(tensor)
-                if module is not None:
+                if module is not None and not tensor.is_nested:
                     axis = unit_axis(module, tensor, axis)
                 call.outputs.append((path, self._observe(frame.forward, tensor, axis)))
             self._note_returned(frame, call, outputs)
+            if outputs.opaque and not self._stack:
+                self.notes[f"{frame.name}: {unseen(outputs)}"] = None
             if frame.random_states and any(map(operator.ne, frame.random_states, _random_states())):
                 call.random = hashlib.blake2b(b"".join(frame.random_states), digest_size=8).hexdigest()
         if self._stack:
@@ -290,11 +345,17 @@ class Capture:
             for _, seen in call.outputs:
                 axes[seen.shape] = seen.axis
 
+    def _keep(self, name: str, output: Any) -> None:
+        if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
+            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        with statistics.plainly():
+            self.kept.setdefault(name, []).append(map_tensors(_kept, output))
+
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
         """Open a pseudo-layer for a functional call inside the running layer; None if it is none of ours."""
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             parent = self._stack[-1] if self._stack else None
-            if parent is None or parent.name not in self.selected or parent.is_over():
+            if parent is None or parent.name not in self.selected or parent.is_over(self._thread):
                 return None
             if type_name(self.layers.modules[parent.name]).startswith("torch.nn.modules."):
                 return None  # the module is the function
@@ -310,7 +371,7 @@ class Capture:
 
     def close_functional(self, frame: _Frame, output: Any) -> None:
         """Close the pseudo-layer of a functional call that returned."""
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
             self.drop_functional(frame)
             assert frame.call is not None
             self._shut(frame, frame.call, output, None)
@@ -320,24 +381,17 @@ class Capture:
         if frame in self._stack:
             del self._stack[self._stack.index(frame) :]
 
-    def note_attention(self, read: Callable[[], Attended | None]) -> None:
-        """Take in attention weights that the innermost running call has just computed."""
-        with self.guard, torch._C.DisableTorchFunction():
-            frame = self._stack[-1] if self._stack else None
-            if frame is None or frame.call is None or frame.is_over():
-                return
-            with statistics.plainly():
-                attended = read()
-            if attended is not None:
-                self._attend(frame.call, [attended])
+    def running_call(self) -> ObservedCall | None:
+        """Return the innermost running call, if it is recorded."""
+        frame = self._stack[-1] if self._stack else None
+        return None if frame is None or frame.is_over(self._thread) else frame.call
 
     def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
-        if self._attention and not frame.attended:
-            found = [a for _, tensor in outputs.tensors if (a := returned(tensor)) is not None]
-            self._attend(call, found)
+        if self._attention is not None and not frame.attended:
+            self.attend(call, self._attention.given_out(call, [tensor for _, tensor in outputs.tensors]))
 
-    def _attend(self, call: ObservedCall, found: list[Attended]) -> None:
+    def attend(self, call: ObservedCall, found: list[Attended]) -> None:
         """Add attention weights to a call; they were seen in all that run."""
         call.attention += found
         for outer in self._stack if found else ():
@@ -347,7 +401,7 @@ class Capture:
 
     def _drop_abandoned(self) -> None:
         """Drop calls that no longer run, though no hook said that they ended."""
-        while self._stack and self._stack[-1].is_over():
+        while self._stack and self._stack[-1].is_over(self._thread):
             self._stack.pop()
             if not self._stack:
                 self._leave_forward()
@@ -363,6 +417,8 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module) -> None:
         if self.newest is not None:
             self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
+        for hook, hooks in self._before:
+            hook.stay_last(hooks)
         self._hook_parameters()
         self._thread = threading.get_ident()
         self._recomputing.clear()
@@ -370,6 +426,7 @@ class Capture:
         self._views.settle()
         self._tensor_hooks = [alive for alive in self._tensor_hooks if alive() is not None]
         kind = name, module.training
+        self.steps.forward_begins(training=module.training)
         self._attributes = {} if kind in self.totals else dict(self._attributes_inside(name))
         self.newest = Forward(self.forwards, kind)
         self.first = self.first or self.newest
@@ -378,8 +435,7 @@ class Capture:
         self._forwards.add(self.newest)
 
     def _leave_forward(self) -> None:
-        for mode in reversed(self._modes):
-            mode.leave()
+        leave(self._modes)
         self.note_results()
         if self.after_first is None and self.first is not None:
             self.after_first = {
@@ -416,7 +472,7 @@ class Capture:
             return Observed(tensor, *self._read(forward, tensor, axis))
         before = hook.seen_in(forward)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
-        if before is not None and hook.version is not None and not tensor._is_view():
+        if before is not None and hook.version is not None and not is_view(tensor):
             seen = Observed(tensor, before.number, before.forward)
         else:
             _, reduced = self._read(forward, tensor, axis)
@@ -446,7 +502,7 @@ class Capture:
             return None
         # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
         version = None if tensor.is_leaf else tensor._version
-        for known in (tensor._backward_hooks or {}).values():
+        for known in (tensor_hooks(tensor) or {}).values():
             if type(known) is _TensorHook and known.capture is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
@@ -510,6 +566,7 @@ class Capture:
                 seen.receive(reduced, inner=inner)
             if not inner:
                 forward.backwards.add(self._backward)
+                self.steps.reached(training=forward.kind[1])
 
     def parameter_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Called with the gradient of a parameter, before it is added to ``.grad``."""
@@ -546,24 +603,27 @@ class Capture:
 
         Then gradients were seen before it took its factor out.
         """
-        with self.guard, torch._C.DisableTorchFunction():
+        with self.guard, without_torch_function():
+            self.changes += 1
+            hooks = [self._hook_on(p) for group in optimizer.param_groups for p in group["params"]]
+            held = [hook.held for hook in hooks if hook is not None]
+            self.steps.step_begins(optimizer, held, self._parameters.values())
             scaled = _is_stepped_by_scaler(sys._getframe(1))
-            if (scaled or self.before_training is None) and self._is_stepped_by(optimizer):
+            if (scaled or self.before_training is None) and held:
                 if scaled:
                     self.notes["gradients are those of the loss as a GradScaler scaled it"] = None
                 if self.before_training is None:
                     self.before_training = owned(self.layers, self.selected)
 
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has a parameter of a selected layer."""
-        return any(self._hook_on(p) is not None for group in optimizer.param_groups for p in group["params"])
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps.step_ends()
 
     def _count_backward(self) -> bool:
         """Count the backward pass if it is new; return whether it runs inside a forward."""
         self.changes += 1
         self._drop_abandoned()
         inner = bool(self._stack)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task > self._newest_task:
             self._newest_task = task
             self._gradients.clear()
@@ -596,7 +656,7 @@ class _Frame:
     """A call that is running."""
 
     __slots__ = (
-        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "running",
+        "attended", "axes", "call", "error_before", "forward", "inputs", "name", "random_states", "read", "running",
     )  # fmt: skip
 
     def __init__(self, name: str, running: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -609,21 +669,22 @@ class _Frame:
         """Unit axis of what the calls inside gave out, the newest of each shape."""
         self.random_states: tuple[bytes, ...] = ()
         """As the call began; none where it draws nothing."""
+        self.read: list[Any] | None = None
+        """What tells the inputs as they were read, where hooks came after."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def is_over(self) -> bool:
-        """Whether the call has ended: Python refuses to clear a frame that runs, in whatever thread."""
-        try:
-            self.running.clear()
-        except RuntimeError:
+    def is_over(self, thread: int) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
+        if _is_called_by(sys._getframe(1), self.running):
             return False
-        return True
+        elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+        return not _is_called_by(elsewhere, self.running)
 
     def axis_for(self, output: torch.Tensor) -> int | None:
         """Return the unit axis that the output inherits: of what was made inside, else of an input of its shape."""
-        shape = tuple(output.shape)
+        shape = shape_of(output)
         inside = self.axes.get(shape)
         if inside is not None or self.call is None:
             return inside
@@ -638,7 +699,7 @@ class _Views:
 
     def add(self, tensor: torch.Tensor, seen: Observed) -> None:
         """Look after a tensor, if it is a view."""
-        if tensor._is_view():
+        if is_view(tensor):
             version = tensor.detach()
             with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
                 # An alias without the memory: what it still shares is the count of versions.
@@ -656,8 +717,10 @@ class _Views:
 
 
 class _Hook:
-    __slots__ = ("_capture", "_module", "_name")
+    __slots__ = ("_capture", "_module", "_name", "key")
     is_modelprobe = True
+    key: int
+    """Of the hook, among those of its module."""
 
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         self._capture = capture
@@ -671,26 +734,46 @@ class _Hook:
         return _Inert()
 
     def _active(self, module: nn.Module) -> bool:
-        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        traced = tracing_state() is not None
         return self._capture.attached and self._module() is module and not traced
+
+    def stay_last(self, hooks: dict[int, Any]) -> bool:
+        """Move behind hooks that came since, to see what they change; return whether there were any."""
+        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
+            return False
+        behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
+        if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
+            return False
+        cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
+        return True
 
 
 class _Before(_Hook):
-    __slots__ = ()
+    __slots__ = ("after",)
+
+    def __init__(self, capture: Capture, name: str, module: nn.Module, after: _After) -> None:
+        super().__init__(capture, name, module)
+        self.after = after
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._active(module):
-            with self._capture.guard, torch._C.DisableTorchFunction():
-                self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)))
+        if not torch.compiler.is_compiling():
+            with self._capture.guard, without_torch_function():
+                if self._active(module):
+                    late = self.stay_last(module._forward_pre_hooks)
+                    self.after.stay_last(module._forward_hooks)
+                    self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)), late=late)
 
 
 class _After(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._active(module):
-            with self._capture.guard, torch._C.DisableTorchFunction():
-                self._capture.after(self._name, module, output, _running(sys._getframe(1)))
+        if not torch.compiler.is_compiling():
+            with self._capture.guard, without_torch_function():
+                if self._active(module):
+                    if self.stay_last(module._forward_hooks):
+                        self._capture.note_late(self._name, "outputs")
+                    self._capture.after(self._name, module, args, kwargs, output, _running(sys._getframe(1)))
 
 
 class _Inert:
@@ -700,12 +783,10 @@ class _Inert:
     is_modelprobe = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        before, after = module._forward_pre_hooks, module._forward_hooks
-        flags = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
-        inert = [key for hooks in (before, after) for key, hook in hooks.items() if isinstance(hook, _Inert)]
-        for key in inert:
-            for entries in (before, after, *flags, module._forward_hooks_always_called):
-                entries.pop(key, None)
+        tables = hook_tables(module)
+        for key in [key for table in tables for key, hook in table.items() if isinstance(hook, _Inert)]:
+            for table in tables:
+                table.pop(key, None)
 
 
 class _TensorHook:
@@ -738,37 +819,42 @@ class _TensorHook:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if self.capture.attached and gradient is not None and self.observed:
             self._fired = True
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
                 self.capture.gradient(self, gradient)
 
 
 class _ParameterHook:
     """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes."""
 
-    __slots__ = ("_arrived", "_parts", "capture", "names")
+    __slots__ = ("_arrived", "_parameter", "_parts", "capture", "held", "names")
     is_modelprobe = True
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, parameter: nn.Parameter) -> None:
         self.capture = capture
+        self.held = Accumulated()
+        self._parameter = ref(parameter)
         self.names: list[str] = []
         self._arrived = -1
         self._parts = 0
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if self.capture.attached and gradient is not None:
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
                 backward = self.capture.backward_pass()
                 self._parts = self._parts + 1 if backward == self._arrived else 1
                 self._arrived = backward
                 if self._parts == 1:
+                    parameter = self._parameter()
+                    if parameter is not None:
+                        self.capture.steps.arrives(parameter, self.held, backward)
                     self.capture.parameter_gradient(self.names, gradient)
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook cannot do: it came in parts, or (FSDP2) torch did not call it."""
-        if self._parts == 1 and torch._C._current_graph_task_id() == self._arrived:
-            return
         if self.capture.attached:
-            with self.capture.guard, torch._C.DisableTorchFunction():
+            with self.capture.guard, without_torch_function():
+                if self._parts == 1 and graph_task() == self._arrived:
+                    return
                 gradient = parameter.grad
                 if gradient is not None and (self._parts > 1 or self.capture.backward_pass() != self._arrived):
                     self.capture.parameter_gradient(self.names, gradient)
@@ -790,17 +876,27 @@ class _AccumulatedHook:
 
 def _is_stepped_by_scaler(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code is GradScaler._maybe_opt_step.__code__:
-            return True
+        if frame.f_code is _SCALER_STEP:
+            scaler = frame.f_locals.get("self")
+            return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         frame = frame.f_back
     return False
 
 
 def _running(frame: FrameType) -> FrameType:
     """Return the frame of the ``_call_impl`` that runs the hook: pre and post hook of one call share it."""
-    while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
+    while frame.f_code.co_name != CALL and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+    """Whether a frame is ``caller``, or runs for it; the walk is short where it is."""
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _storages(model: nn.Module) -> Iterator[int]:
@@ -813,17 +909,21 @@ def _storages(model: nn.Module) -> Iterator[int]:
                     yield key[0]
 
 
+def _identities(inputs: Flat) -> list[tuple[int, Identity | None]]:
+    return [(id(tensor), identity(tensor)) for _, tensor in inputs.tensors]
+
+
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)  # the second alone costs a microsecond
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+def _kept(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if is_wrapped(tensor) else tensor.detach().clone()
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:
     """Return the dtype of the autocast that is active for the device of an input."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return None
     for device in sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -837,15 +937,15 @@ def _draws_nothing(module: nn.Module) -> bool:
         type(module) in _DRAW_NOTHING
         and "forward" not in module.__dict__
         and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
-        and not (_global_forward_pre_hooks or _global_forward_hooks or torch._C._len_torch_function_stack())
+        and not (any(global_hooks) or function_modes())
     )
 
 
 def _random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators, to tell whether a call drew from them."""
-    states = torch.default_generator.get_state().numpy().tobytes()
+    states = as_array(torch.default_generator.get_state()).tobytes()
     if torch.cuda.is_initialized():
-        return states, torch.cuda.get_rng_state().numpy().tobytes()  # kept on the CPU: nothing waits
+        return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
     return (states,)
 
 
@@ -864,7 +964,7 @@ def _note_raising(error: BaseException, name: str, module: nn.Module, inputs: Fl
 
 def describe(tensor: torch.Tensor) -> str:
     """Return shape, dtype and device: ``(2, 17, 64) float32 cpu``."""
-    return f"{tuple(tensor.shape)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
+    return f"{shape_of(tensor)} {plain_name(tensor.dtype)} {plain_name(tensor.device)}"
 
 
 def run_eagerly(layers: Layers) -> contextlib.AbstractContextManager[object]:

@@ -16,13 +16,14 @@ from typing import Any
 
 from . import actions, gate
 from .compare import Difference, compare
-from .exceptions import ModelProbeError, UsageError
+from .exceptions import ModelProbeError, SelectionError, UsageError
 from .files.storage import ARCH, DIRECTORY
 from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict
 from .git import Commit, GitError, Repository
 from .record import Record
 from .report import changes, github, markdown
-from .report.text import count, layer_rows, layer_table, listed, printable, table
+from .report.record import headline
+from .report.text import count, layer_rows, listed, printable, table
 from .selection import Glob, select
 from .sources import (
     ENDINGS,
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INCOMPLETE
     except (ModelProbeError, OSError) as error:
-        said = printable(str(error), longest=400)
+        said = printable(str(error))
         print(f"modelprobe: {said}", file=sys.stderr)
         if getattr(options, "format", "") == "github":
             print(github.command("error", said, title="modelprobe could not complete"))
@@ -130,13 +131,16 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    shown = []
+    shown, without = [], []
     for snapshot in _source(options.snapshot)[0].read().values():
-        record = snapshot.record
-        if options.layers:
-            chosen = select(record.layers, options.layers)
-            record = dataclasses.replace(record, layers={name: record.layers[name] for name in chosen})
-        shown.append((snapshot, record))
+        try:
+            shown.append((snapshot, _only(snapshot.record, options.layers)))
+        except SelectionError as error:
+            without.append((snapshot, error))
+    if not shown:
+        raise without[0][1]
+    for snapshot, why in without:
+        print(printable(f"modelprobe: {snapshot.path} is left out: {why}"), file=sys.stderr)
     if options.format == "json":
         data = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
         print(_json(data if len(data) > 1 else data[0]))
@@ -147,36 +151,22 @@ def _show(options: argparse.Namespace) -> int:
     return SAME
 
 
+def _only(record: Record, globs: Sequence[str] | None) -> Record:
+    """Return a record of the layers that are asked for."""
+    if not globs:
+        return record
+    return dataclasses.replace(record, layers={name: record.layers[name] for name in select(record.layers, globs)})
+
+
 def _shown_as_text(snapshot: Snapshot, record: Record) -> str:
-    lines = [printable(_headline(snapshot))]
+    lines = [headline(snapshot.record)]
     lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
-    called = layer_rows(record)[1]
-    columns, rows = _uncalled(record)
-    return "\n".join([*lines, "", *(layer_table(record, len(called)) if called else table(columns, rows, len(rows)))])
+    columns, rows = layer_rows(record)
+    return "\n".join([*lines, "", *table(columns, rows, len(rows))])
 
 
 def _shown_as_markdown(snapshot: Snapshot, record: Record) -> list[str]:
-    columns, rows = layer_rows(record)
-    if not rows:
-        columns, rows = _uncalled(record)
-    return [f"### {markdown.escaped(_headline(snapshot))}", "", *markdown.table(columns, rows), ""]
-
-
-def _headline(snapshot: Snapshot) -> str:
-    record = snapshot.record
-    parameters = gate.parameters(record)
-    how = f"loss {record.loss}" if record.loss else "no backward"
-    run = f"; {count(record.forwards, 'forward')} on {record.device}, {how}" if record.forwards else ""
-    return f"{record.model}: {count(len(record.layers), 'layer')}, {count(parameters, 'parameter')}{run}"
-
-
-def _uncalled(record: Record) -> tuple[list[str], list[list[str | int | float | None]]]:
-    """Return columns and rows of a record without a forward."""
-    rows: list[list[str | int | float | None]] = [
-        [layer.name, layer.type_name, listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters]) or "-"]
-        for layer in record.layers.values()
-    ]
-    return ["layer", "type", "parameters"], rows
+    return [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]
 
 
 def _source(argument: str) -> tuple[Source, str]:
@@ -265,7 +255,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
     # What could not be read then is taken as new, else no change could repair it.
     was, broken = before.readable(before.states.keys() - same)
     for error in broken.values():
-        print(f"modelprobe: {printable(str(error), longest=300)}; the snapshot is taken as new", file=sys.stderr)
+        print(f"modelprobe: {printable(str(error))}; the snapshot is taken as new", file=sys.stderr)
     verdict = gate.judge(
         was,
         now.read(now.states.keys() - same),
@@ -397,7 +387,7 @@ def _plain_entry(entry: _Entry) -> dict[str, Any]:
 
 
 def _entry_as_text(entry: _Entry) -> str:
-    head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}", longest=200)
+    head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}")
     cells = [row.cells for row in entry.rows]
     lines = table(changes.COLUMNS, cells) if cells else [printable(entry.said)]
     return "\n".join([head, *(f"  {line}" for line in lines)])

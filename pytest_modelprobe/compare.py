@@ -529,7 +529,7 @@ def _scale(call: Call, *, backward: bool = False) -> float:
 
 def _is_quantity(value: Value) -> bool:
     """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
-    numbers = value.statistics
+    numbers = value.forward.statistics
     if not value.dtype.startswith(("float", "bfloat", "complex")):
         return False
     if numbers is None or numbers.min is None or numbers.max is None:

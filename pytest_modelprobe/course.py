@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .record import ROOT, Call, Layer, Record, Value, address
+from .record import ROOT, Call, Layer, Record, Value, address, label_of
 
 Place = tuple[str, bool, "Step | None"]
 """What calls have in common that run one after the other in one call, or outermost in forwards of one kind."""
@@ -45,15 +45,20 @@ class Step:
         """The layer's name, with the number of the call from the second one on."""
         return address(self.layer.name, self.call, "").rstrip()
 
+    @property
+    def label(self) -> str:
+        """What a sentence calls the call, see `label_of`."""
+        return label_of(self.name, self.layer.type_name)
+
     def between(self) -> str:
         """Return where the code runs that makes the inputs of the call: ``between fc1 and fc2``."""
-        where = f"before {self.name}" if self.before is None else f"between {self.before.name} and {self.name}"
+        where = f"before {self.label}" if self.before is None else f"between {self.before.label} and {self.label}"
         return where + forward_of(self.around)
 
 
 def forward_of(step: Step | None) -> str:
     """Return `` in block's forward``; nothing for the root, where else should it be."""
-    return "" if step is None or step.layer.name == ROOT else f" in {step.layer.name}'s forward"
+    return "" if step is None or step.layer.name == ROOT else f" in {step.layer.label}'s forward"
 
 
 class Course:

@@ -11,6 +11,13 @@ class SelectionError(ModelProbeError, LookupError):
     """A ``layers=`` selector is malformed or matches no layer."""
 
 
+class UnknownLayerError(SelectionError, KeyError):
+    """A record has no layer of that name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError quotes it
+
+
 class ShapeSpecError(ModelProbeError, ValueError):
     """A shape specification cannot be read."""
 
@@ -20,7 +27,7 @@ class UnsupportedModelError(ModelProbeError, TypeError):
 
 
 class NothingObservedError(ModelProbeError):
-    """A record lacks what was asked of it: no forward, no backward, no such layer."""
+    """A record lacks what was asked of it: no forward, no backward, no numbers."""
 
 
 class UsageError(ModelProbeError, ValueError):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.memory import as_array
 from pytest_modelprobe.record import estimated_change
 
 __all__ = ["K", "estimated_change", "project", "project_on_device", "project_rows", "read"]
@@ -219,7 +220,7 @@ def project(tensor: Tensor, index: int = 0) -> Array:
             numbers, digest = _integers(x, index)
             numbers = _of_forward(numbers, index)
             return np.concatenate([numbers, np.frombuffer(digest.to_bytes(_BYTES, "little"), np.uint8)])
-        numbers = _projected(_wide(piece).numpy() for piece in pieces(x, PIECE))
+        numbers = _projected(_wide(piece) for piece in pieces(x, PIECE))
         if not math.isfinite(np.add.reduce(numbers)):
             numbers = _carefully(x)
         return _of_forward(numbers, index)
@@ -253,11 +254,11 @@ def _of_forward(numbers: Array, index: int) -> Array:
     return numbers * _forwards()[index % 1024] if index else numbers
 
 
-def _projected(parts: Iterator[Array]) -> Array:
+def _projected(parts: Iterator[Tensor]) -> Array:
     """Return the projections of flat pieces of `PIECE` elements each, but the last."""
     part = next(parts)
-    if part.size <= _DIRECT:
-        return _projected_directly(part)
+    if part.numel() <= _DIRECT:
+        return _projected_directly(as_array(part))
     sums = _folded(part, 0)
     for number, part in enumerate(parts, 1):
         sums += _folded(part, number * (PIECE // _COLUMNS))
@@ -272,15 +273,16 @@ def _projected_directly(part: Array) -> Array:
     return numbers
 
 
-def _folded(part: Array, row: int) -> Array:
+def _folded(piece: Tensor, row: int) -> Array:
     """Return the 8 signed sums of the rows of a piece, of which the first has the number ``row``."""
+    part = as_array(piece)
     signs = _rows(part.dtype)
     period, block = divmod(row // _ROWS, len(signs))
     count, rest = divmod(part.size, _ROWS * _COLUMNS)
     rows, left = divmod(rest, _COLUMNS)
     sums = np.zeros((_SUMS, _COLUMNS))
     if count:
-        whole = part[: part.size - rest].reshape(count, _ROWS, _COLUMNS)
+        whole = piece[: part.size - rest].view(count, _ROWS, _COLUMNS)
         sums += _sum_of_products(signs[block : block + count], whole)
     if rows:
         sums += np.dot(signs[block + count, :, :rows], part[part.size - rest : part.size - left].reshape(rows, -1))
@@ -289,13 +291,11 @@ def _folded(part: Array, row: int) -> Array:
     return sums * _periods()[period % 4096, :, None] if period else sums
 
 
-def _sum_of_products(a: Array, b: Array) -> Array:
+def _sum_of_products(a: Array, b: Tensor) -> Array:
     """Return the sum of the products of two stacks of matrices."""
     if not _torch_is_exact():
-        return np.add.reduce(np.matmul(a, b), axis=0)  # type: ignore[no-any-return]
-    products = torch.bmm(torch.from_numpy(a), torch.from_numpy(b))  # on all threads
-    total: Array = products.sum(0).numpy()
-    return total
+        return np.add.reduce(np.matmul(a, as_array(b)), axis=0)  # type: ignore[no-any-return]
+    return as_array(torch.bmm(torch.from_numpy(a), b).sum(0))  # on all threads
 
 
 def _torch_is_exact() -> bool:
@@ -315,16 +315,12 @@ def _carefully(x: Tensor) -> Array:
     """Return the projection where elements are not finite or their sums overflow."""
     scale = 0.0
     for piece in pieces(x, PIECE):
-        part = _wide(piece).numpy()
+        part = as_array(_wide(piece))
         scale = max(scale, np.abs(part[np.isfinite(part)]).max(initial=0).item())
     scale = scale or 1.0
-    values = (
-        np.nan_to_num(
-            np.divide(_wide(piece).numpy(), scale, dtype=np.float64), nan=_NAN, posinf=_INFINITE, neginf=-_INFINITE
-        )
-        for piece in pieces(x, PIECE)
-    )
-    return _limited(_projected(values), scale)
+    scaled = (np.divide(as_array(_wide(piece)), scale, dtype=np.float64) for piece in pieces(x, PIECE))
+    values = (np.nan_to_num(part, nan=_NAN, posinf=_INFINITE, neginf=-_INFINITE) for part in scaled)
+    return _limited(_projected(map(torch.from_numpy, values)), scale)
 
 
 def _limited(numbers: Array, scale: float) -> Array:
@@ -338,11 +334,11 @@ def _integers(x: Tensor, index: int) -> tuple[Array, int]:
     weights = _weights(x.numel())
     total = np.uint64(0)
 
-    def drawn() -> Iterator[Array]:
+    def drawn() -> Iterator[Tensor]:
         nonlocal total
         scratch = np.empty(min(_HASHED, x.numel()), np.uint64)
         for number, piece in enumerate(pieces(x, PIECE)):
-            part = piece.numpy()
+            part = as_array(piece)
             values = np.empty(part.size, np.float32)
             for place, start in enumerate(range(0, part.size, _HASHED), number * (PIECE // _HASHED)):
                 hashes = _hashed(part[start : start + _HASHED], scratch)
@@ -350,7 +346,7 @@ def _integers(x: Tensor, index: int) -> tuple[Array, int]:
                 values[start : start + _HASHED] = np.right_shift(hashes, np.uint64(40), out=hashes)
             values -= np.float32(_MEAN)
             values *= np.float32(_SPREAD)
-            yield values
+            yield torch.from_numpy(values)
 
     numbers = _projected(drawn())
     return numbers, int(total * np.uint64(_weight(index)))

@@ -1,14 +1,16 @@
 """Nested values → (path, tensor) pairs: what goes into a call and what comes out of it.
 
 Torch's own pytree takes a plain dataclass for a leaf, so containers are opened here: tuples, lists, mappings, named
-tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes.
+tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes. Other objects, as a distribution or a cache,
+are looked into through their attributes where a call gives them out. Among arguments they are not: a cache goes through
+every layer, and would be written down with each.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,20 +19,31 @@ from .record import Plain
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST = 1000  # parts: a graph of objects that refer to each other would never end
+_MOST_OPENED = 10_000  # where nothing is to be left out
 _DEEPEST = 50
+_FROM_PYTHON = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: what objects of the other types hold is no attribute."""
 
 
 class Flat:
-    """The tensors and the plain values of one nested value, each with its path."""
+    """The tensors and the plain values of one nested value, each with its path.
 
-    __slots__ = ("_depth", "_left", "known", "plain", "tensors")
+    Args:
+        objects: Whether to look into objects that are no containers, through their attributes.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_depth", "_left", "_objects", "_opened", "known", "opaque", "plain", "tensors")
+
+    def __init__(self, *, objects: bool = False) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.plain: dict[str, Plain] = {}
+        self.opaque: dict[str, str] = {}
+        """What cannot be looked into: its path, and the name of its type."""
         self.known = True
-        """False where a part is of a type that cannot be looked into."""
-        self._left = _MOST
+        """False where a part is no container: of an object that is looked into, only the tensors are taken."""
+        self._objects = objects
+        self._opened: list[Any] = []
+        self._left = _MOST_OPENED if objects else _MOST
         self._depth = 0
 
     def add(self, path: str, value: Any) -> None:
@@ -44,16 +57,41 @@ class Flat:
         else:
             parts = None if self._depth == _DEEPEST else _parts(value)
             if parts is None:
-                self.known = False
+                self._look_into(path, value)
                 return
             self._depth += 1
             for suffix, part in parts:
                 self._left -= 1
                 if self._left < 0:
-                    self.known = False
+                    self._leave(path, value, " of too many parts")
                     break
                 self.add(path + suffix, part)
             self._depth -= 1
+
+    def _look_into(self, path: str, value: Any) -> None:
+        """Take the tensors out of what is no container."""
+        self.known = False
+        attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
+        if not attributes:
+            self._leave(path, value)
+        elif not any(value is known for known in self._opened):
+            self._opened.append(value)  # it may hold itself
+            inside = Flat(objects=True)
+            inside._opened, inside._left, inside._depth = self._opened, self._left, self._depth + 1
+            for name, part in attributes.items():
+                if not _is_means(part):
+                    inside.add(f"{path}.{name}", part)
+            self._left = inside._left - len(attributes)
+            known: set[int] = set()
+            for where, tensor in inside.tensors:
+                if id(tensor) not in known:  # distributions hold their parameter a second time as `_param`
+                    known.add(id(tensor))
+                    self.tensors.append((where, tensor))
+            self.opaque.update(inside.opaque)
+
+    def _leave(self, path: str, value: Any, more: str = "") -> None:
+        self.known = False
+        self.opaque[path] = type(value).__qualname__ + more
 
 
 def _exactly(value: Any) -> Plain:
@@ -87,28 +125,78 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
     return None if attributes is None else tuple(a.name for a in attributes)
 
 
-def flatten(path: str, value: Any) -> Flat:
-    """Return the tensors and plain values inside ``value``.
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object; none where it may hold anything else, or is gone once it is looked at."""
+    kinds = type(value).__mro__
+    if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
+        return {}
+    if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator)):
+        return {}
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in kinds:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            hidden = name.startswith("__") and not name.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _is_means(value: Any) -> bool:
+    """Whether an attribute is no result but what an object works with: a function, a class, a module."""
+    return callable(value) and not _attributes(value)
+
+
+def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
+    """Return the tensors and plain values inside ``value``, which a call gave out.
+
+    Args:
+        path: Where it was found.
+        value: What is looked into.
+        objects: Whether to look into objects that are no containers, through their attributes. Modules and iterators
+            never are.
 
     >>> flat = flatten("output", {"logits": torch.zeros(2), "n": 3})
     >>> [path for path, _ in flat.tensors], flat.plain
     (['output.logits'], {'output.n': 3})
+    >>> flat = flatten("output", (torch.distributions.Normal(torch.zeros(2), torch.ones(2)), iter([])))
+    >>> [path for path, _ in flat.tensors], flat.opaque
+    (['output[0].loc', 'output[0].scale'], {'output[1]': 'list_iterator'})
     """
-    flat = Flat()
+    flat = Flat(objects=objects)
     flat.add(path, value)
     return flat
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flat:
+def unseen(flat: Flat) -> str | None:
+    """Return what of an output cannot be looked into, in words, and what to do; None where there is nothing.
+
+    >>> unseen(flatten("output", (torch.zeros(2), iter([]))))
+    'output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does'
+    """
+    if not flat.opaque:
+        return None
+    path, kind = next(iter(flat.opaque.items()))
+    more = f", and {len(flat.opaque) - 1} more" if len(flat.opaque) > 1 else ""
+    return f"{path} cannot be looked into ({kind}){more}: give out tensors, or wrap the model in a module that does"
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bool = False) -> Flat:
     """Return the tensors and plain values among the arguments of a call.
 
     A single positional argument is ``input``, several are ``input[0]``, ``input[1]``..., keywords go by their name.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        objects: Whether to look into objects that are no containers, through their attributes.
 
     >>> flat = flatten_call((torch.zeros(2),), {"mask": torch.ones(2), "causal": True})
     >>> [path for path, _ in flat.tensors], flat.plain
     (['input', 'mask'], {'causal': True})
     """
-    flat = Flat()
+    flat = Flat(objects=objects)
     for i, arg in enumerate(args):
         flat.add("input" if len(args) == 1 else f"input[{i}]", arg)
     for name, arg in kwargs.items():
@@ -117,7 +205,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flat:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it; containers are rebuilt, others kept as they are.
+    """Return ``value`` with ``function`` applied to each tensor in it; what holds none is kept as it is.
+
+    Containers are rebuilt, and objects that `flatten` finds a tensor in.
 
     >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
     [tensor([1.]), {'n': 3}]
@@ -147,7 +237,10 @@ def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
     names = _field_names(value)
     if names is not None and not isinstance(value, tuple):
         return ((name, getattr(value, name)) for name in names if hasattr(value, name))
-    return enumerate(value) if isinstance(value, (tuple, list)) else None
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    attributes = _attributes(value)
+    return iter(attributes.items()) if attributes and flatten("", value).tensors else None
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
@@ -155,6 +248,14 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(value, tuple):
         named = hasattr(value, "_fields")
         return type(value)(*parts.values()) if named else type(value)(parts.values())
+    if not isinstance(value, (Mapping, list)) and _field_names(value) is None:
+        rebuilt = object.__new__(type(value))
+        for name, part in parts.items():
+            if name in getattr(value, "__dict__", {}):
+                rebuilt.__dict__[name] = part  # a property may go by the same name
+            else:
+                object.__setattr__(rebuilt, name, part)
+        return rebuilt
     try:
         rebuilt = copy.copy(value)
         if isinstance(value, (Mapping, list)):

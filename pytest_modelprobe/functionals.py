@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from ._torch import default_device_mode, function_modes, pop_function_mode, push_function_mode
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -33,24 +35,44 @@ _FUNCTIONS = dict(_watched())
 
 
 class ForwardMode(TorchFunctionMode):
-    """A mode that a capture enters as a forward begins, and leaves as it ends."""
+    """A mode that is on the stack while a forward of a capture runs."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self._capture = capture
-        self._entered = False
 
-    def enter(self) -> None:
-        """Enter the mode, unless it is entered."""
-        if not self._entered:
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._entered = True
+    def end(self) -> None:
+        """Forget what was kept of the forward, which is over."""
 
-    def leave(self) -> None:
-        """Leave the mode, unless it is left."""
-        if self._entered:
-            self._entered = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+def enter(modes: Sequence[ForwardMode]) -> None:
+    """Put the modes at the bottom of the stack, the last one topmost.
+
+    A `with` block pops whatever is on top: where a forward was interrupted, that must not be one of these.
+    """
+    if modes:
+        others = _taken_off(modes)
+        above = 1 if others and others[0] is default_device_mode() else 0  # torch wants it at the bottom
+        _put_on((*others[:above], *modes, *others[above:]))
+
+
+def leave(modes: Sequence[ForwardMode]) -> None:
+    """Take the modes off the stack, wherever they are, and no other."""
+    if modes:
+        _put_on(_taken_off(modes))
+        for mode in modes:
+            mode.end()
+
+
+def _taken_off(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:
+    """Take everything off the stack; return what is not among the modes, the bottom first."""
+    stack = [pop_function_mode() for _ in range(function_modes())]
+    return [mode for mode in reversed(stack) if not any(mode is one for one in modes)]
+
+
+def _put_on(modes: Iterable[TorchFunctionMode]) -> None:
+    for mode in modes:
+        push_function_mode(mode)
 
 
 class FunctionalMode(ForwardMode):

@@ -7,6 +7,7 @@ more, in order, each draw seeded by the name of the tensor it fills.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ._torch import TRUNC_NORMAL, Operation, TorchDispatchMode, schema, storage_key, without_torch_function
 from .exceptions import UsageError
 from .memory import as_bytes, has_bytes
 from .seeding import derive, seeded
@@ -60,7 +60,7 @@ def build(factory: Callable[[], M], *, seed: int) -> M:
             model = factory()
         if not isinstance(model, nn.Module):
             raise UsageError(_no_factory(model, "a function that returned "))
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             _Replay(log, model, seed).run()
     return model
 
@@ -122,23 +122,36 @@ class _Op:
 
     @cached_property
     def stores(self) -> set[_Store]:
-        views = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _View))
+        views = (leaf for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, _View))
         return {view.store for view in views} | {store for store in self.makes if store}
 
 
-class _RandomLog(TorchDispatchMode):
+class _Dispatching:
+    """Has the method of a mode: the mode's own torch would wrap, and import torch._dynamo when it is first called."""
+
+    call: Callable[..., Any]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.stay_uncompiled()
+        return self.call(func, args, kwargs or {})
+
+    def stay_uncompiled(self) -> None:
+        """Be wrapped by torch after all, as soon as code may be compiled: the log itself must not be."""
+        if "torch._dynamo" in sys.modules:
+            self.__class__ = _UncompiledLog
+
+
+class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
     """Logs the operations that random numbers flow through, and seeds each draw by its number."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.stay_uncompiled()
         self._seed = seed
         self._stores: dict[int, _Store] = {}  # by address, those with random contents
         self._sweep_at = 1024
         self._count = 0
         self._paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})
 
     def call_whole(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that fills its first argument at random, logged as one operation."""
@@ -155,7 +168,7 @@ class _RandomLog(TorchDispatchMode):
         draws = _draws(func, args, kwargs)
         if not (written or read or draws):
             return func(*args, **kwargs)
-        if not all(_loggable(leaf) for leaf in tree_leaves((args, kwargs))):
+        if not all(_loggable(leaf) for leaf in _leaves((args, kwargs))):
             return self._call_unlogged(func, args, kwargs, written, read)
         keys_read = {_key(tensor) for tensor in read}
         whole = {_key(t) for t in written if _overwrites(func, t)} - keys_read
@@ -202,15 +215,15 @@ class _RandomLog(TorchDispatchMode):
         for tensor in written:
             if _key(tensor) not in self._stores:
                 self._track(tensor, keep_contents=_key(tensor) not in whole)
-        tracked = [leaf for leaf in tree_leaves((args, kwargs)) if self._tracked(leaf)]
+        tracked = [leaf for leaf in _leaves((args, kwargs)) if self._tracked(leaf)]
         views = {id(tensor): self._view(tensor) for tensor in tracked}
         before = {self._stores[key].last for key in {_key(t) for t in tracked} - whole}
-        template = tree_map(lambda leaf: views.get(id(leaf)) or _constant(leaf), (args, kwargs))
+        template = _mapped(lambda leaf: views.get(id(leaf)) or _constant(leaf), (args, kwargs))
         writes = tuple(views[id(tensor)] for tensor in written)
         return self._op(func, *template, writes=writes, before=tuple(filter(None, before)))
 
     def _commit(self, op: _Op, written: list[torch.Tensor], inputs: list[torch.Tensor], out: Any) -> None:
-        outputs = tree_leaves(out)
+        outputs = _leaves(out)
         known = {_key(tensor) for tensor in inputs}
         if _reveals(op, outputs):
             _observe(op)
@@ -249,20 +262,25 @@ class _RandomLog(TorchDispatchMode):
             self._sweep_at = 2 * len(alive) + 1024
 
 
+class _UncompiledLog(_RandomLog):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+
 @contextmanager
 def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
     # Since torch 2.13 it draws until all values are in range, a loop that no log can replay.
     # All importers of trunc_normal_ go through this one function.
-    original = torch.nn.init._no_grad_trunc_normal_
+    original = getattr(nn.init, TRUNC_NORMAL)
 
     def logged(*args: Any, **kwargs: Any) -> Any:
         return log.call_whole(original, *args, **kwargs)
 
-    torch.nn.init._no_grad_trunc_normal_ = logged
+    setattr(nn.init, TRUNC_NORMAL, logged)
     try:
         yield
     finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
+        setattr(nn.init, TRUNC_NORMAL, original)
 
 
 def _observe(op: _Op | None) -> None:
@@ -277,14 +295,28 @@ def _observe(op: _Op | None) -> None:
 
 def _reveals(op: _Op, outputs: list[Any]) -> bool:
     """Whether values leave the log: as numbers, a shape, or in a tensor without bytes."""
-    if not isinstance(op.func, torch._ops.OpOverload):
+    if not isinstance(op.func, Operation):
         return False
     if any(leaf is not None and not has_bytes(leaf) for leaf in outputs):
         return True
     if _name(op.func) == "index":  # tagged for the sake of masks, but most indices are numbers
-        indices = (leaf for leaf in tree_leaves(op.args[1]) if isinstance(leaf, _View))
+        indices = (leaf for leaf in _leaves(op.args[1]) if isinstance(leaf, _View))
         return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     return torch.Tag.dynamic_output_shape in op.func.tags
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return what is in nested lists, tuples and dicts: operations take and return nothing else that holds tensors."""
+    if type(value) in (list, tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return _leaves(list(value.values())) if type(value) is dict else [value]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with ``function`` applied to what is in them."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, item) for item in value)
+    return {key: _mapped(function, item) for key, item in value.items()} if type(value) is dict else function(value)
 
 
 # --- the replay: the same operations, each draw seeded by name --------------------------------
@@ -322,8 +354,8 @@ class _Replay:
 
     def _run(self, op: _Op) -> None:
         torch.set_default_dtype(op.default_dtype)
-        args, kwargs = tree_map(self._resolve, (op.args, op.kwargs))
-        outputs = tree_leaves(_execute(op, args, kwargs))
+        args, kwargs = _mapped(self._resolve, (op.args, op.kwargs))
+        outputs = _leaves(_execute(op, args, kwargs))
         for store, output in zip(op.makes, outputs, strict=True):
             if store in self._claims:
                 as_bytes(self._storages[store]).copy_(as_bytes(output.untyped_storage()))
@@ -407,11 +439,11 @@ def _loggable(leaf: object) -> bool:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())
 
 
 def _name(func: Any) -> str:
-    return func._schema.name.split("::")[1] if isinstance(func, torch._ops.OpOverload) else ""
+    return schema(func).name.split("::")[1] if isinstance(func, Operation) else ""
 
 
 def _constant(leaf: Any) -> Any:
@@ -425,14 +457,14 @@ def _written_and_read(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that a call writes, and those it reads and does not write."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, Operation):
         return [args[0]], []
     written: list[Any] = []
     read: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema(func).arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_write = argument.alias_info is not None and argument.alias_info.is_write
-        leaves = tree_leaves(value) if isinstance(value, list | tuple) else [value]
+        leaves = _leaves(value) if isinstance(value, list | tuple) else [value]
         (written if is_write else read).extend(leaves)
     return (
         [leaf for leaf in written if isinstance(leaf, torch.Tensor)],
@@ -442,23 +474,23 @@ def _written_and_read(
 
 def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
     """Whether a call that writes `tensor` replaces all of its storage and reads nothing of it."""
-    is_op = isinstance(func, torch._ops.OpOverload)
-    replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in func._schema.arguments)
+    is_op = isinstance(func, Operation)
+    replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in schema(func).arguments)
     return replaces and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws from the global state; an explicit generator is the user's own seed."""
-    if isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags:
+    if isinstance(func, Operation) and torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    return not any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+    return not any(isinstance(leaf, torch.Generator) for leaf in _leaves((args, kwargs)))
 
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operation, on the CPU if it draws: all devices get the same numbers."""
     if op.seed is None:
         return op.func(*args, **kwargs)
-    leaves = tree_leaves((args, kwargs))
+    leaves = _leaves((args, kwargs))
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     devices += [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     device = next((device for device in devices if device.type != "cpu"), None)
@@ -489,4 +521,4 @@ def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: to
             return original
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    return tree_map(back, func(*tree_map(there, args), **tree_map(there, kwargs)))
+    return _mapped(back, func(*_mapped(there, args), **_mapped(there, kwargs)))

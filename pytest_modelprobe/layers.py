@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._torch import checkpointed, compiled, compiled_call
 from .exceptions import UnsupportedModelError
 from .record import ROOT, Plain
 
@@ -60,7 +61,7 @@ class Layers:
             return None
         self._names[module] = name or ROOT
         self.modules[name or ROOT] = module
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        if compiled_call(module) is not None:
             self._note_compiled(name)
         if isinstance(module, torch.jit.ScriptModule):
             self.notes.append(f"{name} is a ScriptModule, which runs outside Python: its calls are not recorded")
@@ -86,13 +87,11 @@ class Layers:
             self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
             wrapped: nn.Module = module.module
             return wrapped
-        kind = type_name(module)
-        if kind == "torch._dynamo.eval_frame.OptimizedModule":
+        inner = compiled(module)
+        if inner is not None:
             self._note_compiled(name)
-            return module._modules["_orig_mod"]
-        if kind.endswith("checkpoint_wrapper.CheckpointWrapper"):
-            return module._modules["_checkpoint_wrapped_module"]
-        return None
+            return inner
+        return checkpointed(module)
 
     def _note_compiled(self, name: str) -> None:
         self.compiled = True

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import seeding
-from .memory import has_bytes
+from .memory import as_real, has_bytes
 from .record import (
     Call,
     Layer,
@@ -57,7 +57,7 @@ def moved(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
     >>> x[1:].tolist() == [0.0, -torch.inf, torch.tensor(3.0e38).item()], abs(x[0] - 1).item() < 2e-7, x[0] != 1
     (True, True, tensor(True))
     """
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    plain = as_real(tensor.detach())
     bits = plain.view(_BITS[plain.element_size()])  # of one sign, numbers lie in the order of their bits
     magnitude = bits & torch.iinfo(bits.dtype).max
     most = int(torch.tensor(torch.finfo(plain.dtype).max / 2, dtype=plain.dtype).view(bits.dtype))
@@ -108,7 +108,7 @@ class Move:
 def _is_quantity(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    plain = as_real(tensor.detach())
     plain = plain if plain.element_size() > 1 else plain.float()  # which has no arithmetic of its own
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # False of NaN
     return bool(usual.all()) and not bool((plain == plain.round()).all())

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import statistics
+from ._torch import storage_key
 from .attention import Attended
 from .record import Dimension, Plain, merge_dimensions
 from .statistics import Reduced
@@ -37,7 +38,7 @@ class Observed:
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
         self.number = number
         """Of the forward, and of the tensor in it: the same in all places where the tensor was seen."""
-        self.shape: tuple[Dimension, ...] = tuple(tensor.shape)
+        self.shape = shape_of(tensor)
         self.dtype = plain_name(tensor.dtype)
         self.device = plain_name(tensor.device)
         self.requires_grad = tensor.requires_grad
@@ -256,6 +257,18 @@ def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge
     return b if a is None else a if b is None else merge(a, b)
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
+    """Return the sizes; of a nested tensor, those of its parts, with a range where they differ.
+
+    >>> shape_of(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=torch.jagged))
+    (2, (2, 5), 3)
+    """
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    parts = [part.shape for part in tensor.detach().unbind()]
+    return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
+
+
 def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
     if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
         return b
@@ -274,7 +287,7 @@ def identity(tensor: torch.Tensor) -> Identity | None:
     Inference tensors count no versions; a storage that cannot be had (sparse, functorch) tells nothing.
     """
     try:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_key(tensor.untyped_storage())
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
         return storage, tensor._version, *place
     except (RuntimeError, NotImplementedError):

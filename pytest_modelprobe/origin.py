@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -64,6 +64,84 @@ class OriginMode(TorchFunctionMode):
         else:
             where = dataclasses.replace(operation, detail="")
             self.found = dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What a NaN or an infinity that a model gives out comes from."""
+
+    layer: str
+    """The innermost layer that was running, or what held it."""
+    text: str
+    """As it stands after "from": the operation, or ``fc1.weight, which holds NaN``."""
+    given: bool = False
+    """Whether it is an infinity that the model was given and did not compute."""
+
+
+class SourceMode(TorchFunctionMode):
+    """Follows what is not finite through all that it goes into, from the operation that made it or what held it.
+
+    An infinity counts as given if it is a constant, as of ``masked_fill(mask, -inf)``, if it was held so, or if it is
+    negative and made of zeros and ones alone, as ``mask.log()`` is.
+
+    Args:
+        held: Address in memory → what is known to hold something, with the layer to name and whether an infinity of it
+            counts as given.
+        running: Returns the innermost layer that is running.
+    """
+
+    def __init__(self, held: Mapping[int, Source], running: Callable[[], str]) -> None:
+        super().__init__()
+        self._held, self._running = held, running
+        # By address, as views share it; each with a tensor, so that the memory stays its own.
+        self._known: dict[int, tuple[torch.Tensor, dict[str, Source | None]]] = {}
+
+    def sources(self, tensor: torch.Tensor) -> dict[str, Source | None]:
+        """Return which kinds are in a tensor, each with what it comes from; None where no torch call shows it."""
+        kinds = _kinds(flatten("", tensor))
+        if not kinds:
+            return {}
+        address = tensor.untyped_storage().data_ptr()
+        _, known = self._known.get(address, (tensor, {}))
+        held = self._held.get(address)
+        if held is not None:
+            texts = {kind: f"{held.text}, which holds {kind.replace('nan', 'NaN')}" for kind in kinds}
+            of_held = {kind: Source(held.layer, texts[kind], held.given and kind != "nan") for kind in kinds}
+            known = {**of_held, **known}
+        return {kind: known.get(kind) for kind in kinds}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        before = flatten_call(args, kwargs)
+        operation = Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=_ranges(before))
+        made = Source(self._running(), str(operation))
+        constants = {_kind(value) for value in before.plain.values() if isinstance(value, float)}
+        coming: dict[str, Source | None] = {
+            kind: dataclasses.replace(made, given=kind != "nan") for kind in constants if kind
+        }
+        for _, tensor in before.tensors:
+            for kind, source in self.sources(tensor).items():
+                coming[kind] = min(source, coming.get(kind, source), key=_innocence)
+        of_mask = _is_mask(before)
+        output = func(*args, **kwargs)
+        for _, tensor in (*flatten("", output).tensors, *before.tensors):  # it may have written in place
+            kinds = _kinds(flatten("", tensor))
+            if kinds:
+                new = {kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds}
+                sources = {kind: coming.get(kind, new[kind]) for kind in kinds}
+                self._known[tensor.untyped_storage().data_ptr()] = tensor, sources
+        return output
+
+
+def _innocence(source: Source | None) -> int:
+    return 1 if source is None else 2 * source.given
+
+
+def _is_mask(flat: Flat) -> bool:
+    """Return whether there are zeros and ones in the tensors, and nothing else."""
+    tensors = [values for _, values in _floating(flat)]
+    bounds = {bound.item() for values in tensors for bound in values.aminmax()}
+    return bounds == {0.0, 1.0} and all(bool(((values == 0) | (values == 1)).all()) for values in tensors)
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
+from ._torch import without_torch_function
 from .layers import Layers, own_buffers, own_parameters
 from .observation import Identity, identity
 from .record import qualified
@@ -40,7 +41,7 @@ def owned(layers: Layers, selected: Collection[str]) -> dict[str, Owned]:
     read: dict[int, Owned] = {}
     small = SmallTensors()
     found: dict[str, Owned] = {}
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         for name, tensor in tensors(layers, selected):
             if id(tensor) not in read:
                 read[id(tensor)] = Owned(tensor, contents(tensor), statistics.reduce(tensor, small=small))

@@ -36,7 +36,7 @@ class Settings:
     seed: int
     verbose: bool
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
-    """Definitions of the fixtures on which a test with a probe depends."""
+    """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
     """Probes that outlive a test: what they newly saw is told with the test in which they saw it."""
 
@@ -177,32 +177,78 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
-    marker = metafunc.definition.get_closest_marker("modelprobe")
-    devices = _marked(marker).get("devices") if marker else None
-    if devices is None:
+    marked = _marked(metafunc.definition)
+    if marked.get("devices") is None or _wrong_in(metafunc.definition):  # which the test says when it is set up
         return metafunc.config.stash[SETTINGS].devices
-    devices = list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
-    for name in devices:
-        if not _is_device(name):
-            raise pytest.Collector.CollectError(f"@pytest.mark.modelprobe(devices=...) has {name!r}: {_NO_DEVICE}")
-    return devices
+    return list(dict.fromkeys(_listed(marked["devices"])))
+
+
+def _listed(devices: Any) -> Iterable[Any]:
+    return devices if isinstance(devices, (list, tuple)) else [devices]
 
 
 def _seed_of(item: pytest.Item) -> int:
     """Return the seed of a test: its marker's, else the session's."""
-    marker = item.get_closest_marker("modelprobe")
-    default = item.config.stash[SETTINGS].seed
-    return int(_marked(marker).get("seed", default)) if marker else default
+    return int(_marked(item).get("seed", item.config.stash[SETTINGS].seed))
 
 
-def _marked(marker: pytest.Mark) -> dict[str, Any]:
-    unknown = marker.kwargs.keys() - {"devices", "seed", "tolerance", "compare"}
-    if marker.args or unknown:
-        wrong = f"got {min(unknown)!r}" if unknown else "it takes keywords only"
-        raise pytest.Collector.CollectError(
-            f"@pytest.mark.modelprobe takes devices=, seed=, tolerance= and compare=; {wrong}"
-        )
-    return dict(marker.kwargs)
+# --- the marker ---------------------------------------------------------------------------------------------------
+
+
+_MARKER_TAKES = ("devices", "seed", "tolerance", "compare")
+
+
+def _marked(node: pytest.Item) -> dict[str, Any]:
+    """Return what the marker nearest to a test says; nothing where it has none."""
+    marker = node.get_closest_marker("modelprobe")
+    return dict(marker.kwargs) if marker else {}
+
+
+def _wrong_in(node: pytest.Item) -> tuple[str, str] | None:
+    """Return which argument of a test's marker is wrong, and why; None where none is."""
+    marker = node.get_closest_marker("modelprobe")
+    if marker is None:
+        return None
+    if marker.args:
+        return "", f"takes keywords only: {_taken()}"
+    unknown = min(marker.kwargs.keys() - set(_MARKER_TAKES), default=None)
+    if unknown is not None:
+        import difflib
+
+        near = difflib.get_close_matches(unknown, _MARKER_TAKES, n=1)
+        meant = f"is {near[0]}= meant? " if near else ""
+        return unknown, f"takes no {unknown}=: {meant}It takes {_taken()}"
+    for name in _listed(marker.kwargs.get("devices") or []):
+        if not isinstance(name, str) or not _is_device(name):
+            return "devices", f"has {name!r} in devices=: {_NO_DEVICE}"
+    seed = marker.kwargs.get("seed", 0)
+    if not hasattr(seed, "__index__"):
+        return "seed", f"takes an integer as seed=; got {seed!r}"
+    return None
+
+
+def _taken() -> str:
+    return f"{', '.join(f'{name}=' for name in _MARKER_TAKES[:-1])} and {_MARKER_TAKES[-1]}="
+
+
+def _place_of(item: pytest.Item, argument: str) -> str:
+    """Return file and line of an argument of the marker nearest to a test, else of what the marker is on."""
+    node, _ = next(item.iter_markers_with_node("modelprobe"))
+    first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = node.path.read_text("utf-8").splitlines()[first:]
+        wanted = re.compile(rf"\b{re.escape(argument)}\s*=" if argument else r"\bmark\.modelprobe\b")
+        first += next((i for i, line in enumerate(lines) if wanted.search(line)), 0)
+    return f"{os.path.relpath(node.path)}:{first + 1}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marker with a slip in it where it matters, at its test: all others run."""
+    wrong = _wrong_in(item) if _has_probe(item) else None
+    if wrong is not None:
+        argument, why = wrong
+        pytest.fail(f"{_place_of(item, argument)}: @pytest.mark.modelprobe {why}", pytrace=False)
 
 
 # --- fixtures -----------------------------------------------------------------------------------------------------
@@ -260,17 +306,17 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
 
 @pytest.fixture
-def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
+def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
     """What a record is compared with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
     __tracebackhide__ = True
     from .snapshot.snapshot import Comparer, ModelProbeSnapshot, Options
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
     request.node.stash[_COMPARER] = comparer
-    marker = request.node.get_closest_marker("modelprobe")
-    marked = _marked(marker) if marker else {}
+    marked = _marked(request.node)
     snapshot = ModelProbeSnapshot(comparer, Options())
-    return snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
+    yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
+    _fail_unasserted(request.node)  # what other fixtures compared after the test
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------
@@ -279,11 +325,12 @@ def modelprobe_snapshot(request: pytest.FixtureRequest) -> ModelProbeSnapshot:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find the fixtures that a test with a probe depends on: they are seeded whichever test sets them up."""
+    from ._pytest import fixtures_of
+
     seeded = config.stash[SETTINGS].seeded_fixtures
     for item in items:
         if _has_probe(item):
-            for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
-                seeded.update(definitions)
+            seeded |= fixtures_of(item)
 
 
 def _has_probe(item: pytest.Item) -> bool:
@@ -294,7 +341,7 @@ def _has_probe(item: pytest.Item) -> bool:
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
     """Seed each fixture that a test with a probe depends on by its own name, under a fork."""
     settings = request.config.stash[SETTINGS]
-    if fixturedef not in settings.seeded_fixtures:
+    if settings.seeded_fixtures.isdisjoint((fixturedef, fixturedef.argname)):
         return (yield)
     from .seeding import derive, seeded
 
@@ -311,6 +358,32 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
     with seeded(_seed_of(pyfuncitem)):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test that passed though a comparison failed: without `assert` nobody heard of it."""
+    __tracebackhide__ = True
+    try:
+        result = yield
+    except BaseException:
+        _unasserted(item)  # it failed, and says why
+        raise
+    _fail_unasserted(item)
+    return result
+
+
+def _fail_unasserted(item: pytest.Item) -> None:
+    __tracebackhide__ = True
+    text = _unasserted(item)
+    if text is not None:
+        pytest.fail(text, pytrace=False)
+
+
+def _unasserted(item: pytest.Item) -> str | None:
+    comparer = item.stash.get(_COMPARER, None)
+    text: str | None = None if comparer is None else comparer.unasserted()
+    return text
 
 
 # --- what to say --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
@@ -12,21 +13,22 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from . import architecture as _architecture
 from . import initialisation, noise, seeding
+from ._torch import next_hook
 from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
-from .flatten import flatten, map_tensors
+from .flatten import flatten, map_tensors, unseen
 from .isolation import isolate, noisy
 from .layers import Layers, attributes, check_supported
+from .memory import as_real
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
-from .record import Layer, Reading, Record, Response
-from .restoring import hooks_preserved, preserved
+from .record import Layer, Reading, Record, Response, with_rerun
+from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
 from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,7 +37,8 @@ Mode = Literal["train", "eval"]
 
 _MODELS = 2  # kept for `Record.rerun` where the test keeps none: run(build(Net), x) == snapshot
 _REPEATS = 3
-_REMEMBERED = 8  # sources kept for `record` and the summary: a test may watch a thousand times
+_REMEMBERED = 8  # sources kept for `record` and the summary, inputs for `Record.rerun`: a test may run a thousand times
+_FORGOTTEN = f"the probe of the record is closed, or made {_REMEMBERED} runs since: compare the record before that"
 
 
 class Watch:
@@ -76,8 +79,8 @@ class Watch:
         self.model = model
         self.name = name or type(next(iter(found.modules.values()))).__name__
         self.closed = False
-        self.first_hook = RemovableHandle.next_id
-        """Number of the first hook that torch gave out since the watch began."""
+        self.first_hook = next_hook()
+        """Number of the first hook that torch gave out since the watch began; None where it cannot be told."""
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}
@@ -111,7 +114,10 @@ class Watch:
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:
-        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies."""
+        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
+
+        None stands for tensors inside a `torch.func` transform.
+        """
         return self._capture.kept
 
     def close(self) -> None:
@@ -170,7 +176,7 @@ class ModelProbe:
         self._seen = 0
         self._told = 0
         self._open: list[Watch] = []
-        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._runs: deque[_Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
 
     # --- running and watching -------------------------------------------------------------------------------------
@@ -242,7 +248,8 @@ class ModelProbe:
             isolate=isolate,
         )
         record, self.kept = run.record(keep)
-        self._runs.add(run)
+        with_rerun(record, _Asked(run))
+        self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)
         return record
@@ -387,8 +394,7 @@ class ModelProbe:
         for watch in self._open:
             watch.close()
         self._open.clear()
-        for run in self._runs:
-            run.close()
+        self._runs.clear()
         self._models.clear()
 
     def __enter__(self) -> ModelProbe:
@@ -418,10 +424,32 @@ class ModelProbe:
             )
 
 
+class _Asked:
+    """Asks more of a `_Run` while its probe keeps it, and keeps nothing itself: it is the `Rerun` of its records."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = weakref.ref(run)
+
+    def isolated(self, record: Record, like: Record | None = None) -> Record:
+        run = self._run()
+        if run is None:
+            return self._answer(_noted(record, f"no layer was called alone: {_FORGOTTEN}"))
+        return self._answer(run.isolated(record, like))
+
+    def measured(self, record: Record) -> Record:
+        run = self._run()
+        if run is None:
+            return self._answer(_noted(record, f"no noise was measured: {_FORGOTTEN}"))
+        return self._answer(run.measured(record))
+
+    def _answer(self, record: Record) -> Record:
+        return with_rerun(record, self)  # of what was filled in more can be asked too
+
+
 class _Run:
     """One `ModelProbe.run`: the same step, repeatable, that leaves no trace.
 
-    It is the `Rerun` of its record: it knows its model weakly, and its inputs until the probe is closed.
+    It knows its model weakly. The probe alone keeps it, and so the inputs.
     """
 
     def __init__(
@@ -449,10 +477,7 @@ class _Run:
         self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
         self._model = weakref.ref(model)
         self._contexts = _contexts(device)
-        self._settings: list[Any] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # what is stored or copied can ask for no more
+        self._settings: list[Any] = []
 
     @property
     def model(self) -> nn.Module:
@@ -461,17 +486,13 @@ class _Run:
         assert model is not None
         return model
 
-    def close(self) -> None:
-        """Let go of the inputs: nothing can be asked any more."""
-        self.args, self.kwargs, self.loss, self._settings = (), {}, None, None
-
     def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
         record, kept = self._observed(keep=keep)
         record = self._with_origins(record)
         self._settings = self._settings_now()
-        return dataclasses.replace(record, rerun=self), kept
+        return record, kept
 
     # --- asked of the record later --------------------------------------------------------------------------------
 
@@ -545,8 +566,6 @@ class _Run:
 
     def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:
         """Return why the run cannot be repeated, if so."""
-        if self._settings is None:
-            return "the probe of the record is closed"
         if model is None:
             return "the model is gone: keep it in a variable until the record is compared"
         if self._settings != self._settings_now() or not self._has_parameters_of(record):
@@ -602,18 +621,31 @@ class _Run:
         """The model as a run finds it, from the seed; everything is put back afterwards."""
         __tracebackhide__ = True
         with ExitStack() as contexts:
+            contexts.enter_context(lazy_preserved(self.model))
             contexts.enter_context(preserved(self.model))
             contexts.enter_context(hooks_preserved(self.model))
-            contexts.enter_context(seeding.seeded(seeding.derive(self.seed, "run")))
+            contexts.enter_context(self._seeded())
             for context in self._contexts():
                 contexts.enter_context(context)
             if self.mode is not None:
                 self.model.train(self.mode == "train")
             if any(not _same_device(p.device, self.device) for p in self.model.parameters()):
                 self.model.to(self.device)
+            if has_lazy(self.model):
+                self._give_shapes()
             for parameter in self.model.parameters():
                 parameter.grad = None
             yield
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        return seeding.seeded(seeding.derive(self.seed, "run"))
+
+    def _give_shapes(self) -> None:
+        """Show lazy modules an input, so that the step finds a model like any other; nothing else stays of it."""
+        with preserved(self.model), hooks_preserved(self.model), self._seeded(), torch.no_grad():
+            self.model.eval()
+            with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
+                self._forward()
 
     def _forward(self, move: noise.Move | None = None) -> Any:
         __tracebackhide__ = True
@@ -631,10 +663,13 @@ class _Run:
 
         args, kwargs = map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
         try:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
         except TypeError as error:
             self._note_misspelt(error)
             raise
+        if hidden := unseen(flatten("output", output)):
+            raise UsageError(hidden)
+        return output
 
     def _note_misspelt(self, error: TypeError) -> None:
         """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
@@ -661,19 +696,22 @@ class _Run:
             return _check_loss(loss)
 
     def _random_loss(self, output: Any) -> torch.Tensor:
-        """Return the sum of every floating output times numbers seeded by its path, over the root of its size."""
+        """Return the sum of every floating output times numbers seeded by its path, over the root of its size.
+
+        A complex output counts as its real and imaginary parts.
+        """
         total: torch.Tensor | None = None
-        flat = flatten("output", output)
-        for path, tensor in flat.tensors:
+        for path, given in flatten("output", output).tensors:
+            tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
                 term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
                 total = term if total is None else total + term
         if total is None:
-            because = "is the model frozen, or its output detached?"
-            if not flat.known:
-                because = f"{type(output).__name__} is of a type that cannot be looked into: give loss= a function"
-            raise UsageError(f'loss="random" needs a floating output that requires grad, and there is none: {because}')
+            raise UsageError(
+                'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, or '
+                "its output detached?"
+            )
         return total
 
     def _with_origins(self, record: Record) -> Record:

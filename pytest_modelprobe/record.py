@@ -1,7 +1,7 @@
 """Frozen records: what a run of a model left behind, in plain numbers.
 
 Everything here is a value. Nothing refers to a module or a tensor, so a record can be stored, sent to another
-process, merged and compared without torch.
+process, merged and compared without torch. What shows a record is imported when one is shown.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ import functools
 import math
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from .exceptions import NothingObservedError, UnknownLayerError
+
+if TYPE_CHECKING:
+    from .selection import Selector
 
 SCHEMA = 1
 ROOT = "(root)"
@@ -25,8 +31,20 @@ Dimension = int | tuple[int, int]
 """One size, or the smallest and the largest where it varied between forwards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class _Numbers:
+    """What holds floats: equal where all fields are equal, a NaN to a NaN."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return _fields(self) == _fields(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statistics(_Numbers):
     """Moments and counts of the elements of one tensor, or of several merged.
 
     Non-finite elements are counted apart; every other number is of the finite elements alone.
@@ -126,8 +144,20 @@ class Statistics:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+if TYPE_CHECKING:
+
+    class Numbers(Statistics):
+        """`Statistics` with at least one finite element, so that each of these is a number."""
+
+        min: float
+        max: float
+        mean: float
+        std: float
+        rms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units(_Numbers):
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
 
     axis: int
@@ -146,8 +176,8 @@ class Units:
         return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading(_Numbers):
     """What is kept of one value in one direction."""
 
     tensors: int = 1
@@ -187,14 +217,38 @@ class Value:
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 
     @property
-    def statistics(self) -> Statistics | None:
-        """Of the value itself; None where there are no numbers."""
-        return self.forward.statistics
+    def statistics(self) -> Numbers:
+        """Of the value itself: ``record["fc"].output.statistics.rms``.
+
+        `forward` has them as they are, also where there may be none.
+
+        Raises:
+            NothingObservedError: There are no numbers, or none is finite; the message says why.
+        """
+        return _numbers(self.forward, f"{self.path} of shape {self.shape} and dtype {self.dtype}")
 
     @property
-    def gradient(self) -> Statistics | None:
-        """Of the value's gradient; None where none arrived."""
-        return None if self.backward is None else self.backward.statistics
+    def gradient(self) -> Numbers:
+        """Of the value's gradient; `backward` is None where none arrived.
+
+        Raises:
+            NothingObservedError: None arrived, it has no numbers, or none is finite; the message says why.
+        """
+        if self.backward is None:
+            raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
+        return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
+
+
+def _numbers(reading: Reading, what: str) -> Numbers:
+    statistics = reading.statistics
+    if statistics is None:
+        raise NothingObservedError(f"{what} has no statistics: {reading.reason or 'they were not recorded'}")
+    if not statistics.count:
+        raise NothingObservedError(f"{what} has no elements")
+    if not statistics.finite:
+        counts = f"{statistics.nan:,} NaN, {statistics.posinf:,} inf and {statistics.neginf:,} -inf"
+        raise NothingObservedError(f"{what} has no finite element: {counts} among {statistics.count:,}")
+    return cast("Numbers", statistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +280,8 @@ class Response:
     """Why the call could not be isolated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention(_Numbers):
     """The attention weights that a call computed, merged over its forwards."""
 
     shape: tuple[int, ...]
@@ -237,10 +291,14 @@ class Attention:
     number of keys that the query may attend to. None: no query has a choice of keys."""
     most: tuple[float, ...]
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+    kind: str = "attention"
+    """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
+    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; there
+    are no numbers of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(_Numbers):
     """One execution of a layer within a forward, merged over the forwards of the same kind."""
 
     root: str
@@ -297,8 +355,8 @@ class Parameter:
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer(_Numbers):
     """One module, or one functional call watched under ``functionals=True``."""
 
     name: str
@@ -323,6 +381,11 @@ class Layer:
         return self.type.rpartition(".")[2]
 
     @property
+    def label(self) -> str:
+        """What a sentence calls the layer, see `label_of`."""
+        return label_of(self.name, self.type_name)
+
+    @property
     def output(self) -> Value:
         """The first output of the first call.
 
@@ -331,7 +394,7 @@ class Layer:
         """
         for _, value in self.outputs:
             return value
-        raise LookupError(f"{self.name} was {'called without a tensor as output' if self.calls else 'never called'}")
+        raise LookupError(f"{self.label} was {'called without a tensor as output' if self.calls else 'never called'}")
 
     @property
     def outputs(self) -> Iterator[tuple[Call, Value]]:
@@ -360,17 +423,54 @@ class Operation:
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What optimizers did while a model was watched. All are counts, which add up over watches."""
+
+    steps: int = 0
+    """Steps of optimizers that have a parameter of the model."""
+    others: int = 0
+    """Steps of optimizers that have none."""
+    lookalikes: int = 0
+    """Of the others, those whose optimizer has parameters of the same shapes as the model's."""
+    optimizers: int = 0
+    """Optimizers that took ``steps``."""
+    passes: int = 0
+    """Backward passes that reached a parameter."""
+    stale: int = 0
+    """Steps with gradients to which those of an earlier step of the same optimizer still counted."""
+    mixed: int = 0
+    """Steps with gradients of backward passes before and after a step of another optimizer."""
+    accumulated: int = 0
+    """Steps with gradients of several forwards in training mode and several backward passes."""
+    evaluating: int = 0
+    """Steps with gradients of a forward in evaluation mode."""
+    idle: int = 0
+    """Steps before which, other than before others of the same optimizer, a forward in training mode ran without
+    gradients; one more if such a forward ran after the last."""
+    discarded: int = 0
+    """Times that gradients were reset before any step was taken."""
+
+
 class Rerun(Protocol):
     """Asks more of the run that made a record. Each answer is the record with more filled in."""
 
-    def isolated(self, record: Record, like: Record | None = None) -> Record:
-        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``."""
+    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
+        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
+
+        That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
+        are others.
+        """
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+_RERUNS: dict[int, Rerun] = {}
+"""How more can be asked of each record that lives, by its id."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
 
@@ -413,15 +513,58 @@ class Record:
     """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
     gradient_origin: Operation | None = None
     """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    training: Training | None = None
+    """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     noise: str | None = None
     """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
-    rerun: Rerun | None = field(default=None, repr=False, compare=False, metadata={"plain": False})
-    """How more can be asked of a `run` while its model lives; never stored."""
+
+    @property
+    def rerun(self) -> Rerun | None:
+        """How more can be asked of a `run`. It is kept by the probe: the record knows of no model and no tensor."""
+        return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
+        if layer not in self.layers:
+            from .report.record import unknown_layer
+
+            raise UnknownLayerError(unknown_layer(self, layer))
         return self.layers[layer]
+
+    def __str__(self) -> str:
+        from .report.record import as_text
+
+        return as_text(self)
+
+    def table(self, layers: Selector = "**") -> str:
+        """Return what ``print(record)`` shows, without leaving out rows.
+
+        Args:
+            layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
+                order of execution, less containers that give out what a layer inside them gave; then those that were
+                not called and have parameters.
+
+        Raises:
+            SelectionError: The selector matches no layer.
+
+        >>> layer = Layer(name="fc", type="torch.nn.modules.linear.Linear")
+        >>> print(Record(model="Net", layers={"fc": layer}).table("fc"))
+        Net: 1 layer, 0 parameters
+        <BLANKLINE>
+        layer   type     parameters
+        fc      Linear            -
+        """
+        from .assertions.evidence import selected
+        from .report.record import as_text
+
+        names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
+        return as_text(self, names, most=None)
+
+    def _repr_html_(self) -> str:
+        from .report.record import as_html
+
+        return as_html(self)
 
     def __repr__(self) -> str:
         seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
@@ -459,6 +602,20 @@ class Record:
             return cast(Record, _decode(cls, {k: v for k, v in data.items() if k != "schema"}))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"not a record: {error}") from error
+
+
+def label_of(where: str, type_name: str = "") -> str:
+    """Return a layer's name, or an address that begins with it, as it stands in a sentence: a number says what it is.
+
+    >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
+    ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")
+    >>> label_of("fc1", "Linear"), label_of("2.fc1 output", "Linear"), label_of("0.weight")
+    ('fc1', '2.fc1 output', '0.weight')
+    """
+    name, blank, rest = where.partition(" ")
+    if not name.isdigit():
+        return where
+    return f"layer '{name}'{type_name and f' ({type_name})'}{blank}{rest}"
 
 
 class Indexed(Protocol):
@@ -513,6 +670,19 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
     return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
 
 
+def _fields(numbers: Any) -> tuple[Any, ...]:
+    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers))
+
+
+def _with_one_nan(value: Any) -> Any:
+    """Return the value with `math.nan` for every NaN: tuples and mappings take the same object for equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_with_one_nan, value))
+    if isinstance(value, Mapping):
+        return {key: _with_one_nan(part) for key, part in value.items()}
+    return math.nan if isinstance(value, float) and math.isnan(value) else value
+
+
 def _least(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else min(a, b)
 
@@ -532,13 +702,20 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
     return low if low == high else (low, high)
 
 
+def with_rerun(record: Record, rerun: Rerun) -> Record:
+    """Return the record, of which more can be asked from now on, as long as it lives."""
+    if record.rerun is None:
+        weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
+    _RERUNS[id(record)] = rerun
+    return record
+
+
 # --- plain dicts: one codec for all classes, driven by their fields -----------------------------------------------
 
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        plain = (f for f in dataclasses.fields(value) if f.metadata.get("plain", True))
-        fields = ((f, getattr(value, f.name)) for f in plain)
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: _encode(v) for f, v in fields if v != _default(f)}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string

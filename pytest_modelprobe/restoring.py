@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
+from ._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 from .memory import as_bytes, has_bytes
 
 # What register_forward_hook and its like change: hooks come and go as their owners want.
@@ -66,6 +67,33 @@ def hooks_preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def lazy_preserved(model: nn.Module) -> Iterator[None]:
+    """Make lazy again on exit the modules that got their shapes meanwhile, which a `ModelState` leaves alone.
+
+    >>> model = nn.LazyLinear(2)
+    >>> with lazy_preserved(model):
+    ...     _ = model(torch.ones(1, 3))
+    ...     model
+    Linear(in_features=3, out_features=2, bias=True)
+    >>> model
+    LazyLinear(in_features=0, out_features=2, bias=True)
+    """
+    with _modes_off():
+        modules = [_Lazy(module) for module in model.modules() if _is_lazy(module)]
+    try:
+        yield
+    finally:
+        with _modes_off():
+            for module in modules:
+                module.restore()
+
+
+def has_lazy(model: nn.Module) -> bool:
+    """Whether the model has a module that waits for an input to know its shapes."""
+    return any(map(_is_lazy, model.modules()))
+
+
+@contextmanager
 def settings_preserved() -> Iterator[None]:
     """Put back on exit the settings of torch for the whole process, which a forward may have changed.
 
@@ -97,9 +125,7 @@ _SETTINGS: tuple[tuple[Callable[[], tuple[Any, ...]], Callable[..., object]], ..
         torch.autograd.set_detect_anomaly,
     ),
     # Not the properties of torch.backends, which cannot be set where they are frozen.
-    (lambda: (torch._C._get_cudnn_benchmark(),), torch._C._set_cudnn_benchmark),
-    (lambda: (torch._C._get_cudnn_deterministic(),), torch._C._set_cudnn_deterministic),
-    (lambda: (torch._C._get_cudnn_enabled(),), torch._C._set_cudnn_enabled),
+    *(((lambda read=read: (read(),)), change) for read, change in CUDNN),
 )
 """How each is read, and how it is set to what was read."""
 
@@ -116,8 +142,8 @@ class ModelState:
       and sets, `_modules` and `_buffers` among them, get their contents back, one level deep.
 
     Left alone are hooks, what attributes refer to beyond that level, and the bits of sparse, fake
-    and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile;
-    only its mode is put back.
+    and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile, but
+    for `lazy_preserved`; only its mode is put back.
 
     Args:
         model: The model; its tensors' memory is copied once.
@@ -177,8 +203,8 @@ class ModelState:
             self._remember_tensor(inner)
         if self._values and has_bytes(tensor):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._memory:
-                self._memory[storage._cdata] = _Memory(storage)
+            if storage_key(storage) not in self._memory:
+                self._memory[storage_key(storage)] = _Memory(storage)
 
 
 class _Part(Protocol):
@@ -225,6 +251,43 @@ class _Mode:
         self._names["training"] = self._training
 
 
+class _Lazy:
+    """A lazy module that has seen no input: its class, its attributes, its tensors without shapes, the hooks it takes.
+
+    Those are the hooks whose handles are attributes: of any other hook the module does not know.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        names = vars(module)
+        self._attributes = _Attributes(names)
+        values = [value for key, value in names.items() if key not in _HOOKS]
+        self._contents = [_Contents(value) for value in values if type(value) in _CONTAINERS]
+        self._tensors = [
+            (tensor, type(tensor), tensor.data, tensor.requires_grad)
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and is_lazy(tensor)
+        ]
+        keys = [value.id for value in values if isinstance(value, RemovableHandle)]
+        hooked = [hooks for name, hooks in names.items() if name in _HOOKS and isinstance(hooks, dict)]
+        self._hooks = [(hooks, {key: hooks[key] for key in keys if key in hooks}) for hooks in hooked]
+
+    def restore(self) -> None:
+        self._module.__class__ = self._class
+        self._attributes.restore()
+        for contents in self._contents:
+            contents.restore()
+        for tensor, kind, data, requires_grad in self._tensors:
+            tensor.grad = None
+            tensor.data = data
+            tensor.__class__ = kind
+            tensor.requires_grad_(requires_grad)
+        for hooks, own in self._hooks:
+            others = {key: hook for key, hook in hooks.items() if key not in own}
+            hooks.clear()
+            hooks.update({**own, **others})  # they came first
+
+
 class _TensorState:
     """Which memory a tensor looks at, and what autograd knows of it."""
 
@@ -241,7 +304,7 @@ class _TensorState:
             tensor.data = self._place  # module.to() gave it another
         if not self._is_leaf:
             return
-        if not tensor.is_leaf and not tensor._is_view():
+        if not tensor.is_leaf and not is_view(tensor):
             tensor.detach_()  # something in-place made it part of a graph
         if tensor.is_leaf:
             if tensor.requires_grad != self._requires_grad:
@@ -268,7 +331,7 @@ class _Memory:
 @contextmanager
 def _modes_off() -> Iterator[None]:
     """Work on the tensors themselves, whatever fake mode or default device is around."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with without_dispatch_modes(), without_torch_function():
         yield
 
 
@@ -279,7 +342,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 def _inner_tensors(tensor: Any) -> list[object]:
     """What a wrapper is made of: a DTensor's local shard, for one."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
@@ -287,7 +350,7 @@ def _inner_tensors(tensor: Any) -> list[object]:
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         has_bytes(a)
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
         and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         and a.storage_offset() == b.storage_offset()
     )

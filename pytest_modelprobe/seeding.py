@@ -11,6 +11,9 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
+from ._torch import without_torch_function
+from .memory import as_array
+
 
 def derive(seed: int, name: str) -> int:
     """Return the 63-bit seed that belongs to `name` under `seed`: the same for ever, everywhere.
@@ -84,11 +87,11 @@ def generator_states(device: torch.device) -> tuple[bytes, ...]:
     ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
     [False, True, True]
     """
-    states = [torch.get_rng_state().numpy().tobytes()]
+    states = [as_array(torch.get_rng_state()).tobytes()]
     if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+        states.append(as_array(torch.cuda.get_rng_state(device)).tobytes())
     if device.type == "mps":
-        states.append(torch.mps.get_rng_state().numpy().tobytes())
+        states.append(as_array(torch.mps.get_rng_state()).tobytes())
     return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
 
 
@@ -115,7 +118,7 @@ def randn(
     """
     dtype = dtype or torch.get_default_dtype()
     drawn_in = torch.complex64 if dtype.is_complex else torch.float32
-    with torch._C.DisableTorchFunction():  # no mode of the caller's may move or change the draw
+    with without_torch_function():  # no mode of the caller's may move or change the draw
         generator = _generator(seed, name)
         drawn = torch.randn(tuple(shape), generator=generator, dtype=drawn_in, device="cpu")
         return drawn.to(device=device, dtype=dtype)
@@ -136,7 +139,7 @@ def randint(
     >>> ids.shape, ids.dtype
     (torch.Size([2, 4]), torch.int64)
     """
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         generator = _generator(seed, name)
         drawn = torch.randint(low, high, tuple(shape), generator=generator, dtype=torch.int64, device="cpu")
         return drawn.to(device)

@@ -20,14 +20,14 @@ def findings(record: Record) -> list[str]:
     found = []
     dead = find_dead(record, record.layers)
     if dead:
-        found.append(f"dead: {listed([d.where for d in dead])}")
+        found.append(f"dead: {listed([d.label for d in dead])}")
     origin = find_origin(record, record.layers)
     if origin is not None:
-        found.append(f"not finite: {origin.step.name} {origin.value.path}, {origin.counts}")
+        found.append(f"not finite: {origin.step.label} {origin.value.path}, {origin.counts}")
     in_use = weights_in_use(record)
-    unused = {layer.name: None for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
+    unused = {layer.name: layer.label for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
     if unused:
-        found.append(f"never called: {listed(list(unused))}")
+        found.append(f"never called: {listed(list(unused.values()))}")
     without = [
         full_name(layer, p.name)
         for layer in record.layers.values()

@@ -194,7 +194,7 @@ def test_a_layer_all_of_whose_outputs_are_zero_is_named_once() -> None:
             return {"a": x * 0, "b": x[:, :2] * 0}
 
     text = failure_of(assert_no_dead_layers, run(nn.Sequential(Pair()), X))
-    assert text.startswith("0 is dead: all 32 outputs are 0 in 1 forward; 1 of 2 layers looked at\n")
+    assert text.startswith("layer '0' (Pair) is dead: all 32 outputs are 0 in 1 forward; 1 of 2 layers looked at\n")
 
 
 def test_a_layer_that_lives_in_one_of_its_calls_is_not_dead() -> None:
@@ -263,7 +263,7 @@ def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
     model = nn.Sequential(linear(), nn.Dropout(1.0))
     record = run(model, mode="train")
     assert failure_of(assert_no_dead_layers, record).endswith(
-        '1 drops everything (p=1.0). If that is meant: layers=["**", "!1"].'
+        'layer \'1\' (Dropout) drops everything (p=1.0). If that is meant: layers=["**", "!1"].'
     )
     assert_no_dead_layers(record, layers=["**", "!1"])
 
@@ -281,7 +281,7 @@ def test_dead_in_the_newest_forward_is_enough() -> None:
         for x in (X, X, X - 10):
             watch.model(x)
     assert failure_of(assert_no_dead_layers, watch).startswith(
-        "0 is dead: all 24 outputs are 0 in the newest of 3 forwards; 1 of 2 layers looked at\n"
+        "layer '0' (ReLU) is dead: all 24 outputs are 0 in the newest of 3 forwards; 1 of 2 layers looked at\n"
     )
 
 
@@ -297,7 +297,8 @@ def test_never_alive_in_any_forward_counts_all_of_them() -> None:
         watch.model.train()(X - 10)
         watch.model(X[:2] - 10)
         watch.model.eval()(X - 10)
-    assert failure_of(assert_no_dead_layers, watch).startswith("0 is dead: all 60 outputs are 0 in 3 forwards; ")
+    text = failure_of(assert_no_dead_layers, watch)
+    assert text.startswith("layer '0' (ReLU) is dead: all 60 outputs are 0 in 3 forwards; ")
 
 
 def test_layers_can_be_given_by_type() -> None:
@@ -311,7 +312,7 @@ def test_a_type_stands_for_those_derived_from_it() -> None:
         pass
 
     text = failure_of(assert_no_dead_layers, run(nn.Sequential(MyReLU()), X - 10), layers=nn.ReLU)
-    assert text.startswith("0 is dead: all 24 outputs are 0 in 1 forward; 1 of 1 layer looked at\n")
+    assert text.startswith("layer '0' (MyReLU) is dead: all 24 outputs are 0 in 1 forward; 1 of 1 layer looked at\n")
 
 
 def test_layers_can_be_given_by_pattern() -> None:
@@ -332,7 +333,7 @@ def test_names_of_any_kind_are_printed_harmlessly() -> None:
     text = failure_of(assert_no_dead_layers, run(model, X - 10))
     assert text.startswith("a\\x1b[31m\\n\\u202eb is dead: ")
     assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
-    assert max(map(len, text.splitlines())) < 300
+    assert max(map(len, text.splitlines())) < 4200  # of the name of 5,000 both ends
 
 
 # --- zero gradients -----------------------------------------------------------------------------------------------
@@ -462,7 +463,8 @@ def test_dead_channels_of_a_convolution_are_found() -> None:
         conv.weight.copy_(torch.tensor([1.0, -1.0, 1.0]).reshape(3, 1, 1, 1))
         conv.bias.zero_()
     record = run(nn.Sequential(conv, nn.ReLU()), torch.rand(2, 1, 4, 4))
-    assert failure_of(assert_no_dead_layers, record, max_dead_units=0).startswith("1 has 1 dead unit of 3, 0 allowed;")
+    text = failure_of(assert_no_dead_layers, record, max_dead_units=0)
+    assert text.startswith("layer '1' (ReLU) has 1 dead unit of 3, 0 allowed;")
 
 
 def test_attention_weights_hide_no_units() -> None:
@@ -598,7 +600,7 @@ def test_a_bad_parameter_is_named() -> None:
     with torch.no_grad():
         model[1].weight[0, 0] = math.inf
     text = failure_of(assert_finite, run(model))
-    assert text.startswith("1.weight is not finite: the output of 1 has ")
+    assert text.startswith("1.weight is not finite: the output of layer '1' (Linear) has ")
     assert "assert_grad_finite" in text
 
 

@@ -197,6 +197,106 @@ def test_a_softmax_over_another_axis_is_none() -> None:
     assert not PROBE.run(nn.Softmax(dim=1), X, attention=True)["(root)"].calls[0].attention
 
 
+# --- what makes it attention --------------------------------------------------------------------------------------
+
+
+def turned(q, k, v):
+    return F.softmax(scores(q, k), dim=-2) @ v
+
+
+def by_einsum(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", F.softmax(scores(q, k), dim=-1), v)
+
+
+def values_first(q, k, v):
+    return (v.mT @ F.softmax(scores(q, k), dim=-1).permute(0, 1, 3, 2)).mT
+
+
+def keys_first(q, k, v):
+    return (k @ q.mT / math.sqrt(8)).softmax(dim=-2).transpose(-2, -1) @ v
+
+
+def dropped_and_folded(q, k, v):
+    weights = F.dropout(F.softmax(scores(q, k), dim=-1, dtype=torch.float64).float(), 0.1).view(4, 6, 6)
+    return torch.bmm(weights, v.reshape(4, 6, 8)).view(2, 2, 6, 8)
+
+
+@pytest.mark.parametrize("core", [by_einsum, values_first, dropped_and_folded])
+def test_weights_are_followed_to_where_they_are_multiplied(core) -> None:
+    found = record(core)
+    assert [a.kind for a in found["1"].calls[0].attention] == ["attention"]
+    assert_attention_entropy(found)
+
+
+def test_a_dropout_that_gives_weights_on_is_not_where_they_were_computed() -> None:
+    class Dropping(Attention):
+        def __init__(self) -> None:
+            super().__init__(lambda q, k, v: self.dropout(F.softmax(scores(q, k), dim=-1)) @ v)
+            self.dropout = nn.Dropout(0.0)
+
+    found = PROBE.run(PROBE.build(lambda: nn.Sequential(Dropping())), X, attention=True)
+    assert [(layer.name, a.kind) for layer, call in found.calls for a in call.attention] == [("0", "attention")]
+
+
+def test_a_softmax_over_the_keys_that_come_first_is_right() -> None:
+    assert not record(keys_first)["1"].calls[0].attention
+
+
+class Router(nn.Module):
+    """Mixes experts, each token its own, and gives out probabilities of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.head = nn.Linear(16, 4), nn.Linear(16, 64), nn.Linear(16, 6)
+        self.table = nn.Embedding(6, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates, experts = F.softmax(self.gate(x), dim=-1), self.experts(x).unflatten(-1, (4, 16))
+        mixed = (gates.unsqueeze(-2) @ experts).squeeze(-2) + (gates.unsqueeze(-1) * experts).sum(-2)
+        mixed = mixed + torch.einsum("bse,bsed->bsd", gates, experts)
+        return F.softmax(self.head(mixed), dim=-1) @ self.table.weight
+
+
+def test_a_router_and_a_vocabulary_are_no_attention() -> None:
+    found = PROBE.run(Router(), X, attention=True)
+    assert [a.kind for a in found["(root)"].calls[0].attention] == ["probabilities"] * 2
+    with pytest.raises(NothingObservedError, match=r"no softmax was multiplied into values .*name with layers= those"):
+        assert_attention_entropy(found)
+    assert_attention_entropy(found, layers="(root)")
+
+
+def test_probabilities_given_out_are_no_attention_unless_named() -> None:
+    found = PROBE.run(nn.Sequential(nn.Linear(16, 5), nn.Softmax(dim=-1)), 100 * X, attention=True)
+    with pytest.raises(NothingObservedError, match="1 among them"):
+        assert_attention_entropy(found)
+    with pytest.raises(AssertionError, match="head 0 of 1 attends to one key alone"):
+        assert_attention_entropy(found, layers="1", low=0.9)
+
+
+@pytest.mark.parametrize("assertion", [assert_attention_entropy, lambda found: assert_attention_mask(found, CAUSAL)])
+def test_a_softmax_over_the_wrong_axis_is_said(assertion) -> None:
+    with pytest.raises(AssertionError) as caught:
+        assertion(record(turned))
+    assert str(caught.value) == (
+        "1 takes its softmax over another axis than its weights are multiplied into values along; 1 of 1 softmax "
+        "looked at\n\nlayer\n1\n\nThe weights of a query do not sum to 1: the softmax belongs over the keys, dim=-1 "
+        "most often. If it is meant, as where slots compete for inputs, leave the layer out with layers=."
+    )
+
+
+def test_a_softmax_over_the_heads_or_the_batch_is_over_the_wrong_axis() -> None:
+    for dim in (0, 1):
+        found = record(lambda q, k, v, dim=dim: F.softmax(scores(q, k), dim=dim) @ v)
+        with pytest.raises(AssertionError, match="takes its softmax over another axis"):
+            assert_attention_entropy(found)
+
+
+def test_following_weights_leaves_the_model_alone() -> None:
+    plain, looked_at = (PROBE.run(Router(), X, attention=a, loss="random") for a in (False, True))
+    assert not looked_at.notes
+    assert looked_at["(root)"].output.shape == plain["(root)"].output.shape
+
+
 # --- entropy ------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +311,7 @@ def test_a_missing_scale_is_named() -> None:
 
     with pytest.raises(AssertionError) as caught:
         assert_attention_entropy(record(unscaled), low=0.2)
-    assert str(caught.value).startswith("head 0 of 1 attends to one key alone: its entropy is ")
+    assert str(caught.value).startswith("head 0 of layer '1' (Attention) attends to one key alone: its entropy is ")
     assert "1/sqrt(d)" in str(caught.value)
 
 
@@ -220,7 +320,9 @@ def test_heads_that_learnt_nothing_are_named() -> None:
     with torch.no_grad():
         model[1].qkv.weight[:8] = 0
         model[1].qkv.bias[:8] = 0
-    with pytest.raises(AssertionError, match=r"head 0 of 1 attends to all keys alike: its entropy is 100\.00%"):
+    with pytest.raises(
+        AssertionError, match=r"head 0 of layer '1' \(Attention\) attends to all keys alike: its entropy is 100\.00%"
+    ):
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
 
@@ -234,7 +336,7 @@ def test_weights_that_are_not_numbers_are_no_pass() -> None:
     def broken(q, k, v):
         return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
 
-    with pytest.raises(AssertionError, match="head 0 of 1 has weights that are not numbers"):
+    with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Attention\) has weights that are not numbers"):
         assert_attention_entropy(record(broken))
 
 
@@ -265,7 +367,7 @@ def test_a_mask_one_diagonal_too_wide_is_named() -> None:
 
     with pytest.raises(AssertionError) as caught:
         assert_attention_mask(record(too_wide), causal=True)
-    assert str(caught.value).startswith("1 does not keep to the mask: query ")
+    assert str(caught.value).startswith("layer '1' (Attention) does not keep to the mask: query ")
     assert "which the mask leaves out; 1 of 1 layer looked at" in str(caught.value)
     assert str(caught.value).splitlines()[3].endswith(" 10")  # weights wrong: five rows of two examples
 
@@ -386,7 +488,7 @@ def test_a_mask_must_be_given() -> None:
 
 
 def test_a_mask_must_fit() -> None:
-    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of 1, which has batch 2, 6 queries"):
+    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of layer '1' \(Attention\), which has"):
         assert_attention_mask(record(fused), PADDING[:, :5])
 
 

@@ -252,7 +252,9 @@ def test_parameters_can_be_ignored() -> None:
     assert_all_params_have_grad(record, ignore=["**.mask_token"])
     text = failure_of(assert_all_params_have_grad, record)
     assert text.startswith("0.mask_token has no gradient; 1 of 3 parameters looked at have none\n")
-    assert text.endswith("The output of 0 has a gradient: does its forward use 0.mask_token, and not a detached copy?")
+    assert text.endswith(
+        "The output of layer '0' (Token) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
+    )
 
 
 def test_a_glob_that_ignores_nothing_is_an_error() -> None:
@@ -299,13 +301,13 @@ def test_a_layer_beside_the_path_is_asked_about() -> None:
 
 def test_a_cut_inside_a_container_is_placed_in_its_forward() -> None:
     block = Net(lambda m, x: m.b(torch.exp(m.a(x)).detach()), a=linear(), b=linear())
-    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in 0's forward: {CUT}"
+    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in layer '0' (Net)'s forward: {CUT}"
 
 
 def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
     block = Net(lambda m, x: m.a(x).detach() * 2, a=linear())
     assert hint_of(nn.Sequential(block, linear())) == (
-        "The graph is cut after 0.a in 0's forward: look for .detach() or .data there."
+        "The graph is cut after 0.a in layer '0' (Net)'s forward: look for .detach() or .data there."
     )
 
 
@@ -355,8 +357,8 @@ def sigmoids(n: int) -> nn.Module:
 def test_a_gradient_that_fades_on_the_way_is_named_with_all_others() -> None:
     text = failure_of(assert_grad_flow, run(sigmoids(12)))
     first, table, hint = text.split("\n\n")
-    assert first.startswith("0 gets a gradient ")
-    assert " times smaller than 24, 1e+06 is allowed; " in first
+    assert first.startswith("layer '0' (Linear) gets a gradient ")
+    assert " times smaller than layer '24' (Linear), 1e+06 is allowed; " in first
     assert first.endswith(" of 13 layers looked at")
     assert len(table.splitlines()) == 14
     assert hint.startswith("It fades or grows on the way")
@@ -370,8 +372,50 @@ class Sine(nn.Module):
 def test_a_gradient_that_grows_on_the_way_is_named() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), Sine())), linear())
     text = failure_of(assert_grad_flow, run(model))
-    assert text.startswith("12 gets a gradient ")
-    assert " times smaller than 0, 1e+06 is allowed; " in text
+    assert text.startswith("layer '12' (Linear) gets a gradient ")
+    assert " times smaller than layer '0' (Linear), 1e+06 is allowed; " in text
+
+
+def scaled(n: int, by: float) -> nn.Module:
+    model = nn.Sequential(*(linear(weight=0.0) for _ in range(n)))
+    for layer in model:
+        nn.init.eye_(layer.weight)
+        layer.weight.data.mul_(by)
+    return model
+
+
+def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_are_named() -> None:
+    first, table, hint = failure_of(assert_grad_flow, run(scaled(8, 16.0))).split("\n\n")
+    assert first == (
+        "0 gets a gradient of its output 2.684e+08 times larger than (root), 1e+08 is allowed; 1 of 9 layers looked at"
+    )
+    assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
+    assert hint.startswith("It grows from layer to layer on the way back")
+
+
+def test_one_layer_alone_can_make_them_explode() -> None:
+    model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
+    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("0 gets a gradient of its output ")
+    model.append(nn.LayerNorm(6))  # takes the scale out again
+    assert_grad_flow(run(model), layers="0")
+
+
+def test_growth_within_the_ratio_passes() -> None:
+    assert_grad_flow(run(scaled(8, 4.0)))
+    assert "larger than (root), 1000 is allowed" in failure_of(assert_grad_flow, run(scaled(8, 4.0)), max_ratio=10)
+
+
+def test_a_norm_over_a_row_of_zeros_is_no_explosion() -> None:
+    norm = nn.LayerNorm(6, eps=1e-12)
+    model = Net(lambda m, x: m.head(m.norm(m.stem(torch.cat([x, 0 * x[:1]])))), stem=nn.Identity(), norm=norm)
+    model.stem, model.head = linear(), linear()
+    nn.init.zeros_(model.stem.bias)
+    assert_grad_flow(run(model))
+
+
+def test_a_loss_given_out_is_not_what_gradients_are_measured_by() -> None:
+    model = Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear())
+    assert_grad_flow(run(model, loss=lambda loss: loss))
 
 
 def test_the_ratio_can_be_chosen() -> None:
@@ -413,7 +457,7 @@ def test_a_zero_gradient_before_a_zero_initialised_layer_says_so() -> None:
 def test_a_gradient_that_is_not_finite_is_referred_on() -> None:
     record = run(nn.Sequential(linear()), loss=lambda out: (out * math.nan).sum())
     text = failure_of(assert_grad_flow, record)
-    assert text.startswith("0 gets a gradient that is not finite; 1 of 1 layer looked at\n")
+    assert text.startswith("layer '0' (Linear) gets a gradient that is not finite; 1 of 1 layer looked at\n")
     assert text.endswith("assert_grad_finite tells where that began.")
 
 
@@ -507,8 +551,12 @@ def test_a_gradient_without_numbers_is_unknown_and_not_none() -> None:
 
 @pytest.mark.parametrize("assertion", ASSERTIONS)
 def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) -> None:
-    with pytest.raises(NothingObservedError, match=r"^Linear saw 1 forward but no backward: give run\(\.\.\., loss="):
+    with pytest.raises(NothingObservedError) as error:
         assertion(run(linear(), loss=None))
+    assert str(error.value) == (
+        "Linear saw 1 forward but no backward: give run(..., loss=...), or call loss.backward() while the watch is "
+        "open, or the graph is cut before it"
+    )
 
 
 @pytest.mark.parametrize("assertion", ASSERTIONS)

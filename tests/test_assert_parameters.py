@@ -206,7 +206,7 @@ def test_running_statistics_are_to_be_frozen_too() -> None:
 def test_a_norm_in_training_mode_is_not_frozen_after_one_step_either() -> None:
     model = net()
     watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1), steps=1)
-    with pytest.raises(AssertionError, match=r"^1"):
+    with pytest.raises(AssertionError, match=r"^layer '1' \(BatchNorm1d\) is not frozen"):
         assert_frozen(watch, layers="1")
 
 
@@ -299,3 +299,61 @@ def test_the_ratio_is_that_of_the_parameters() -> None:
     watch = trained(model, lambda m: torch.optim.SGD(m.parameters(), 0.01))
     exact = ((model.weight.detach() - before).norm() / before.norm()).item()
     assert_update_ratio(watch, low=exact / 1.8, high=exact * 1.8)
+
+
+# --- not finite ---------------------------------------------------------------------------------------------------
+
+
+def spoilt(factor: float = float("nan"), *, steps: bool = True) -> Watch:
+    model = normless()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        (factor * model(X).mean()).backward()
+        if steps:
+            optimizer.step()
+        assert watch.record.backwards == 1
+        return watch
+
+
+@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
+def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError) as error:
+        assertion(spoilt())
+    assert str(error.value) == (
+        "0.weight is not finite after training: 64 NaN of 64 elements; 4 of 4 parameters looked at\n\n"
+        "parameter   shape    not finite              of its gradient\n"
+        "0.weight    (8, 8)   64 NaN of 64 elements   64 NaN of 64 elements\n"
+        "0.bias      (8,)     8 NaN of 8 elements     8 NaN of 8 elements\n"
+        "2.weight    (2, 8)   16 NaN of 16 elements   16 NaN of 16 elements\n"
+        "2.bias      (2,)     2 NaN of 2 elements     2 NaN of 2 elements\n\n"
+        "Its gradient was not finite. assert_grad_finite says where that began."
+    )
+
+
+def test_one_that_was_nan_before_training_is_told_apart() -> None:
+    model = normless()
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    watch = trained(model)
+    with pytest.raises(AssertionError, match=r"^0.weight is not finite after training") as error:
+        assert_update_ratio(watch)
+    assert "not finite before the first step either" in str(error.value)
+
+
+def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
+    watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
+    with pytest.raises(AssertionError, match=r"^0.weight is not finite after training") as error:
+        assert_params_updated(watch)
+    assert "look at the learning rate" in str(error.value)
+
+
+@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
+def test_a_step_skipped_for_its_gradients_blames_these(assertion: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match="Its gradient is not finite, and such a step was not taken"):
+        assertion(spoilt(steps=False))
+
+
+def test_a_frozen_parameter_that_became_nan_says_so() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed to 64 NaN of 64 elements; 2 of 2"):
+        assert_frozen(spoilt(), layers="0")

@@ -62,7 +62,9 @@ def test_an_activation_that_works_is_not_saturated(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "softmax"])
 def test_one_that_is_fed_too_much_is_named(name: str) -> None:
-    with pytest.raises(AssertionError, match=r"^1 is saturated: its slope is [0-4]\.\d\d% of the greatest; 1 of 1"):
+    with pytest.raises(
+        AssertionError, match=r"^layer '1' \(\w+\) is saturated: its slope is [0-4]\.\d\d% of the greatest; 1"
+    ):
         assert_not_saturated(record(net(ACTIVATIONS[name], scale=1000.0)))
 
 
@@ -70,20 +72,20 @@ def test_one_that_is_fed_too_much_is_named(name: str) -> None:
 def test_one_whose_units_are_stuck_at_a_bound_is_named(name: str) -> None:
     model = net(ACTIVATIONS[name])
     nn.init.constant_(model[0].bias, 100.0)
-    with pytest.raises(AssertionError, match=r"^1 is saturated: its slope is 0.00%"):
+    with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated: its slope is 0.00%"):
         assert_not_saturated(record(model))
 
 
 @pytest.mark.parametrize("activation", [nn.Hardtanh(), nn.Hardtanh(-2.0, 0.5), nn.ReLU6(), nn.Hardsigmoid()])
 def test_one_that_is_at_either_bound_is_named(activation: nn.Module) -> None:
-    with pytest.raises(AssertionError, match=r"^1 is saturated"):
+    with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated"):
         assert_not_saturated(record(net(activation, scale=1e6)))
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
 def test_a_softmax_that_finds_its_axis_itself_is_looked_at() -> None:
     assert_not_saturated(record(net(nn.Softmax())))
-    with pytest.raises(AssertionError, match=r"^1 is saturated"):
+    with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated"):
         assert_not_saturated(record(net(nn.Softmax(), scale=1000.0)))
 
 
@@ -128,7 +130,9 @@ def test_outputs_within_a_range_pass() -> None:
 
 
 def test_the_first_output_that_leaves_it_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^2 output leaves \[0, 1\]: it is from -.*; 1 of 1 layer"):
+    with pytest.raises(
+        AssertionError, match=r"^layer '2' \(Linear\) output leaves \[0, 1\]: it is from -.*; 1 of 1 layer"
+    ):
         assert_activation_range(record(net(nn.Sigmoid())), 0, 1, layers="2")
 
 
@@ -142,7 +146,9 @@ def test_activations_of_a_normed_net_are_of_scale() -> None:
 
 
 def test_the_first_layer_that_is_too_large_is_named_with_the_one_before_it() -> None:
-    with pytest.raises(AssertionError, match=r"^1 output is too large: its rms is .*; 0 output had 5"):
+    with pytest.raises(
+        AssertionError, match=r"^layer '1' \(Identity\) output is too large: .*; layer '0' \(Identity\) output had 5"
+    ):
         assert_activation_scale(record(Scaled(), layers=["0", "1", "2"]), high=100)
 
 
@@ -158,19 +164,52 @@ class Scaled(nn.Sequential):
 
 
 def test_one_that_is_too_small_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^0 output is too small: its rms is 1e-05, not from 0.001 to 1,?000"):
-        assert_activation_scale(record(nn.Sequential(nn.Identity()), torch.full((4, 4), 1e-5)), layers="0")
+    with pytest.raises(
+        AssertionError, match=r"^layer '0' \(Identity\) output is too small: its rms is 1e-05, not from 0.001 to 1,?000"
+    ):
+        assert_activation_scale(record(nn.Sequential(nn.Identity()), torch.full((4, 4), 1e-5)), low=1e-3, layers="0")
 
 
 def test_numbers_that_are_not_finite_have_no_scale() -> None:
     x = X.clone()
     x[3] = torch.inf
-    with pytest.raises(AssertionError, match=r"^0 output has no scale: 16 elements of 1,024 not finite"):
+    with pytest.raises(
+        AssertionError, match=r"^layer '0' \(Identity\) output has no scale: 16 elements of 1,024 not finite"
+    ):
         assert_activation_scale(record(nn.Sequential(nn.Identity()), x), layers="0")
 
 
+def test_scales_that_models_have_on_purpose_pass() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.zero = nn.Parameter(torch.full((16,), 1e-6)), nn.Linear(16, 16)
+            nn.init.zeros_(self.zero.weight)
+            nn.init.zeros_(self.zero.bias)
+            self.branch = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.branch(x * self.scale) + self.zero(x)
+
+    assert_activation_scale(record(Scaling()))
+
+
+def test_a_dead_layer_is_too_small() -> None:
+    model = net(nn.ReLU())
+    nn.init.constant_(model[0].bias, -100.0)
+    with pytest.raises(
+        AssertionError, match=r"^layer '1' \(ReLU\) output is too small: its rms is 0, not from 1e-12 to 1,?000"
+    ):
+        assert_activation_scale(record(model))
+
+
+def test_nothing_but_zeros_has_no_scale() -> None:
+    with pytest.raises(NothingObservedError, match=r"every output of the 2 layers looked at is zero, .root. among"):
+        assert_activation_scale(record(nn.Sequential(nn.ReLU()), torch.zeros(2, 2)))
+
+
 def test_nothing_finite_is_in_no_range() -> None:
-    with pytest.raises(AssertionError, match=r"^0 output leaves \[0, 1\]: no element is finite"):
+    with pytest.raises(AssertionError, match=r"^layer '0' \(Identity\) output leaves \[0, 1\]: no element is finite"):
         assert_activation_range(record(nn.Sequential(nn.Identity()), torch.full((2, 2), torch.nan)), 0, 1, layers="0")
 
 
@@ -187,7 +226,9 @@ def test_a_large_output_overflows_where_the_dtype_ends(dtype: str, fits: bool) -
     if fits:
         assert_fits_dtype(found, dtype)
     else:
-        with pytest.raises(AssertionError, match=r"^0 output overflows in float16: its output is up to 4e\+04, and"):
+        with pytest.raises(
+            AssertionError, match=r"^layer '0' \(Identity\) output overflows in float16: its output is up to 4e\+04,"
+        ):
             assert_fits_dtype(found, dtype)
 
 

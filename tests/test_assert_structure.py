@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_modelprobe import (
     ModelProbe,
+    ModelProbeError,
     NothingObservedError,
     Record,
     SelectionError,
@@ -113,7 +114,9 @@ def test_a_name_is_bound_in_each_kind_of_forward() -> None:
         watch.model.eval()(X[:3])
     assert_shapes(watch, {"0": "batch 4", "1": "batch 2"})
     text = failure_of(assert_shapes, watch, {"0": "batch width", "1": "batch width"}, dims={"width": 4})
-    assert text.startswith("1 output in train mode has shape (4, 2): dimension 1 is 2, but width is 4, fixed by dims=;")
+    assert text.startswith(
+        "layer '1' (Linear) output in train mode has shape (4, 2): dimension 1 is 2, but width is 4, "
+    )
     assert "; 2 of 4 shapes differ\n" in text
     assert "\n1 output in eval mode " in text
 
@@ -300,7 +303,7 @@ def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) ->
 
 def test_an_empty_sequential_must_be_called() -> None:
     model = Net(lambda m, x: x, shortcut=nn.Sequential())
-    assert failure_of(assert_called, run(model)).startswith("shortcut was never called")
+    assert failure_of(assert_called, run(model), "**").startswith("shortcut was never called")
 
 
 def test_pseudo_layers_count() -> None:
@@ -310,7 +313,7 @@ def test_pseudo_layers_count() -> None:
 
 def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
     model = Net(lambda m, x: F.linear(x, m.a.weight), a=nn.Linear(6, 6, bias=False))
-    assert failure_of(assert_called, run(model, loss="random")).endswith(
+    assert failure_of(assert_called, run(model, loss="random"), "a").endswith(
         "The parameters of a are used without calling it: by themselves, or tied to another layer's."
     )
 
@@ -318,8 +321,39 @@ def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
 def test_tied_weights_are_spoken_of() -> None:
     a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
     a.weight = b.weight
-    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)))
+    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)), "a")
     assert text.endswith("The parameters of a are used without calling it: by themselves, or tied to another layer's.")
+
+
+class Attending(nn.Module):
+    """As a library has it: a dropout that fused attention does without, and a projection used by its weight."""
+
+    def __init__(self, *, calls: bool = False) -> None:
+        super().__init__()
+        self.dropout, self.used, self.calls = nn.Dropout(), nn.Linear(6, 6, bias=False), calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.used.weight)
+        return self.dropout(x) if self.calls else x
+
+
+def test_layers_that_lose_nothing_by_it_need_not_be_called() -> None:
+    record = run(nn.Sequential(Attending(), Attending()), loss="random")
+    assert_called(record)
+    assert_called(record, times=1)
+    assert failure_of(assert_called, record, "**").startswith("0.dropout was never called in 1 forward; 4 of 7 layers")
+
+
+def test_one_that_another_block_calls_has_to_be() -> None:
+    record = run(nn.Sequential(Attending(calls=True), Attending()), loss="random")
+    assert failure_of(assert_called, record).startswith("1.dropout was never called in 1 forward; 1 of 5 layers")
+
+
+def test_a_failure_names_those_that_lose_nothing_too() -> None:
+    model = nn.Sequential(Attending(), Net(lambda m, x: x, spare=nn.Sequential(nn.Linear(6, 6))))
+    text = failure_of(assert_called, run(model, loss="random"))
+    assert text.startswith("1.spare was never called in 1 forward; 2 of 5 layers looked at")
+    assert text.endswith("\n\nNot called either, which loses no weights: 0.dropout and 0.used.")
 
 
 @pytest.mark.parametrize("times", [-1, True, 1.0, "2"])
@@ -353,7 +387,7 @@ def test_a_hook_is_named_with_its_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(leave)
     assert failure_of(assert_no_leftover_hooks, model) == (
-        f"0 has a forward hook left on it: {__name__}.leave; 1 hook in all\n"
+        f"layer '0' (Linear) has a forward hook left on it: {__name__}.leave; 1 hook in all\n"
         "\n"
         "layer   kind           hook\n"
         f"0       forward hook   {__name__}.leave\n"
@@ -383,7 +417,7 @@ def test_every_kind_of_hook_is_found(register: str, kind: str) -> None:
 def test_hooks_on_parameters_are_found(register: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     getattr(model[0].weight, register)(leave)
-    assert failure_of(assert_no_leftover_hooks, model).startswith(f"0 has a {kind} left on it: ")
+    assert failure_of(assert_no_leftover_hooks, model).startswith(f"layer '0' (Linear) has a {kind} left on it: ")
 
 
 def test_a_hook_that_was_removed_is_none() -> None:
@@ -414,8 +448,34 @@ def test_of_a_watch_only_hooks_that_came_since_count() -> None:
         assert_no_leftover_hooks(watch)
         assert_no_leftover_hooks(probe)
         model[1].register_forward_hook(leave)
-        assert failure_of(assert_no_leftover_hooks, watch).startswith("1 has a forward hook left on it: ")
-        assert failure_of(assert_no_leftover_hooks, probe).startswith("1 has a forward hook left on it: ")
+        assert failure_of(assert_no_leftover_hooks, watch).startswith(
+            "layer '1' (ReLU) has a forward hook left on it: "
+        )
+        assert failure_of(assert_no_leftover_hooks, probe).startswith(
+            "layer '1' (ReLU) has a forward hook left on it: "
+        )
+
+
+def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_modelprobe.probe.next_hook", lambda: None)
+    model = nn.Sequential(nn.Linear(6, 2))
+    with ModelProbe().watch(model) as watch:
+        model(torch.ones(2, 6))
+        assert watch.record.forwards == 1
+        with pytest.raises(
+            ModelProbeError, match=r"^this torch numbers no hooks, so that those of before cannot be told"
+        ):
+            assert_no_leftover_hooks(watch)
+    assert_no_leftover_hooks(model)
+
+
+def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    del model[0]._forward_hooks
+    with pytest.raises(
+        ModelProbeError, match=r"^this torch has no _forward_hooks: whether a forward hook is left cannot"
+    ):
+        assert_no_leftover_hooks(model)
 
 
 def test_layers_whose_hooks_belong_to_them_can_be_left_out() -> None:

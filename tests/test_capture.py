@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import threading
 from collections import namedtuple
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.probe import Watch
+from pytest_modelprobe.record import Record
 
 Pair = namedtuple("Pair", "left right")
 
@@ -1339,21 +1341,22 @@ def test_functional_calls_in_a_recomputation_are_not_counted():
     assert len(watch.record.layers["relu"].calls) == 1
 
 
-class Interrupt(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+class Interrupt(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is F.relu:
             raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_an_interrupted_functional_call_is_dropped():
     def forward(self, x):
         with contextlib.suppress(KeyboardInterrupt):
-            F.relu(x)
+            F.relu(x.as_subclass(Interrupt))
         return torch.tanh(x)
 
     model = Call(forward)
-    with Watch(model, functionals=True) as watch, Interrupt():
+    with Watch(model, functionals=True) as watch:
         model(randn(3))
     assert watch.record.layers["relu"].calls[0].finished == -1
     assert len(watch.record.layers["tanh"].calls) == 1
@@ -1394,6 +1397,65 @@ def test_closing_inside_a_forward_leaves_the_function_mode():
     model = Call(lambda self, x: (self.watch.close(), F.relu(x))[1])
     model.__dict__["watch"] = Watch(model, functionals=True)
     model(randn(3))
+    assert not modes()
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def interrupted(attention=False):
+    """A watch of a model whose forward is interrupted, and the forward."""
+
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+    def run():
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(3))
+
+    model = Call(forward)
+    return Watch(model, functionals=True, attention=attention), run
+
+
+CONTEXTS = {"torch.device": lambda: torch.device("meta"), "a mode": Mode}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_closing_inside_a_context_of_the_user_leaves_it_alone(context):
+    watch, run = interrupted(attention=True)
+    run()
+    with context():
+        inside = modes()[-1:]
+        watch.close()
+        assert modes() == inside
+    assert not modes()
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_of_the_user_ends_where_it_ends_though_a_forward_was_interrupted_in_it(context):
+    watch, run = interrupted(attention=True)
+    with context() as mode:
+        run()
+    assert mode not in modes()
+    assert torch.ones(1).device.type == "cpu"
+    watch.close()
+    assert not modes()
+
+
+def test_a_default_device_can_be_set_while_a_forward_runs_or_was_interrupted():
+    torch.set_default_device("meta")
+    try:
+        watch, run = interrupted()
+        run()
+        torch.set_default_device("cpu")
+        watch.close()
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
     assert not modes()
 
 
@@ -1662,9 +1724,10 @@ def test_a_watch_inside_another_sees_its_part():
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_gradients_seen_under_a_grad_scaler_are_marked(scaled):
+@pytest.mark.parametrize("fused", [True, False])  # a fused step takes the factor out itself
+def test_gradients_seen_under_a_grad_scaler_are_marked(scaled, fused):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     with Watch(model) as watch:
         scaler.scale(model(randn(3, 4)).sum()).backward()
@@ -1712,3 +1775,189 @@ def test_autograd_grad_with_respect_to_parameters_is_seen():
     with Watch(model) as watch:
         torch.autograd.grad(model(torch.ones(3, 4)).sum(), list(model.parameters()))
     assert mean_gradient(watch.record) == 3.0
+
+
+# --- hooks of the user that come after ours -------------------------------------------------------------------------
+
+
+def halves(module, args, output):
+    return output / 2
+
+
+def test_what_a_hook_registered_later_makes_of_an_output_is_what_is_seen():
+    model = nn.Sequential(linear(4, 3), nn.Identity())
+    with Watch(model, keep="0") as watch:
+        model[0].register_forward_hook(halves)
+        out = model(randn(2, 4))
+        out.sum().backward()
+    assert torch.equal(watch.kept["0"][0], out)
+    seen = value(watch.record, "0")
+    assert seen.statistics.max == out.max().item()
+    assert seen.gradient.max == 1
+    assert value(watch.record, "1", "input").source is not None
+    assert watch.record.notes == ()
+
+
+def test_what_a_pre_hook_registered_later_makes_of_an_input_is_what_is_seen():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] * 0 + 7,))
+        model(randn(2, 4))
+    assert value(watch.record, "0", "input").statistics.min == 7
+    assert watch.record.notes == ()
+
+
+def test_a_hook_registered_inside_the_forward_is_seen_too():
+    def forward(self, x):
+        handle = self.fc.register_forward_hook(halves)
+        try:
+            return self.fc(x)
+        finally:
+            handle.remove()
+
+    model = Call(forward, fc=linear(4, 3))
+    with Watch(model) as watch:
+        out = model(randn(2, 4))
+    assert value(watch.record, "fc").statistics.max == out.max().item()
+    assert watch.record.notes == ()
+
+
+def test_two_watches_and_a_hook_registered_later_see_the_same():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as first, Watch(model) as second:
+        model[0].register_forward_hook(halves)
+        for _ in range(3):
+            model(randn(2, 4))
+    assert first.record.layers == second.record.layers
+    assert value(first.record, "0") == value(first.record, "(root)")
+
+
+def test_hooks_of_the_user_keep_their_order_and_their_results():
+    def run(watched):
+        order = []
+        model = nn.Sequential(linear(4, 3))
+        model[0].register_forward_hook(lambda *_: order.append("first"))
+        with Watch(model) if watched else contextlib.nullcontext():
+            model[0].register_forward_hook(lambda m, a, output: order.append("second") or output + 1)
+            model[0].register_forward_hook(lambda m, a, output: order.append("third") or output * 2)
+            model[0].register_forward_hook(lambda *_: order.append("before all"), prepend=True)
+            model[0].register_forward_hook(lambda *_: order.append("always"), always_call=True)
+            return [*order, *model(randn(2, 4)).flatten().tolist(), *order]
+
+    assert run(watched=True) == run(watched=False)
+
+
+def test_a_hook_registered_later_that_raises_ends_the_call():
+    def refuse(module, args, output):
+        raise ValueError("no")
+
+    model = nn.Sequential(linear(4, 3), nn.ReLU())
+    with Watch(model) as watch:
+        handle = model[0].register_forward_hook(refuse)
+        with pytest.raises(ValueError, match="no") as caught:
+            model(randn(2, 4))
+        handle.remove()
+        model(randn(2, 4))
+    assert caught.value.__notes__ == ["raised in 0 (Linear), inputs (2, 4) float32 cpu"]
+    assert watch.last.layers["1"].calls
+
+
+LATE = (
+    "(root): a hook was registered on it after the watch began, and what it did to the {} of the first call was not "
+    "seen"
+)
+
+
+def another(module, args):
+    return args[0] + 1
+
+
+def in_place(module, args):
+    args[0].add_(1)
+
+
+@pytest.mark.parametrize("change", [another, in_place])
+def test_of_a_hook_that_cannot_be_seen_in_its_first_call_a_note_says_so(change):
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model.register_forward_pre_hook(change)
+        model(torch.zeros(2, 4))
+        model(torch.zeros(2, 4))
+    assert watch.record.notes == (LATE.format("inputs"),)
+    assert value(watch.last, "(root)", "input").statistics.min == 1
+
+
+def test_a_hook_that_changes_nothing_is_not_noted():
+    model = nn.Sequential(linear(4, 3))
+    with Watch(model) as watch:
+        model.register_forward_pre_hook(lambda module, args: None)
+        model(randn(2, 4))
+    assert watch.record.notes == ()
+
+
+def test_a_hook_that_a_layer_registers_on_itself_while_it_runs_is_noted():
+    def forward(self, x):
+        self.register_forward_hook(halves)
+        return x
+
+    model = Call(forward)
+    with Watch(model) as watch:
+        model(randn(2, 4))
+    assert watch.record.notes == (LATE.format("outputs"),)
+
+
+def test_hooks_that_were_cleared_are_no_error():
+    model = nn.Sequential(linear(4, 3), linear(3, 2))
+    with Watch(model) as watch:
+        model[0]._forward_hooks.clear()
+        model[0]._forward_pre_hooks.clear()
+        model[0].register_forward_hook(halves)
+        model(randn(2, 4))
+    assert watch.record.layers["1"].calls
+
+
+NESTED = {"jagged": torch.jagged, "strided": torch.strided}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", NESTED.values(), ids=NESTED)
+def test_a_nested_tensor_has_the_lengths_of_its_parts_for_shape(modelprobe, layout):
+    def forward(self, *parts):
+        return self.act(self.fc(torch.nested.as_nested_tensor(list(parts), layout=layout)))
+
+    model = Call(forward, fc=nn.Linear(4, 3), act=nn.ReLU())
+    parts = randn(2, 4), randn(5, 4)
+    record = modelprobe.run(model, *parts, loss=lambda out: torch.nested.to_padded_tensor(out, 0.0).sum())
+    assert [record[layer].output.shape for layer in ("fc", "act", "(root)")] == [(2, (2, 5), 3)] * 3
+    assert record["fc"].output.forward.reason == "nested tensor"
+    assert record["act"].calls[0].inputs[0].source == "fc output"
+    assert Record.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_torchs_own_encoder_are_seen(modelprobe):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    with torch.no_grad():
+        record = modelprobe.run(model, randn(2, 4, 8), src_key_padding_mask=padding)
+    assert record["layers.1"].output.shape == (2, (2, 4), 8)
+
+
+def test_an_error_below_a_nested_tensor_is_that_of_the_model(modelprobe):
+    model = Call(lambda self, x: self.fc(x), fc=nn.Linear(3, 3))
+    nested = torch.nested.nested_tensor([randn(2, 4), randn(5, 4)], layout=torch.jagged)
+    with modelprobe.watch(model), pytest.raises(RuntimeError) as raised:
+        model(nested)
+    assert raised.value.__notes__ == ["raised in fc (Linear), inputs (2, (2, 5), 4) float32 cpu"]
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.vmap, lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))]
+)
+def test_what_is_inside_a_transform_is_not_kept_and_a_note_says_so(modelprobe, transform):
+    model = Call(lambda self, x: transform(self.fc)(x), fc=nn.Linear(4, 3))
+    with modelprobe.watch(model, keep="**") as watch:
+        output = model(randn(5, 4))
+    assert watch.kept["fc"] == [None]
+    assert torch.equal(watch.kept["(root)"][0], output)
+    assert "outputs of fc inside a torch.func transform are not kept: they are nothing outside" in watch.record.notes

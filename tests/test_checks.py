@@ -104,7 +104,7 @@ def named(outcome: Outcome) -> str | None:
     """Return the layer that is told of, first thing in the message."""
     assert outcome.verdict == "broken", outcome
     assert outcome.layer
-    assert str(outcome).startswith(f"{outcome.layer} ")
+    assert str(outcome).startswith((f"{outcome.layer} ", f"layer '{outcome.layer}' ("))
     return outcome.layer
 
 
@@ -497,7 +497,7 @@ def test_heads_merged_over_the_batch_are_named(probe: ModelProbe, net: Any, attn
 def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.any_batch_size.outcome(probe, between(lambda x: x.view(5, 6)), rows)
     assert named(found) == "2"
-    assert found.text.startswith("2 takes no batch of 1, only of 5: 2 raised RuntimeError")
+    assert found.text.startswith("layer '2' (Layer) takes no batch of 1, only of 5: layer '2' raised RuntimeError")
 
 
 def test_a_mean_over_the_batch_depends_on_its_size(probe: ModelProbe, rows: Tensor) -> None:
@@ -825,7 +825,7 @@ def test_a_view_that_wants_contiguous_rows_is_named(probe: ModelProbe, images: T
     model = nn.Sequential(nn.Identity(), Layer(lambda x: x.view(len(x), -1)), nn.Linear(243, 2))
     found = checks.layout_parity.outcome(probe, model, images)
     assert named(found) == "1"
-    assert found.text.startswith("1 raised RuntimeError: view size is not compatible")
+    assert found.text.startswith("layer '1' (Layer) raised RuntimeError: view size is not compatible")
 
 
 def test_memory_that_is_read_in_its_own_order_is_named(probe: ModelProbe, images: Tensor) -> None:
@@ -843,7 +843,9 @@ def test_a_path_that_is_taken_without_gradients_alone_is_named(probe: ModelProbe
     model = between(lambda x: x if torch.is_grad_enabled() else 2 * x)
     found = checks.checkpoint_parity.outcome(probe, model, rows)
     assert named(found) == "2"
-    assert found.text.startswith("2 gives out another output under checkpointing (reentrant): changed by 100 %")
+    assert found.text.startswith(
+        "layer '2' (Layer) gives out another output under checkpointing (reentrant): changed by 100 %"
+    )
 
 
 def test_weights_that_are_made_once_cannot_be_checkpointed(probe: ModelProbe, rows: Tensor) -> None:
@@ -1081,3 +1083,19 @@ def test_a_model_with_checkpoints_of_its_own_is_checked_too(probe: ModelProbe, n
 
     planted(net.blocks[1], forward=forward)
     assert checks.checkpoint_parity(probe, net, ids).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", ["eval_stable", "dtype_parity", "batch_independent"])
+@pytest.mark.parametrize("of", [lambda f: f, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "of grad"])
+def test_a_layer_inside_a_transform_is_not_compared(name: str, of: Callable[..., Any]) -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mapped: Tensor = torch.func.vmap(of(self.fc))(x)
+            return mapped
+
+    with ModelProbe() as probe:
+        assert ALL[name](probe, Mapped(), torch.randn(5, 4)).verdict == "holds"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -202,7 +203,9 @@ def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[
 
 
 def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
-    outcomes = checks.standard(nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"])
+    outcomes = checks.standard(
+        modelprobe, nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"]
+    )
     assert {outcome.verdict for outcome in outcomes} == {"holds"}
 
 
@@ -242,7 +245,7 @@ def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe)
 def test_inference_mode_around_a_check_does_not_matter(modelprobe: ModelProbe) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with torch.inference_mode():
-        outcomes = checks.standard(model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
+        outcomes = checks.standard(modelprobe, model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
     assert {outcome.verdict for outcome in outcomes} == {"holds"}
 
 
@@ -324,32 +327,58 @@ def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
     assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
 
 
-def test_the_probe_comes_first() -> None:
-    with pytest.raises(UsageError, match=r"causal takes the probe first: checks.causal\(modelprobe"):
-        checks.causal(nn.Linear(3, 2), X)  # type: ignore[arg-type]
+ORDERS: list[tuple[tuple[Any, ...], str]] = [
+    ((), "neither"),
+    ((ModelProbe(),), "ModelProbe"),
+    ((nn.Linear(3, 2),), "Linear"),
+    ((nn.Linear(3, 2), X), "Linear, Tensor"),
+    ((nn.Linear(3, 2), ModelProbe(), X), "Linear, ModelProbe, Tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), ORDERS, ids=[said for _, said in ORDERS])
+@pytest.mark.parametrize("name", ["causal", "causal.outcome", "standard"])
+def test_the_probe_comes_first(name: str, given: tuple[Any, ...], said: str) -> None:
+    called: Any = operator.attrgetter(name)(checks)
+    with pytest.raises(UsageError) as error:
+        called(*given)
+    name = f"checks.{name.removesuffix('.outcome')}"
+    order = f"takes the probe, then the model: {name}(modelprobe, model, *inputs); got {said}"
+    assert str(error.value) == f"{name} {order}"
 
 
 # --- the battery --------------------------------------------------------------------------------------------------
 
-DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], Any, str]] = [
-    (lambda: nn.Linear(4, 2), X, "the model does not run on these inputs: (root) raised RuntimeError: mat1 and mat2"),
-    (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
-    (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
+DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
+    (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: mat1 and m"),
     (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
-    (lambda: nn.LazyLinear(2), X, "the model is lazy and has seen no input: run it once before"),
-    (lambda: nn.Linear(3, 2, device="meta"), X, "the model is on the meta device"),
+    (lambda: nn.LazyLinear(2), (X,), "the model is lazy and has seen no input: call it once before, model(...)"),
+    (lambda: nn.Linear(3, 2, device="meta"), (X,), "the model is on the meta device"),
+]
+IN_CONTAINERS: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "; a list is one input: if the model takes its items, give *inputs"),
+    (lambda: nn.Bilinear(3, 3, 2), (X, X), "; a tuple is one input: if the model takes its items, give *inputs"),
+    (lambda: nn.Linear(3, 2), {"input": X}, "; a mapping is one input: if the model takes its items, give **inputs"),
 ]
 
 
-@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+@pytest.mark.parametrize(
+    ("factory", "inputs", "said"), [*DOES_NOT_RUN, *((made, (one,), said) for made, one, said in IN_CONTAINERS)]
+)
 def test_a_model_that_does_not_run_is_not_fit_for_the_battery(
-    factory: Callable[[], nn.Module], inputs: Any, said: str
+    modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: tuple[Any, ...], said: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        checks.standard(factory(), inputs)
+        checks.standard(modelprobe, factory(), *inputs)
 
 
-@pytest.mark.parametrize(("factory", "inputs", "said"), DOES_NOT_RUN)
+OF_A_CASE: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
+    (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
+]
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), [*DOES_NOT_RUN, *OF_A_CASE])
 def test_a_case_that_does_not_run_fails_and_is_not_skipped(
     modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: Any, said: str
 ) -> None:
@@ -360,7 +389,7 @@ def test_a_case_that_does_not_run_fails_and_is_not_skipped(
 
 def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
     model = Calling(four_rows_only)
-    outcome = checks.standard(model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
+    outcome = checks.standard(modelprobe, model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
     assert outcome.verdict == "not applicable"
 
 
@@ -370,16 +399,16 @@ def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: 
             assert self.training
             return super().forward(x)
 
-    assert checks.standard(Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
+    assert checks.standard(modelprobe, Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
 
 
-def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it() -> None:
-    assert [outcome.verdict for outcome in checks.standard(nn.Linear(3, 2), only="registered")] == ["holds"]
+def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it(modelprobe: ModelProbe) -> None:
+    assert [outcome.verdict for outcome in checks.standard(modelprobe, nn.Linear(3, 2), only="registered")] == ["holds"]
 
 
 CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"only": ["seeded"], "skip": ["seeded"]}, "skip= and only= leave no check to run: seeded is skipped"),
-    ({"skip": [*checks.STANDARD]}, "skip= and only= leave no check to run: registered, "),
+    ({"skip": [*checks.STANDARD]}, "skip= and only= leave no check to run: finite, "),
     (
         {"skip": "compile_parity"},
         "skip= names compile_parity, which is no part of the standard checks, as",
@@ -393,9 +422,11 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), CHOICES)
-def test_a_choice_of_checks_that_are_not_there_is_refused(options: dict[str, Any], said: str) -> None:
+def test_a_choice_of_checks_that_are_not_there_is_refused(
+    modelprobe: ModelProbe, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        checks.standard(nn.Linear(3, 2), X, **options)
+        checks.standard(modelprobe, nn.Linear(3, 2), X, **options)
 
 
 CASE: dict[str, Any] = {"name": "tiny", "factory": lambda: nn.Linear(3, 2), "inputs": lambda probe: X}

@@ -497,8 +497,9 @@ def test_a_snapshot_is_shown_as_a_table(branch: str, modelprobe: Run) -> None:
     assert out == (
         "Net: 3 layers, 8 parameters; 1 forward on cpu, no backward\n"
         "\n"
-        "layer    type   calls   output   mean   std   min   max   zeros   dead units\n"
-        "(root)   Net        1   (2, 4)      1     1     0     2      0%            -\n"
+        "layer    type     parameters   calls   output   mean   std   min   max   zeros   dead units\n"
+        "(root)   Net               -       1   (2, 4)      1     1     0     2      0%            -\n"
+        "fc       Linear            8       0   -           -     -     -     -       -            -\n"
     )
 
 
@@ -529,10 +530,27 @@ def test_a_glob_that_matches_nothing_is_an_error(branch: str, modelprobe: Run) -
     assert (code, err) == (2, "modelprobe: 'fd' matches none of 3 layers; nearest: 'fc'.\n")
 
 
+def test_of_several_snapshots_those_without_the_layer_are_left_out_and_named(
+    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(structure_of(net(2)))
+    other = Record(model="Other", layers={"head": Layer(name="head", type="torch.nn.Linear")})
+    write(structure_of(other), f"{PATH}b")
+    code, out, err = modelprobe("show", "tests", "--layers", "fc")
+    assert code == 0
+    assert out.startswith("Net: ")
+    assert "Other" not in out
+    assert err.startswith("modelprobe: tests/__modelprobe__/")
+    assert err.endswith(" is left out: 'fc' matches none of 1 layer; the names are 'head'.\n")
+    assert err.count("\n") == 1
+    assert modelprobe("show", "tests", "--layers", "nothing")[0] == 2
+
+
 def test_a_snapshot_is_shown_as_markdown(branch: str, modelprobe: Run) -> None:
     out = modelprobe("show", "tests", "--format", "markdown")[1]
     assert out.startswith("### Net: 3 layers, 8 parameters")
-    assert "| (root) | Net | 1 | (2, 4) |" in out
+    assert "| (root) | Net | - | 1 | (2, 4) |" in out
 
 
 # --- log ----------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def ran(model: nn.Module, *args: torch.Tensor, loss: Any = "random", noise: bool
         record = record.rerun.isolated(record)
         if noise:
             record = record.rerun.measured(record)  # type: ignore[union-attr]
-    return dataclasses.replace(record, rerun=None)
+    return dataclasses.replace(record)
 
 
 def built(name: str) -> Record:
@@ -487,7 +487,7 @@ def test_values_of_one_name_are_told_apart() -> None:
     record = edited_call(record, "act", inputs=passed)
     back = there_and_back(record)
     assert exact(back) == exact(record)
-    means = [[v.statistics.mean for v in back[name].calls[0].inputs if v.statistics] for name in ("fc1", "act")]
+    means = [[v.statistics.mean for v in back[name].calls[0].inputs if v.forward.statistics] for name in ("fc1", "act")]
     assert means == [[10, 11, 12, 13], [10, 11, 12, 13, 14, 11]]
     assert encode(back) == encode(record)
 
@@ -692,7 +692,7 @@ def test_an_architecture_alone_tells_its_structure() -> None:
     texts = encode(model_record("gpt2"))
     record = decode_architecture(texts.architecture, where="x").record
     assert compare(record, model_record("gpt2"), parts="architecture").same
-    assert record["lm_head"].output.statistics is None
+    assert record["lm_head"].output.forward.statistics is None
 
 
 # --- single readings ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import collections
 import dataclasses
 import enum
+import functools
 import types
 
 import pytest
@@ -50,6 +51,33 @@ class Box(collections.UserDict):
         super().__init__(data)
 
 
+class Slots:
+    __slots__ = ("__a", "unset")
+
+    def __init__(self, a):
+        self.__a = a
+
+
+class Open:
+    def __init__(self, a):
+        self.a = a
+
+
+class Rows:
+    """An iterator with a tensor among its attributes, which is not what it gives out."""
+
+    rows = torch.zeros(2)
+
+    def __init__(self):
+        self.left = x
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
 class Kind(enum.IntEnum):
     ONE = 1
 
@@ -95,11 +123,68 @@ def test_plain_values_are_exact_builtins():
     assert flat.known
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, iter([x]), lambda: x, Data, 1j], ids=lambda v: type(v).__name__)
-def test_what_cannot_be_opened_is_unknown(value):
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, iter([x]), Rows(), lambda: x, functools.partial(len), Data, 1j, torch.nn.Linear(1, 1)],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_cannot_be_opened_is_told_by_path_and_type(value):
     flat = flatten("v", [x, value])
     assert not flat.known
     assert [path for path, _ in flat.tensors] == ["v[0]"]
+    assert flat.opaque == {"v[1]": type(value).__qualname__}
+
+
+def test_distributions_are_looked_into():
+    normal = torch.distributions.Normal(x, x + 1)
+    assert paths(torch.distributions.Categorical(logits=x)) == ["output.logits"]
+    assert paths(torch.distributions.Independent(normal, 1)) == ["output.base_dist.loc", "output.base_dist.scale"]
+
+
+@pytest.mark.parametrize("value", [Slots(x), Open([x])], ids=lambda v: type(v).__name__)
+def test_objects_are_looked_into_and_rebuilt(value):
+    (path, tensor), *more = flatten("v", [value]).tensors
+    assert (path, more) == ("v[0]._Slots__a" if isinstance(value, Slots) else "v[0].a[0]", [])
+    (rebuilt,) = map_tensors(lambda t: t + 1, [value])
+    assert type(rebuilt) is type(value)
+    assert torch.equal(flatten("", rebuilt).tensors[0][1], x + 1)
+    assert flatten("v", [value]).tensors[0][1] is tensor
+    assert not flatten("v", value).known
+
+
+def test_an_object_without_tensors_is_looked_into_and_kept():
+    value = Open({"n": 3, "f": [print, Open("s")]})
+    assert flatten("v", Open("s")).opaque == {}
+    assert flatten("v", value).opaque == {"v.a.f[0]": "builtin_function_or_method"}
+    assert map_tensors(torch.Tensor.clone, [value])[0] is value
+
+
+def test_what_an_object_works_with_is_passed_over():
+    value = Open([x])
+    value.model, value.kind, value.function, value.me = torch.nn.Linear(1, 1), Open, print, value
+    flat = flatten("v", value)
+    assert ([path for path, _ in flat.tensors], flat.opaque) == (["v.a[0]"], {})
+    value.rows = iter([x])
+    assert flatten("v", value).opaque == {"v.rows": "list_iterator"}
+
+
+def test_objects_among_arguments_are_not_looked_into():
+    flat = flatten_call((x, Open(x)), {})
+    assert ([path for path, _ in flat.tensors], flat.opaque) == (["input[0]"], {"input[1]": "Open"})
+
+
+def test_too_many_parts_are_told():
+    assert len(flatten("v", [x] * 5000).tensors) == 5000
+    assert flatten("v", [x] * 20_000).opaque == {"v": "list of too many parts"}
+
+
+def test_a_cache_of_transformers_is_looked_into_and_rebuilt():
+    cache = pytest.importorskip("transformers").DynamicCache()
+    assert flatten("v", cache).opaque == {}
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert paths(cache) == ["output.layers[0].keys", "output.layers[0].values"]
+    map_tensors(torch.Tensor.clone, cache).update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert cache.get_seq_length() == 3
 
 
 def test_a_container_that_holds_itself_ends_as_unknown():

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
@@ -15,25 +16,28 @@ MAY_IMPORT = {
     "__init__": {"assertions", "exceptions", "probe", "record", "snapshot"},
     "__main__": {"cli"},
     "exceptions": set(),
-    "record": set(),
+    "_pytest": {"pytest"},
+    "_torch": {"torch", "exceptions"},
+    "record": {"assertions", "exceptions", "report", "selection"},
     "selection": {"exceptions"},
     "shapes": {"exceptions"},
-    "fingerprint": {"torch", "numpy", "record"},
-    "statistics": {"torch", "numpy", "fingerprint", "record"},
+    "fingerprint": {"torch", "numpy", "memory", "record"},
+    "statistics": {"torch", "numpy", "fingerprint", "memory", "record"},
     "units": {"torch"},
     "flatten": {"torch", "record"},
-    "memory": {"torch"},
-    "seeding": {"torch", "numpy"},
+    "memory": {"torch", "numpy"},
+    "seeding": {"torch", "numpy", "memory"},
     "initialisation": {"torch", "exceptions", "memory", "seeding"},
     "restoring": {"torch", "memory"},
     "layers": {"torch", "record", "exceptions"},
     "observation": {"torch", "attention", "record", "statistics"},
     "owned": {"torch", "layers", "observation", "record", "statistics"},
+    "steps": {"torch", "record"},
     "functionals": {"torch", "capture"},
-    "attention": {"torch", "functionals", "statistics"},
+    "attention": {"torch", "capture", "functionals", "observation", "statistics"},
     "capture": {
-        "torch", "attention", "exceptions", "flatten", "functionals", "layers", "observation", "owned", "record",
-        "statistics", "units",
+        "torch", "attention", "exceptions", "flatten", "functionals", "layers", "memory", "observation", "owned",
+        "record", "statistics", "steps", "units",
     },
     "assembly": {"torch", "numpy", "attention", "capture", "layers", "observation", "owned", "record", "statistics"},
     "origin": {"torch", "flatten", "record"},
@@ -44,7 +48,8 @@ MAY_IMPORT = {
     },
     "probe": {
         "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation",
-        "layers", "noise", "observation", "origin", "owned", "record", "restoring", "seeding", "selection",
+        "layers", "memory", "noise", "observation", "origin", "owned", "record", "restoring", "seeding",
+        "selection",
     },
     "files": {"exceptions", "record"},
     "course": {"record"},
@@ -53,11 +58,11 @@ MAY_IMPORT = {
     "compare": {"exceptions", "matching", "record", "selection", "tolerance"},
     "diagnosis": {"compare", "course", "record", "tolerance"},
     "gate": {"compare", "record"},
-    "report": {"compare", "diagnosis", "gate", "record"},
+    "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {
-        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "probe", "record", "report",
-        "restoring", "seeding", "selection",
+        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "origin", "probe", "record",
+        "report", "restoring", "seeding", "selection",
     },
     "summary": {"assertions", "record", "report"},
     "git": {"exceptions"},
@@ -68,7 +73,7 @@ MAY_IMPORT = {
         "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "record", "report",
         "selection", "summary",
     },
-    "plugin": {"pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
+    "plugin": {"pytest", "_pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
 }  # fmt: skip
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
@@ -120,7 +125,8 @@ def test_every_room_is_in_the_table() -> None:
 def test_a_room_imports_only_what_it_may(path: Path) -> None:
     room = room_of(path)
     inside = {p.stem for p in path.parent.glob("*.py")} if path.parent != PACKAGE else set()
-    assert foreign(imports(path), room) - inside <= MAY_IMPORT[room]
+    allowed = MAY_IMPORT[room] | ({"_torch"} if "torch" in MAY_IMPORT[room] else set())
+    assert foreign(imports(path), room) - inside <= allowed
 
 
 @pytest.mark.parametrize("room", sorted(LAZY))
@@ -128,5 +134,57 @@ def test_what_every_run_loads_imports_nothing_at_its_top(room: str) -> None:
     assert foreign(imports(PACKAGE / f"{room}.py", top_level=True), room) <= {"pytest"}
 
 
+def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown() -> None:
+    assert foreign(imports(PACKAGE / "record.py", top_level=True), "record") == {"exceptions"}
+
+
 def test_nothing_imports_the_plugin() -> None:
     assert not any("plugin" in foreign(imports(path), room_of(path)) for path in FILES)
+
+
+# --- private names ----------------------------------------------------------------------------------------------------
+
+# Attributes of modules and tensors that may be used anywhere: `_torch` says why.
+ANYWHERE = {"_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters", "_version"}
+OBJECTS = [torch.nn.Module(), torch.ones(1), torch.ones(1).untyped_storage(), torch.ops.aten.add.Tensor]
+OF_TORCH = {name for thing in OBJECTS for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
+OF_TORCH |= {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def private_names(path: Path) -> set[str]:
+    """Return the private names of torch in a file: imported, as an attribute, or in a string."""
+    found, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}".removeprefix(".") for alias in node.names]
+            found |= {name for name in names if name.startswith("torch.") and "._" in name}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if ast.unparse(node.value) in ("self", "cls"):
+                own.add(node.attr)
+            elif node.attr in OF_TORCH or ast.unparse(node).startswith(("torch.", "nn.", "F.")):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and node.value in OF_TORCH:
+            found.add(node.value)
+    return found - own - ANYWHERE
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
+    if path.stem == "_torch":
+        assert private_names(path)
+    elif path.parts[-2:] == ("assertions", "structure.py"):  # reads hooks of a model without importing torch
+        assert private_names(path) == {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
+    else:
+        assert not private_names(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_pytest_and_syrupy_stand_in_one_room_each(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    of_pytest = names & {"_fixtureinfo", "_fixturemanager", "_pyfuncitem", "_arg2fixturedefs", "name2fixturedefs"}
+    of_syrupy = names & {"_write_mode", "_executions", "executions", "num_executions", "asserted_data", "recalled_data"}
+    assert not any(name.partition(".")[0] == "_pytest" for name in imports(path))
+    assert not of_pytest or path.stem == "_pytest"
+    assert not of_syrupy or path.parts[-2:] == ("snapshot", "extension.py")

@@ -565,6 +565,36 @@ def test_weights_are_the_same_in_another_process():
     assert out.stdout.strip() == str(here)
 
 
+def test_building_a_model_does_not_import_the_compiler():
+    code = (
+        "import sys; from torch import nn; from pytest_modelprobe import ModelProbe;"
+        "ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("before", ["import torch._dynamo", "pass"])
+def test_a_factory_may_run_compiled_code(before):
+    code = f"""
+import torch
+from torch import nn
+from pytest_modelprobe.initialisation import build
+{before}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        doubled = torch.compile(lambda x: x * 2 + torch.rand(2), backend="eager")
+        self.weight = nn.Parameter(doubled(torch.randn(2)))
+
+print(torch.equal(build(Net, seed=0).weight, build(Net, seed=0).weight))
+"""
+    out = subprocess.run([sys.executable, "-Werror", "-c", code], capture_output=True, text=True, check=True)
+    assert (out.stdout.strip(), out.stderr) == ("True", "")
+
+
 def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from another device
     target = torch.zeros(4, 4)[::2]

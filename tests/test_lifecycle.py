@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import statistics
+from pytest_modelprobe import capture, statistics
 from pytest_modelprobe.capture import Capture
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.layers import Layers
@@ -392,6 +393,93 @@ def test_a_failing_hook_of_functional_calls_never_reaches_the_model(monkeypatch)
     monkeypatch.undo()
     with pytest.raises(ModelProbeError, match="hook of the probe failed"):
         watch.record  # noqa: B018
+
+
+def test_a_question_that_fails_in_a_hook_never_reaches_the_model(monkeypatch):
+    def broken():
+        raise AttributeError("torch has no such function any more")
+
+    model, x = Net(), torch.randn(3, 4)
+    expected = model(x)
+    with Watch(model) as watch:
+        monkeypatch.setattr(capture, "tracing_state", broken)
+        hooked = [hook(model, (x,), {}, *output) for hook, output in ((before(model), ()), (after(model), (expected,)))]
+        monkeypatch.undo()
+    assert hooked == [None, None]
+    with pytest.raises(ModelProbeError, match=r"hook of the probe failed.*no such function"):
+        watch.record  # noqa: B018
+
+
+def before(model):
+    return next(iter(model._forward_pre_hooks.values()))
+
+
+def after(model):
+    return next(iter(model._forward_hooks.values()))
+
+
+def test_a_question_that_fails_in_a_backward_never_reaches_the_model(monkeypatch):
+    def broken():
+        raise AttributeError("torch has no such function any more")
+
+    model = Net()
+    with Watch(model) as watch:
+        out = model(torch.randn(3, 4)).sum()
+        monkeypatch.setattr(capture, "graph_task", broken)
+        out.backward()
+        monkeypatch.undo()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(ModelProbeError, match=r"hook of the probe failed.*no such function"):
+        watch.record  # noqa: B018
+
+
+# --- a call that was interrupted ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("functionals", [False, True])
+def test_the_traceback_of_an_interrupted_forward_keeps_its_locals(functionals):
+    model, x = Net(), torch.randn(3, 4)
+    INSIDE.append(interrupt)
+    with Watch(model, functionals=functionals):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            model(x)
+        frames = [entry.frame for entry in caught.traceback if entry.frame.code.name == "_call_impl"]
+        locals_before = [set(frame.f_locals) for frame in frames]
+        INSIDE.clear()
+        torch.relu(x)
+        model(x).sum().backward()
+    assert frames
+    assert frames[0].f_locals["args"][0] is x
+    assert [set(frame.f_locals) for frame in frames] == locals_before
+
+
+def test_a_forward_runs_on_while_another_thread_runs_a_backward():
+    model = Net()
+    with Watch(model) as watch:
+        earlier = model(torch.randn(3, 4)).sum()
+        thread = threading.Thread(target=earlier.backward)
+        INSIDE.extend([thread.start, thread.join])
+        model(torch.randn(3, 4))
+    assert watch.last.layers["b"].calls[0].outputs
+    assert watch.last.layers["(root)"].calls[0].outputs
+
+
+def test_an_interrupted_forward_in_a_thread_that_is_over_is_dropped():
+    model = Net()
+
+    def run():
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(3, 4))
+
+    INSIDE.append(interrupt)
+    with Watch(model) as watch:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        INSIDE.clear()
+        model(torch.randn(3, 4))
+    assert watch.record.forwards == 2
+    assert watch.last.layers["b"].calls[0].outputs
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -237,7 +237,9 @@ def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) ->
     )
     result = pytester.runpytest(*QUIET)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*has 'gpu': not a device of the probe; give cpu, cuda, cuda:N, mps or auto"])
+    result.stdout.fnmatch_lines(
+        ["*has 'gpu' in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"]
+    )
 
 
 def test_auto_is_the_best_device_there_is(pytester: pytest.Pytester) -> None:
@@ -259,18 +261,57 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
     result.assert_outcomes(passed=1, skipped=1)
 
 
-@pytest.mark.parametrize("arguments", ["colour=1", "3"])
-def test_a_marker_with_other_arguments_is_an_error(pytester: pytest.Pytester, arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("toleranse=2", "takes no toleranse=: is tolerance= meant? It takes devices=, seed=, tolerance= and compare="),
+        ("colour=1", "takes no colour=: It takes devices=, seed=, tolerance= and compare="),
+        ("3", "takes keywords only: devices=, seed=, tolerance= and compare="),
+        ("seed='x'", "takes an integer as seed=; got 'x'"),
+        ("devices=['cpu', 3]", "has 3 in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"),
+    ],
+)
+def test_a_slip_in_a_marker_fails_its_test_alone_and_names_the_line(
+    pytester: pytest.Pytester, arguments: str, said: str
+) -> None:
+    pytester.makepyfile(test_other=PASSING)
     pytester.makepyfile(
-        f"""
+        test_it=f"""
         import pytest
 
+        def test_before(modelprobe): pass
+
+        @pytest.mark.parametrize("x", [1])
         @pytest.mark.modelprobe({arguments})
-        def test_it(modelprobe): pass
+        def test_it(modelprobe, x): pass
         """
     )
     result = pytester.runpytest(*QUIET)
-    result.stdout.fnmatch_lines(["*pytest.mark.modelprobe takes devices=, seed=, tolerance= and compare=;*"])
+    result.assert_outcomes(passed=2, errors=1)
+    assert f"test_it.py:6: @pytest.mark.modelprobe {said}" in result.outlines
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "\n\npytestmark = pytest.mark.modelprobe(toleranse=2)\n\ndef test_it(modelprobe_snapshot, modelprobe): pass",
+        "\n\n@pytest.mark.modelprobe(toleranse=2)\nclass TestIt:\n    def test_it(self, modelprobe): pass",
+        (
+            "toleranse = 0\nclass TestIt:\n    pytestmark = pytest.mark.modelprobe(toleranse=2)\n"
+            "    def test_it(self, modelprobe): pass"
+        ),
+    ],
+)
+def test_a_slip_in_a_marker_of_a_class_or_a_file_is_found_there(pytester: pytest.Pytester, code: str) -> None:
+    pytester.makepyfile(test_it=f"import pytest\n{code}")
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it.py:4: @pytest.mark.modelprobe takes no toleranse=: *"])
+
+
+def test_a_marker_on_what_uses_no_probe_is_not_looked_at(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n\n@pytest.mark.modelprobe(toleranse=2)\ndef test_it(): pass")
+    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------

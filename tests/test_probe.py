@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,29 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ResNetConfig,
+    ResNetModel,
+)
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, SelectionError, UnsupportedModelError, UsageError
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    SelectionError,
+    UnsupportedModelError,
+    UsageError,
+    assert_finite,
+    assert_grad_flow,
+    checks,
+    seeding,
+)
+from pytest_modelprobe.architecture import architecture
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.record import Reading, Record, Rerun, Response
 from pytest_modelprobe.statistics import collect, reduce
@@ -486,13 +508,47 @@ def test_a_single_size_is_a_shape(probe: ModelProbe) -> None:
     assert probe.randint(0, 10, 3).shape == probe.randn(3).shape == (3,)
 
 
-def test_an_output_that_cannot_be_looked_into_is_told_by_the_random_loss(probe: ModelProbe) -> None:
+@pytest.mark.parametrize("loss", [None, "random", lambda out: sum(out[1]).sum()], ids=["none", "random", "function"])
+def test_an_output_that_cannot_be_looked_into_is_an_error(probe: ModelProbe, loss: Any) -> None:
     class Opaque(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
-            return type("Box", (), {"y": super().forward(x)})()
+            y = super().forward(x)
+            return y, (row for row in y)
 
-    with pytest.raises(UsageError, match="Box is of a type that cannot be looked into: give loss= a function"):
-        probe.run(Opaque(2, 2), torch.ones(1, 2), loss="random")
+    with pytest.raises(UsageError) as error:
+        probe.run(Opaque(2, 2), torch.ones(1, 2), loss=loss)
+    assert str(error.value) == (
+        "output[1] cannot be looked into (generator): give out tensors, or wrap the model in a module that does"
+    )
+
+
+def test_an_output_that_cannot_be_looked_into_is_noted_by_a_watch(probe: ModelProbe) -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return iter(self.fc(x))
+
+    model = Opaque()
+    watch = probe.watch(model)
+    sum(model(torch.ones(1, 2))).sum().backward()
+    assert watch.record.notes[0].startswith("(root): output cannot be looked into (tuple_iterator): give out tensors,")
+    with pytest.raises(NothingObservedError, match=r"tuple_iterator.*, or leave \(root\) out of layers=$"):
+        assert_finite(watch)
+    assert_finite(watch, layers="fc")
+    assert_grad_flow(watch)
+
+
+def test_a_distribution_is_recorded_by_its_tensors(probe: ModelProbe) -> None:
+    class Policy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    record = probe.run(Policy(2, 3), torch.ones(1, 2), loss="random", keep="**")
+    assert [value.path for _, value in record["(root)"].outputs] == ["output.logits"]
+    assert record["(root)"].parameters[0].gradient is not None
 
 
 def test_a_record_is_made_anew_after_an_optimizers_step(probe: ModelProbe) -> None:
@@ -613,6 +669,39 @@ def test_a_lazy_layer_has_the_attributes_that_its_first_run_gave_it(probe: Model
     model = nn.LazyLinear(2)
     records = [probe.run(model, torch.ones(1, 3)) for _ in range(2)]
     assert [r["(root)"].attributes for r in records] == [{"in_features": 3, "out_features": 2}] * 2
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+def test_a_run_leaves_a_lazy_model_lazy_and_records_it_as_any_other(probe: ModelProbe) -> None:
+    model, x = lazy(), probe.randn(8, 3)
+    record, again = (probe.run(model, x, loss="random", mode="train") for _ in range(2))
+    assert str(model) == str(lazy())
+    assert record.layers == again.layers
+    assert all(p.gradient is not None for layer in record.layers.values() for p in layer.parameters)
+    mean, variance, _ = record["1"].buffers
+    assert (mean.reading, variance.reading) == (reading_of(torch.zeros(4)), reading_of(torch.ones(4)))
+    assert mean.after is not None
+    assert model(torch.ones(2, 5)).shape == (2, 2)
+
+
+def test_more_can_be_asked_of_a_run_of_a_lazy_model(probe: ModelProbe) -> None:
+    model = lazy()
+    record = probe.run(model, probe.randn(8, 3), loss="random", mode="train")
+    measured = rerun(record).measured(rerun(record).isolated(record))
+    assert measured.noise == "measured"
+    assert all(responses(measured))
+    assert str(model) == str(lazy())
+
+
+def test_an_error_of_a_lazy_model_tells_of_the_layer_and_leaves_it_lazy(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(5, 2))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        probe.run(model, probe.randn(8, 3))
+    assert caught.value.__notes__ == ["raised in 1 (Linear), inputs (8, 4) float32 cpu"]
+    assert isinstance(model[0], nn.LazyLinear)
 
 
 def test_a_watch_tells_of_buffers_as_they_are(probe: ModelProbe) -> None:
@@ -818,7 +907,56 @@ def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
     record, gone = run()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    assert rerun(record).measured(record).notes == ("no noise was measured: the probe of the record is closed",)
+    forgotten = "the probe of the record is closed, or made 8 runs since: compare the record before that"
+    assert rerun(record).measured(record).notes == (f"no noise was measured: {forgotten}",)
+    assert rerun(record).isolated(record).notes == (f"no layer was called alone: {forgotten}",)
+
+
+def tensors_of(record: Record) -> list[torch.Tensor]:
+    """Every tensor that can be reached from a record."""
+    found: dict[int, Any] = {}
+    todo: list[Any] = [record]
+    while todo:
+        one = todo.pop()
+        if id(one) not in found and not isinstance(one, (type, types.ModuleType)):
+            found[id(one)] = one
+            todo += gc.get_referents(one)
+    return [one for one in found.values() if isinstance(one, torch.Tensor)]
+
+
+def test_no_tensor_can_be_reached_from_a_record(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
+    assert tensors_of(record) == []
+    assert tensors_of(rerun(record).measured(rerun(record).isolated(record))) == []
+
+
+def test_records_that_are_kept_keep_no_inputs(probe: ModelProbe, net: Net) -> None:
+    records, inputs = [], []
+    for _ in range(12):
+        x = torch.randn(2, 1, 8, 8)
+        inputs.append(weakref.ref(x))
+        records.append(probe.run(net, x, mode="eval"))
+    del x
+    assert [ref() is None for ref in inputs] == [True] * 4 + [False] * 8
+    assert "no noise was measured" in rerun(records[0]).measured(records[0]).notes[0]
+    assert rerun(records[-1]).measured(records[-1]).noise == "measured"
+
+
+def test_a_probe_that_is_forgotten_keeps_no_inputs_for_its_records(net: Net) -> None:
+    x = torch.randn(2, 1, 8, 8)
+    gone = weakref.ref(x)
+    record = ModelProbe().run(net, x)
+    del x
+    gc.collect()
+    assert gone() is None
+    assert rerun(record).measured(record).noise is None
+
+
+def test_more_can_be_asked_of_what_was_filled_in(probe: ModelProbe, net: Net) -> None:
+    record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
+    isolated = rerun(record).isolated(record)
+    assert rerun(isolated).measured(isolated).noise == "measured"
+    assert dataclasses.replace(record).rerun is None
 
 
 def write_silently(net: Net, x: torch.Tensor) -> None:
@@ -895,3 +1033,78 @@ def test_hooks_that_a_model_installs_in_its_forward_go_with_the_attribute_that_s
         getattr(probe, how)(model, torch.ones(1, 2))
         assert not model.fc._forward_hooks
         assert not model.installed
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_a_random_loss_looks_at_both_parts_of_complex_outputs(probe: ModelProbe, conjugate: bool) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.fc(x)
+            return out.conj() if conjugate else out
+
+    model = Complex()
+    x = torch.randn(2, 4, dtype=torch.complex64)
+    record = probe.run(model, x, loss="random")
+    out = torch.view_as_real(model(x).resolve_conj())
+    weights = seeding.randn(out.shape, seed=probe.seed, name="loss output", device="cpu")
+    (expected,) = torch.autograd.grad((out * weights).sum() / out.numel() ** 0.5, model.fc.bias)
+    (reading,) = collect([reduce(expected)])
+    assert record["fc"].parameters[1].gradient is not None
+    assert record["fc"].parameters[1].gradient.fingerprint == pytest.approx(reading.fingerprint)
+    assert checks.gradcheck(probe, model, x).verdict == "holds"
+
+
+def test_a_run_with_nan_is_equal_to_its_repeat(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    nn.init.constant_(model[0].bias, torch.nan)
+    first, again = (probe.run(model, torch.ones(2, 4), loss="random") for _ in range(2))
+    assert first == again == Record.from_dict(first.to_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_the_architecture_of_a_dynamically_quantized_model_has_shapes_each_time() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    model = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    for _ in range(3):
+        record = architecture(model, torch.ones(2, 4))
+        assert not record.notes
+        assert record["0"].output.shape == (2, 3)
+
+
+def test_the_architecture_of_a_mixture_of_experts_has_shapes() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=50, num_hidden_layers=1, num_local_experts=4, **sizes)
+    model = MixtralForCausalLM(config)
+    record = architecture(model, torch.zeros(2, 6, dtype=torch.long))
+    assert not record.notes
+    assert record["model.layers.0.mlp.experts"].output.shape == (12, 8)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped products")
+@pytest.mark.parametrize(
+    ("a", "b", "groups"), [((6, 16), (3, 16, 8), 3), ((3, 6, 16), (3, 16, 8), 0), ((8, 16), (16, 8), 2)]
+)
+def test_a_grouped_product_on_fakes_is_of_the_shape_of_a_real_one(
+    a: tuple[int, ...], b: tuple[int, ...], groups: int
+) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+            return torch._grouped_mm(x, y, offs=ends)
+
+    ends = torch.tensor([(i + 1) * 2 for i in range(groups)], dtype=torch.int32) if groups else None
+    x, y = torch.ones(a), torch.ones(b)
+    real = Grouped()(x, y, ends)
+    output = architecture(Grouped(), x, y, ends)["(root)"].output
+    assert (output.shape, output.dtype) == (tuple(real.shape), "float32")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_the_architecture_is_without_shapes_where_an_input_has_no_fake(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    (note,) = architecture(nn.Linear(4, 3), nested).notes
+    assert note.startswith("structure without shapes: the forward cannot run on fake tensors (")

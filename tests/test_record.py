@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_modelprobe.record import (
+    ROOT,
+    Attention,
     Call,
     Layer,
     Operation,
@@ -74,6 +78,14 @@ def test_units_with_a_nan_are_not_dead() -> None:
 @pytest.mark.parametrize(("a", "b", "both"), [(4, 4, 4), (4, 2, (2, 4)), ((2, 4), 3, (2, 4)), (1, (2, 4), (1, 4))])
 def test_a_dimension_that_varies_becomes_a_range(a: object, b: object, both: object) -> None:
     assert merge_dimensions(a, b) == both
+
+
+def test_a_name_that_is_a_number_says_what_it_is_in_a_sentence() -> None:
+    relu = Layer(name="1", type="torch.nn.modules.activation.ReLU")
+    assert relu.label == "layer '1' (ReLU)"
+    assert dataclasses.replace(relu, name="features.1").label == "features.1"
+    with pytest.raises(LookupError, match=r"^layer '1' \(ReLU\) was never called$"):
+        _ = relu.output
 
 
 def test_an_address_counts_calls_as_people_do() -> None:
@@ -161,3 +173,34 @@ def test_what_is_no_record_is_refused(data: object, why: str) -> None:
 def test_an_operation_reads_as_a_sentence_part() -> None:
     assert str(example().origin) == "torch.log at model.py:42, input min -0.3"
     assert str(Operation(name="torch.log")) == "torch.log"
+
+
+def with_nan() -> Record:
+    nan = float("nan")  # another object each time
+    units = Units(axis=-1, low=(nan, 0.0), high=(nan, 1.0))
+    reading = Reading(statistics=Statistics(count=4, nan=1, mean=0.5), units=units, fingerprint=(1.0, 2.0))
+    output = Value(path="output", shape=(2, 2), dtype="float32", device="cpu", forward=reading)
+    attention = Attention(shape=(1, 1, 2), entropy=(nan, None), most=(nan, nan))
+    call = Call(
+        root=ROOT, root_training=False, index=0, outputs=(output,), arguments={"fill": nan}, attention=(attention,)
+    )
+    return Record(model="Net", layers={ROOT: Layer(name=ROOT, type="Net", attributes={"fill": nan}, calls=(call,))})
+
+
+def test_a_record_with_nan_equals_its_repeat() -> None:
+    record = with_nan()
+    assert record == with_nan()
+    assert record == Record.from_dict(record.to_dict())
+    assert record == pickle.loads(pickle.dumps(record))
+    assert record != dataclasses.replace(record, layers={})
+
+
+def test_equal_numbers_have_one_hash() -> None:
+    one, two = (record[ROOT].output.forward for record in (with_nan(), with_nan()))
+    assert len({one, two}) == 1
+    assert len({one, dataclasses.replace(two, tensors=2)}) == 2
+
+
+def test_numbers_of_another_kind_are_not_equal() -> None:
+    assert Statistics(count=1) != Units(axis=-1, low=(), high=())
+    assert Units(axis=-1, low=(0.0,), high=(math.nan,)) != Units(axis=-1, low=(math.nan,), high=(0.0,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_modelprobe.gate import Snapshot, Verdict, judge
+from pytest_modelprobe.gate import DEFAULTS, Snapshot, Verdict, judge
 from pytest_modelprobe.record import Layer, Parameter, Record
 from pytest_modelprobe.report import changes, markdown
 
@@ -55,6 +55,18 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
         " loses it unless it is kept in the message of the squashed commit:\n"
         f"  Modelprobe-Approve: {verdict.digest} why this is meant"
     )
+
+
+def test_a_snapshot_that_is_gone_is_no_change_of_its_model() -> None:
+    verdict = judge({"a": snapshot(net(2))}, {})
+    assert changes.first_line(verdict) == "Net: removal of its snapshot is not declared; 1 model changed, 0 unchanged"
+
+
+@pytest.mark.parametrize(("kind", "what"), [("new", "new snapshot"), ("renamed", "renaming of its snapshot")])
+def test_a_snapshot_that_is_new_or_renamed_is_said_to_be_that(kind: str, what: str) -> None:
+    before = {} if kind == "new" else {"b": snapshot(net(2), "b.arch.json")}
+    verdict = judge(before, {"a": snapshot(net(2))}, levels={**DEFAULTS, kind: "deny"})
+    assert changes.first_line(verdict) == f"Net: {what} is not declared; 1 model changed, 0 unchanged"
 
 
 def test_where_nothing_changed_that_is_one_line() -> None:
@@ -214,7 +226,7 @@ def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:
 
 
 def test_of_a_long_text_the_end_is_left_out() -> None:
-    assert markdown.escaped("a b " * 1000) == "a b " * 125 + "…"
+    assert markdown.escaped("a b " * 2000) == "a b " * 1024 + "…"
 
 
 def test_a_diff_has_a_table_of_causes() -> None:

@@ -77,11 +77,28 @@ def test_names_move_no_cursor(text: str, shown: str) -> None:
 
 def test_of_a_long_word_the_ends_are_shown() -> None:
     shown = printable(f"layer {'a' * 5000}{'b' * 5000} is dead")
-    assert shown == f"layer {'a' * 59}…{'b' * 60} is dead"
+    assert shown == f"layer {'a' * 2047}…{'b' * 2048} is dead"
 
 
 def test_a_word_that_is_just_not_too_long_is_whole() -> None:
-    assert printable("a" * 120) == "a" * 120
+    assert printable("a" * 4096) == "a" * 4096
+
+
+def test_a_failure_has_the_whole_name_of_the_layer_in_its_first_line_and_in_its_table() -> None:
+    names = [f"{'encoder.' * 20}{block}.{'norm.' * 20}fc" for block in (1, 2)]
+    text = failure(f"{names[0]} is dead", ["layer", "output"], [[name, f"output of {name} is zero"] for name in names])
+    assert text.splitlines() == [
+        f"{names[0]} is dead",
+        "",
+        f"layer{' ' * (len(names[0]) - 5)}   output",
+        *(f"{name}   output of {name} is zero" for name in names),
+    ]
+
+
+def test_cells_that_would_read_alike_are_whole() -> None:
+    cells = [f"norm.mode {'left ' * 20}{middle} {'right ' * 20}end" for middle in ("up", "down")]
+    assert table(["cause"], [[cell] for cell in cells])[1:] == cells
+    assert "…" in table(["cause"], [[cells[0]]])[1]
 
 
 def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
@@ -162,9 +179,9 @@ def net() -> nn.Module:
 
 def test_the_table_of_layers_says_what_the_probe_saw() -> None:
     assert layer_table(ModelProbe().run(net(), torch.ones(4, 2))) == [
-        "layer   type     calls   output   mean   std   min   max   zeros   dead units",
-        "0       Linear       1   (4, 2)      0     1    -1     1      0%          0/2",
-        "1       ReLU         1   (4, 2)    0.5   0.5     0     1     50%          1/2",
+        "layer   type     parameters   calls   output   mean   std   min   max   zeros   dead units",
+        "0       Linear            4       1   (4, 2)      0     1    -1     1      0%          0/2",
+        "1       ReLU              -       1   (4, 2)    0.5   0.5     0     1     50%          1/2",
     ]
 
 
@@ -176,9 +193,43 @@ def test_the_table_of_layers_has_gradients_if_there_are_any() -> None:
 
 def test_the_table_of_layers_tells_why_there_are_no_numbers() -> None:
     lines = layer_table(ModelProbe().architecture(net(), torch.ones(4, 2)))
-    assert lines[0].split()[:4] == ["layer", "type", "calls", "output"]
+    assert lines[0].split()[:4] == ["layer", "type", "parameters", "calls"]
     assert len(lines) == 3
 
 
-def test_a_record_without_calls_has_no_table() -> None:
-    assert layer_table(Record(model="Net")) == ["no layer was called"]
+def test_the_table_of_layers_ends_with_those_that_have_parameters_and_were_not_called() -> None:
+    model = nn.Sequential(net(), nn.Linear(2, 2), nn.ReLU())
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["0.0", "Linear", "4", "1"],
+        ["0.1", "ReLU", "-", "1"],
+        ["1", "Linear", "6", "0"],
+    ]
+
+
+def test_a_container_with_parameters_of_its_own_is_in_the_table_of_layers() -> None:
+    model = net()
+    model.scale = nn.Parameter(torch.ones(3))
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert lines[-1].split()[:4] == ["(root)", "Sequential", "3", "1"]
+
+
+def test_parameters_that_are_tied_count_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split()[2] for line in lines[1:]] == ["4", "tied"]
+
+
+def test_where_no_layer_was_called_the_table_is_of_parameters() -> None:
+    assert layer_table(ModelProbe().architecture(net())) == [
+        "layer    type         parameters",
+        "(root)   Sequential   -",
+        "0        Linear       weight (2, 2)",
+        "1        ReLU         -",
+    ]
+
+
+def test_a_record_without_layers_has_no_table() -> None:
+    assert layer_table(Record(model="Net")) == ["no layer was recorded"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pytest_modelprobe.restoring import ModelState, preserved
+from pytest_modelprobe.restoring import ModelState, lazy_preserved, preserved
 
 
 def bits(tensor):
@@ -426,6 +426,70 @@ def test_a_lazy_module_keeps_the_shapes_it_gets_and_loses_the_mode():
     assert model[0].weight.shape == (2, 5)
     assert model[0].in_features == 5
     assert model[0].training
+
+
+class Asks(nn.Module):
+    """Waits for an input without `LazyModuleMixin`, as layers of PyTorch Geometric do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.UninitializedParameter()
+        self._hook = self.register_forward_pre_hook(self.initialise)
+
+    def initialise(self, module, args):
+        self.weight.materialize((2, args[0].shape[-1]))
+        nn.init.ones_(self.weight)
+        module._hook.remove()
+        del self._hook
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+LAZY = {
+    "linear": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2)),
+    "batch norm": lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2)),
+    "without a bias": lambda: nn.Sequential(nn.LazyLinear(2, bias=False)),
+    "its own": lambda: nn.Sequential(Asks()),
+}
+
+
+@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
+def test_lazy_modules_are_lazy_again(make):
+    def everything():
+        modules = [(type(m), {k: v for k, v in vars(m).items() if not isinstance(v, dict)}) for m in model.modules()]
+        own = [value for m in model.modules() for key, value in vars(m).items() if "hook" in key]
+        hooks = [dict(value) for value in own if isinstance(value, dict)]
+        tensors = [(id(t), type(t), t.dtype, t.requires_grad) for _, t in named_tensors(model)]
+        return modules, hooks, tensors
+
+    model, fresh = make(), make()
+    before = everything()
+    with lazy_preserved(model), preserved(model):
+        loss = model.double()(torch.ones(3, 5).double()).sum()
+        if loss.requires_grad:
+            loss.backward()
+        assert not any(torch.nn.parameter.is_lazy(t) for _, t in named_tensors(model))
+    assert everything() == before
+    torch.manual_seed(0)
+    out = model(torch.ones(3, 7))
+    torch.manual_seed(0)
+    assert torch.equal(out, fresh(torch.ones(3, 7)))
+    if out.requires_grad:
+        out.sum().backward()
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_hooks_of_the_user_on_a_lazy_module_stay_as_they_are():
+    model, order = nn.LazyLinear(2), []
+    model.register_forward_pre_hook(lambda *_: order.append("before"))
+    with lazy_preserved(model):
+        model(torch.ones(1, 3))
+        model.register_forward_pre_hook(lambda *_: order.append("meanwhile"))
+        order.clear()
+    model(torch.ones(1, 4))
+    assert order == ["before", "meanwhile"]
+    assert model.in_features == 4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -328,6 +328,83 @@ def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
     project.run(test=one(body)).stdout.fnmatch_lines(["E       TypeError: unhashable type: 'ModelProbeSnapshot'"])
 
 
+# --- a comparison without assert ----------------------------------------------------------------------------------
+
+UNASSERTED = {
+    "alone": "record(eps=1e-3) == modelprobe_snapshot",
+    "on the other side": "modelprobe_snapshot == record(eps=1e-3)",
+    "in a variable": "same = record(eps=1e-3) == modelprobe_snapshot",
+    "in a tuple": "assert (record(eps=1e-3) == modelprobe_snapshot, 'a tuple is true')",
+    "before another": "record(eps=1e-3) == modelprobe_snapshot\nassert record() == modelprobe_snapshot(name='b')",
+}
+
+
+@pytest.mark.parametrize("body", UNASSERTED.values(), ids=UNASSERTED)
+@pytest.mark.filterwarnings("ignore:assertion is always true:")
+def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Project, body: str) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot\nassert record() == modelprobe_snapshot(name='b')"))
+    result = project.run("-rf", test=one(body))
+    result.assert_outcomes(failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "compared in line 4 but not asserted: write assert ... == modelprobe_snapshot",
+            "norm.eps 1e-05 → 0.001; 1 cause",
+            "*Intended? pytest test_net.py::test_x --snapshot-update",
+            "FAILED test_net.py::test_x - Failed: compared in line 4 but not asserted*",
+        ]
+    )
+
+
+def test_all_comparisons_that_were_not_asserted_are_told(project: Project) -> None:
+    result = project.run(test=one("record() == modelprobe_snapshot\nrecord() == modelprobe_snapshot"))
+    result.stdout.fnmatch_lines(["compared in line 4 and line 5 but not asserted*", "*for test_x:*", "*for test_x.2:*"])
+
+
+ASKED = [
+    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
+    "assert record(eps=1e-3) != modelprobe_snapshot",
+    "assert not record(eps=1e-3) == modelprobe_snapshot",
+    "assert (record(eps=1e-3) == modelprobe_snapshot) == False",
+    "assert [record(eps=1e-3) == modelprobe_snapshot] == [False]",
+    "assert record(eps=1e-3) not in [modelprobe_snapshot]",
+    "assert {record(eps=1e-3) == modelprobe_snapshot} == {False}",
+    "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "record(eps=1e-3) == modelprobe_snapshot\nassert 'norm.eps' in modelprobe_snapshot.failure",
+    "assert (record() == modelprobe_snapshot) is True",
+    "record() == modelprobe_snapshot",
+    "assert repr(record(eps=1e-3) == modelprobe_snapshot) == 'False'",
+]
+
+
+@pytest.mark.parametrize("body", ASKED)
+def test_a_test_that_asks_what_came_of_a_comparison_decides_itself(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    project.run(test=one(body)).assert_outcomes(passed=1)
+
+
+def test_a_comparison_that_is_not_asserted_and_writes_is_fine(project: Project) -> None:
+    project.update(test=one("record() == modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
+def test_a_test_that_fails_otherwise_says_that_alone(project: Project) -> None:
+    project.update(test=SAME)
+    body = "record(eps=1e-3) == modelprobe_snapshot\nassert 1 == 2"
+    result = project.run(test=one(body))
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*not asserted*")
+
+
+def test_an_expected_failure_may_be_one_that_is_not_asserted(project: Project) -> None:
+    test = one("record() == modelprobe_snapshot", before="@pytest.mark.xfail(strict=True)")
+    project.run(test=test).assert_outcomes(xfailed=1)
+
+
+def test_what_another_fixture_compares_is_asserted_too(project: Project) -> None:
+    late = "@pytest.fixture\ndef late(modelprobe_snapshot):\n    yield\n    record() == modelprobe_snapshot\n"
+    project.run(test=one("pass", "late", before=late)).assert_outcomes(passed=1, errors=1)
+
+
 # --- the text, whoever asserts ------------------------------------------------------------------------------------
 
 

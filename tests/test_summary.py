@@ -66,7 +66,7 @@ def test_layers_and_parameters_without_use_are_counted_once_each() -> None:
 
 
 def test_what_is_dead_is_named() -> None:
-    assert said(nn.Sequential(nn.Identity(), nn.ReLU()), X - 10) == ["dead: 1"]
+    assert said(nn.Sequential(nn.Identity(), nn.ReLU()), X - 10) == ["dead: layer '1' (ReLU)"]
 
 
 def test_what_is_not_finite_is_named_where_it_began() -> None:

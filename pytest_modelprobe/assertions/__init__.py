@@ -14,6 +14,7 @@ from .parameters import (
 )
 from .ranges import assert_activation_range, assert_activation_scale, assert_fits_dtype, assert_not_saturated
 from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, assert_shapes
+from .training import assert_training_loop
 
 __all__ = [
     "assert_activation_range",
@@ -37,5 +38,6 @@ __all__ = [
     "assert_same_behaviour",
     "assert_shapes",
     "assert_tied",
+    "assert_training_loop",
     "assert_update_ratio",
 ]

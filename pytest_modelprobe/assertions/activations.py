@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.course import Course, Place, Step, forward_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Record, Statistics, Units, Value
+from pytest_modelprobe.record import Layer, Record, Statistics, Units, Value, label_of
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector
 
@@ -74,6 +74,11 @@ class Dead:
     record: Record
     received: bool
     """It is the input: code between layers made it."""
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls it."""
+        return label_of(self.where, self.step.layer.type_name)
 
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
@@ -165,9 +170,9 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     else:
         forwards = f"in {count(_forwards(first.step.layer), 'forward')}"
     if first.received:
-        what = f"{first.where} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
+        what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
     else:
-        what = f"{first.where} is dead: all {count(total, 'output')} are 0 {forwards}"
+        what = f"{first.label} is dead: all {count(total, 'output')} are 0 {forwards}"
     share = f"{len({d.step.layer.name for d in dead}):,} of {count(len(looked_at), 'layer')} looked at"
     columns = ["layer", "type", "outputs", "dead units", "input min", "input max"]
     return failure(f"{what}; {share}", columns, [_dead_row(d) for d in dead], _dead_hint(first), _zero_note(record))
@@ -207,8 +212,8 @@ def _first_numbers(values: Iterable[Value]) -> Statistics | None:
 
 
 def _dead_hint(dead: Dead) -> str:
-    name = dead.step.layer.name
-    meant = f'If that is meant: layers=["**", "!{name}"].'
+    label = dead.step.layer.label
+    meant = f'If that is meant: layers=["**", "!{dead.step.layer.name}"].'
     if dead.received:
         return f"The zeros are made {dead.step.between()}: look at the function called there. {meant}"
     layer, last = dead.step.layer, dead.step.last
@@ -217,20 +222,22 @@ def _dead_hint(dead: Dead) -> str:
         known = left is not None and left.min is not None
         course = f", whose output goes from {number(left.min)} to {number(left.max)}" if left and known else ""
         return (
-            f"The zeros are made in {name}'s own code, after {last.name}{course}: look at what it does there. {meant}"
+            f"The zeros are made in {label}'s own code, after {last.label}{course}: look at what it does there. {meant}"
         )
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and is_floating(v)), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:
-        negative = f"Every input of {name} is negative" if entered.max < 0 else f"No input of {name} is positive"
+        negative = f"Every input of {label} is negative" if entered.max < 0 else f"No input of {label} is positive"
+        fed_by = dead.record.layers.get(feeder.partition(" ")[0])
+        feeder = label_of(feeder, "" if fed_by is None else fed_by.type_name)
         return f"{negative}: look at the bias or the scale of {feeder}, which feeds it."
     if "Dropout" in dead.step.layer.type_name and dead.step.layer.attributes.get("p") == 1.0:
-        return f"{name} drops everything (p=1.0). {meant}"
-    return f"Look at the parameters of {name} and at what multiplies its output. {meant}"
+        return f"{label} drops everything (p=1.0). {meant}"
+    return f"Look at the parameters of {label} and at what multiplies its output. {meant}"
 
 
 def _zero_note(record: Record) -> str:
-    names = [layer.name for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
+    names = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
     return f"Zero-initialised, and so not counted as dead: {listed(names)}." if names else ""
 
 
@@ -240,11 +247,11 @@ def _silent_text(silent: list[tuple[Layer, Value]], record: Record, looked_at: l
     ]
     layer, value = silent[0]
     return failure(
-        f"{layer.name} has a zero gradient: all {count(_elements(value), 'element')} of its output's are 0 in "
+        f"{layer.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's are 0 in "
         f"{count(record.backwards, 'backward')}; {len(silent):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "value", "elements", "range of values"],
         rows,
-        f"What comes after {layer.name} does not depend on its output, or is flat there: dead, saturated, multiplied "
+        f"What comes after {layer.label} does not depend on its output, or is flat there: dead, saturated, multiplied "
         f'by zero, a loss at its minimum. If that is meant: layers=["**", "!{layer.name}"].',
     )
 
@@ -333,12 +340,12 @@ def _units_text(crowded: list[_Crowded], looked_at: list[Layer], allowed: float)
     worst = crowded[0]
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
-        f"{worst.layer.name} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
+        f"{worst.layer.label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
         f"{len(crowded):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "dead units", "share"],
         [[c.layer.name, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in crowded],
         "A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning "
-        f"rate of what feeds {worst.layer.name}.",
+        f"rate of what feeds {worst.layer.label}.",
     )
 
 
@@ -453,7 +460,7 @@ def _finite_text(record: Record, origin: Origin, looked_at: list[Layer]) -> str:
 def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
     """Return what is not finite, with which numbers, and what to look at."""
     step, layer, counts = origin.step, origin.step.layer, origin.counts
-    where = f"{step.name} {origin.value.path}"
+    where = f"{step.label} {origin.value.path}"
     if origin.kind == "given":
         return "model input", f"{where} has {counts}", "Look at the data: the model was given it so."
     if origin.kind == "input":
@@ -461,7 +468,7 @@ def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
     held = next((p.name for p in (*layer.parameters, *layer.buffers) if _is_bad(p.reading.statistics)), None)
     if held is not None:
         hint = "Look at what wrote it: loading, the learning rate, its gradient (assert_grad_finite)."
-        return full_name(layer, held), f"the output of {step.name} has {counts}", hint
+        return full_name(layer, held), f"the output of {step.label} has {counts}", hint
     entered = _first_numbers(step.call.inputs)
     if entered is not None and entered.nonfinite:
         because = f"its input has {nonfinite_counts(entered)}"
@@ -471,9 +478,9 @@ def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
     else:
         because, hint = "its input is no floating tensor", ""
     if step.last is not None:
-        because += f", what {step.last.name} gave is finite"
-        hint = f"Look at the code after {step.last.name}{forward_of(step) or ' in the forward'}."
-    return step.name, f"its output has {counts}, {because}", hint
+        because += f", what {step.last.label} gave is finite"
+        hint = f"Look at the code after {step.last.label}{forward_of(step) or ' in the forward'}."
+    return step.label, f"its output has {counts}, {because}", hint
 
 
 def _is_bad(statistics: Statistics | None) -> bool:

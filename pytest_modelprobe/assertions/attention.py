@@ -30,8 +30,10 @@ def assert_attention_entropy(
     1/sqrt(d). Exactly 1 means that queries and keys say nothing.
 
     Weights are seen under ``run(..., attention=True)`` or ``watch(..., attention=True)``: those of a softmax over the
-    last of three axes or more, of ``scaled_dot_product_attention`` and ``nn.MultiheadAttention``, where they are
-    computed again without dropout, and those that a module gives out.
+    last of three axes or more that is multiplied into values, of ``scaled_dot_product_attention`` and
+    ``nn.MultiheadAttention``, where they are computed again without dropout, and those that a module gives out. Where
+    weights are not seen to be multiplied (a loop, a product of one's own), they may as well be a router's or a
+    vocabulary's: ``layers=`` that names the layers says that they are attention.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
@@ -40,7 +42,8 @@ def assert_attention_entropy(
         layers: Which layers to look at.
 
     Raises:
-        AssertionError: A head is below ``low`` or above ``high``, or its weights are not numbers.
+        AssertionError: A head is below ``low`` or above ``high``, its weights are not numbers, or they are a softmax
+            over another axis than that along which they are multiplied into values.
         NothingObservedError: No selected layer computed attention weights, or none has a choice of keys.
         UsageError: ``low`` and ``high`` are no shares, or ``low`` is above ``high``.
 
@@ -219,18 +222,38 @@ def _worst(
 
 def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention]]:
     """Return the attention weights of the selected layers, each with what to call it, in order of execution."""
+    __tracebackhide__ = True
     record = record_of(subject)
     calls = [(layer, call) for layer in called(record, layers) for call in layer.calls if call.attention]
-    if not calls:
+    calls.sort(key=lambda x: x[1].finished)
+    seen = [(_name(layer, call, i), a) for layer, call in calls for i, a in enumerate(call.attention)]
+    turned = [name for name, attention in seen if attention.kind == "another axis"]
+    if turned:
+        raise AssertionError(
+            failure(
+                f"{turned[0]} takes its softmax over another axis than its weights are multiplied into values along; "
+                f"{len(turned):,} of {count(len(seen), 'softmax')} looked at",
+                ["layer"],
+                [[name] for name in turned],
+                "The weights of a query do not sum to 1: the softmax belongs over the keys, dim=-1 most often. If it "
+                "is meant, as where slots compete for inputs, leave the layer out with layers=.",
+            )
+        )
+    found = [(name, a) for name, a in seen if a.kind == "attention" or layers != "**"]
+    if not found and seen:
+        raise NothingObservedError(
+            f"no softmax was multiplied into values in {printable(record.model)}, so that they may be a router's or a "
+            f"vocabulary's, {printable(seen[0][0])} among them: name with layers= those that are attention"
+        )
+    if not found:
         raise NothingObservedError(
             f"no attention weights were seen in the selected layers of {printable(record.model)}: record with "
             "run(..., attention=True) or watch(..., attention=True), and select the modules that attend; other than by "
             "softmax, scaled_dot_product_attention or nn.MultiheadAttention, a module has to give its weights out"
         )
-    calls.sort(key=lambda x: x[1].finished)
-    return [(_name(layer, call, i), a) for layer, call in calls for i, a in enumerate(call.attention)]
+    return found
 
 
 def _name(layer: Layer, call: Call, index: int) -> str:
-    name = address(layer.name, call, "").strip()
+    name = address(layer.label, call, "").strip()
     return name if len(call.attention) == 1 else f"{name} (attention {index + 1})"

@@ -20,7 +20,7 @@ class WatchLike(Protocol):
     name: str
     model: Any
     closed: bool
-    first_hook: int
+    first_hook: int | None
 
     @property
     def record(self) -> Record:
@@ -68,7 +68,7 @@ def backward_of(subject: Subject) -> Record:
     if not record.backwards:
         raise NothingObservedError(
             f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: give "
-            "run(..., loss=...), or call loss.backward() while the watch is open"
+            "run(..., loss=...), or call loss.backward() while the watch is open, or the graph is cut before it"
         )
     return record
 
@@ -135,22 +135,26 @@ def called(record: Record, layers: Selector) -> list[Layer]:
     if not active:
         others = f", nor any of {count(len(found) - 1, 'other')} selected," if len(found) > 1 else ""
         raise NothingObservedError(
-            f"{printable(found[0].name)} was never called{others} in {count(record.forwards, 'forward')} of "
+            f"{printable(found[0].label)} was never called{others} in {count(record.forwards, 'forward')} of "
             f"{printable(record.model)}: select layers that its forward uses"
         )
     return active
 
 
 def with_numbers(record: Record, layers: Selector) -> list[Layer]:
-    """Return the selected layers that gave out floating numbers; none is an error."""
+    """Return the selected layers that gave out floating numbers; none, or what cannot be looked into, is an error."""
     active = called(record, layers)
+    for layer in active:
+        for note in record.notes:
+            if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
+                raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
     found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
     if not found:
         reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)
         why = next(reasons, "integers, booleans, or no tensor that could be looked at")
         raise NothingObservedError(
             f"none of the {count(len(active), 'layer')} looked at gave out numbers, "
-            f"{printable(active[0].name)} among them: {printable(why)}"
+            f"{printable(active[0].label)} among them: {printable(why)}"
         )
     return found
 

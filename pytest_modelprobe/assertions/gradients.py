@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from pytest_modelprobe.course import Course, Step, forward_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value, label_of
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
 from pytest_modelprobe.selection import Selector
@@ -44,8 +44,8 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     seen = [g for g in gradients if g.layer.name in names]
     if not seen:
         raise NothingObservedError(
-            f"no gradient reached {looked_at[0].name} nor any other of the {count(len(looked_at), 'layer')} looked at: "
-            "they are frozen, detached, or no part of the loss"
+            f"no gradient reached {looked_at[0].label} nor any other of the {count(len(looked_at), 'layer')} looked "
+            "at: they are frozen, detached, or no part of the loss"
         )
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
@@ -68,6 +68,11 @@ class _Gradient:
     def where(self) -> str:
         """Its address: ``fc1 output``, ``fc1.weight``."""
         return f"{self.step.name} {self.path}" if self.step and self.kind != "parameter" else self.path
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls it."""
+        return label_of(self.where, self.layer.type_name)
 
     @property
     def position(self) -> int:
@@ -136,25 +141,25 @@ def _activation_hint(record: Record, gradient: _Gradient) -> str:
     origin = find_origin(record, record.layers)
     if origin is None or origin.since > gradient.since:  # a weight that the gradient spoilt gives those of later ones
         return ""
-    where = f"{origin.step.name}'s {origin.value.path}"
+    where = f"{origin.step.label}'s {origin.value.path}"
     return f"An activation is not finite already, from {where} on: assert_finite names where it began."
 
 
 def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
     """Return which gradient began not to be finite, where that was made, and what to look at."""
-    step, what = origin.step, f"gradient of {origin.where}"
+    step, what = origin.step, f"gradient of {origin.label}"
     if step is None or origin.kind == "parameter":
-        return what, "those around it are finite", f"Look at what {origin.layer.name} computes with {origin.path}."
+        return what, "those around it are finite", f"Look at what {origin.layer.label} computes with {origin.path}."
     suspects = "sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them"
     if origin.kind == "input":
-        why = f"made in the backward of {step.name}"
-        return what, why, f"Look at the derivative of {step.name} for the inputs it had: {suspects}."
+        why = f"made in the backward of {step.label}"
+        return what, why, f"Look at the derivative of {step.label} for the inputs it had: {suspects}."
     later = [g.step for g in gradients if g.kind != "parameter" and g.position > origin.position and g.step]
     if not any(g.position > origin.position and g.since > origin.since for g in gradients if g.kind != "parameter"):
-        hint = f"Look at the loss, or at what the test computes from {origin.where} before it: {suspects}."
+        hint = f"Look at the loss, or at what the test computes from {origin.label} before it: {suspects}."
         return what, "made by the loss", hint
     taker = next((s for s in reversed(later) if s.before is step), None)
-    place = f"between {step.name} and {taker.name}" if taker else f"after {step.name}"
+    place = f"between {step.label} and {taker.label}" if taker else f"after {step.label}"
     place += forward_of(step.around)
     return what, f"made {place}", f"Look at the derivative of the code {place}: {suspects}."
 
@@ -214,13 +219,13 @@ def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted
 
 def _missing_hint(record: Record, layer: Layer, what: str) -> str:
     if not layer.calls:
-        return f"{layer.name} was never called in the forward: is it meant to be used, or to be there at all?"
+        return f"{layer.label} was never called in the forward: is it meant to be used, or to be there at all?"
     if any(v.backward is not None for _, v in layer.outputs):
-        return f"The output of {layer.name} has a gradient: does its forward use {what}, and not a detached copy?"
+        return f"The output of {layer.label} has a gradient: does its forward use {what}, and not a detached copy?"
     if any(v.overwritten for _, v in layer.outputs):
-        return f"The output of {layer.name} is a view that was overwritten in place: whether it has one is not known."
+        return f"The output of {layer.label} is a view that was overwritten in place: whether it has one is not known."
     return find_cut(record, layer) or (
-        f"The loss does not depend on the output of {layer.name}: is its result used, and the right loss taken?"
+        f"The loss does not depend on the output of {layer.label}: is its result used, and the right loss taken?"
     )
 
 
@@ -231,12 +236,12 @@ def find_cut(record: Record, layer: Layer) -> str | None:
     if first is None:
         return None
     if not (first.call.grad_enabled or any(v.requires_grad for v in first.call.outputs)):
-        return f"{layer.name} ran under no_grad."
+        return f"{layer.label} ran under no_grad."
     for step in course.started:
         if step.place[:2] != first.place[:2] or step.call.started <= first.call.started:
             continue
         if not step.call.grad_enabled and first.call.grad_enabled:
-            return f"{step.name} ran under no_grad."
+            return f"{step.label} ran under no_grad."
         cut = _cut_before(course, step)
         if cut:
             return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
@@ -248,7 +253,7 @@ def find_cut(record: Record, layer: Layer) -> str | None:
         ):
             continue
         if _requires(step.last.call.outputs) and not _requires(step.call.outputs):
-            return f"The graph is cut after {step.last.name}{forward_of(step)}: look for .detach() or .data there."
+            return f"The graph is cut after {step.last.label}{forward_of(step)}: look for .detach() or .data there."
     return None
 
 
@@ -259,7 +264,7 @@ def _cut_before(course: Course, step: Step) -> str | None:
         return None
     made = course.maker(step, entered[0])
     if made is not None:
-        return f"between {made[0].name} and {step.name}" if made[1].requires_grad else None
+        return f"between {made[0].label} and {step.label}" if made[1].requires_grad else None
     given = step.around is not None and any(v.tensor == entered[0].tensor for v in step.around.call.inputs)
     cut = not given and step.before is not None and _requires(step.before.call.outputs)
     return step.between() if cut else None
@@ -283,6 +288,11 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     than the largest by more than ``max_ratio``: the gradient passes by a single small one (a key projection, a scaled
     residual branch), which may be smaller by the square of that.
 
+    Gradients of weights can be alike although those of activations explode: outputs that grow from layer to layer as
+    their gradients do on the way back balance in a weight's. So the gradient of each output is also measured, by its
+    norm, against that of what the model gave out last. It may be larger by 100 times ``max_ratio``: a norm over a row
+    of zeros alone makes it up to 1e6 times larger.
+
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
@@ -290,7 +300,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             one branch may be smaller by the square of it.
 
     Raises:
-        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio.
+        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio; or the
+            gradients of outputs grow beyond 100 times the ratio.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient has numbers.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -304,12 +315,13 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     if not max_ratio > 1:
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
-    every = list(_flow(called(record, layers)))
+    looked_at = called(record, layers)
+    every = list(_flow(looked_at))
     flow = [f for f in every if f.unknown is None]
     if every and not flow:
         raise NothingObservedError(
             f"none of the {count(len(every), 'layer')} looked at has a gradient with numbers, "
-            f"{every[0].layer.name} among them: {every[0].unknown}"
+            f"{every[0].layer.label} among them: {every[0].unknown}"
         )
     if not flow:
         raise NothingObservedError(
@@ -318,6 +330,55 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     bad = _out_of_bounds(flow, max_ratio)
     if bad:
         raise AssertionError(_flow_text(record, bad, flow, max_ratio))
+    grown = [g for g in _growths(record, {layer.name for layer in looked_at}) if g.times > _ROOM * max_ratio]
+    if grown:
+        raise AssertionError(_growth_text(grown, looked_at, max_ratio))
+
+
+_ROOM = 100
+"""How many times ``max_ratio`` the gradient of an output may grow: healthy models reach 5e5."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Growth:
+    """The gradient of a call's outputs against that of the last call that gave out a tensor with one."""
+
+    step: Step
+    norm: float
+    output_rms: float | None
+    last: Step
+    times: float
+
+
+def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
+    """Yield how far gradients have grown in each call of the layers ``names``, the nearest to the loss first.
+
+    A single number says nothing of scale: it may be a loss, the gradient of which is 1.
+    """
+    last: dict[tuple[str, bool], tuple[Step, float]] = {}
+    said: set[int] = set()  # a container gives out what its last child does
+    for step in reversed(Course(record).returned):
+        found = [(g.norm, v) for v in step.call.outputs if (g := v.gradient) is not None and g.count > 1 and g.norm]
+        if found:
+            norm, value = max(found, key=lambda pair: pair[0])
+            end, base = last.setdefault(step.place[:2], (step, norm))
+            if step.layer.name in names and (step.layer.leaf or value.tensor not in said):
+                rms = None if value.statistics is None else value.statistics.rms
+                yield _Growth(step, norm, rms, end, norm / base)
+            said.add(value.tensor)
+
+
+def _growth_text(grown: list[_Growth], looked_at: list[Layer], max_ratio: float) -> str:
+    grown.sort(key=lambda g: -g.times)
+    first = grown[0]
+    return failure(
+        f"{first.step.name} gets a gradient of its output {number(first.times)} times larger than {first.last.name}, "
+        f"{_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
+        f"{count(len(looked_at), 'layer')} looked at",
+        ["layer", "type", "gradient norm", "times larger", "output rms"],
+        [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in grown],
+        "It grows from layer to layer on the way back: look at the initialisation, and at a missing norm or residual.",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,18 +436,18 @@ def _out_of_bounds(flow: list[_Flow], max_ratio: float) -> list[_Flow]:
 
 def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], max_ratio: float) -> str:
     first, strongest = bad[0], max(flow, key=lambda f: f.known)
-    name = first.layer.name
+    name = first.layer.label
     if first.rms is None:
         what, hint = f"{name} gets no gradient", _missing_hint(record, first.layer, "its parameters")
     elif first.rms != first.known:
         what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite tells where that began."
     elif first.rms == 0:
         what = f"{name} gets a zero gradient"
-        zero = [layer.name for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
+        zero = [layer.label for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
         reasons = f"zero-initialised ({listed(zero)})" if zero else "dead, saturated, times zero"
         hint = f"What comes after {name} does not depend on it, or is flat there: {reasons}."
     else:
-        times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.name}"
+        times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.label}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"
         hint = "It fades or grows on the way: look at activations, initialisation and normalisation between the two."
     rows: list[list[Cell]] = [

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change, label_of
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.selection import Selector, nearest
 
+from .activations import nonfinite_counts
 from .evidence import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of
 
 # --- static facts -------------------------------------------------------------------------------------------------
@@ -142,10 +143,11 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     if not looked_at:
         raise NothingObservedError("the selected layers gave out no tensor: nothing was looked at")
     if rows:
-        where, _, actual, expected = rows[0]
+        where, kind, actual, expected = rows[0]
         raise AssertionError(
             failure(
-                f"{where} is on {actual}, not on {expected}; {len(rows):,} of {count(looked_at, 'tensor')} looked at",
+                f"{label_of(where, kind)} is on {actual}, not on {expected}; "
+                f"{len(rows):,} of {count(looked_at, 'tensor')} looked at",
                 ["tensor", "type", "actual", "expected"],
                 rows,
                 "Move the model with .to(), and make tensors in a forward with device=x.device.",
@@ -186,6 +188,7 @@ _NO_USE = (
     "Its gradient is but rounding: a norm after it takes out what it adds. A bias there has no use: leave it out, of "
     "the model or here with ignore=."
 )
+_BEGAN = "assert_grad_finite says where that began."
 _GAUGED = "The learning rate is too {0} for it, or its gradient is."
 
 
@@ -200,6 +203,8 @@ class _Moved:
     """Relative to its norm before; inf from nothing; NaN: it changed, and by how much is not known; None: there are no
     numbers."""
     buffer: bool
+    bad_before: bool
+    """Whether it was not finite before training already."""
 
 
 def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
@@ -243,13 +248,10 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
         )
         raise AssertionError(
             failure(
-                f"{first.name} is not frozen: it changed{_by(first.change)}; "
+                f"{first.name} is not frozen: it changed{_by(first)}; "
                 f"{len(bad):,} of {count(len(found), 'parameters and buffer')} looked at",
                 ["parameter", "requires_grad", "changed by"],
-                [
-                    [one.name, "buffer" if one.buffer else str(one.own.requires_grad), percent(one.change)]
-                    for one in bad
-                ],
+                [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
                 why,
             )
         )
@@ -257,7 +259,7 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
         layer = statistics[0]
         raise AssertionError(
             failure(
-                f"{layer.name} is not frozen: it was called in training mode, and gathers running statistics",
+                f"{layer.label} is not frozen: it was called in training mode, and gathers running statistics",
                 ["layer", "type"],
                 [[one.name, one.type_name] for one in statistics],
                 "Put it in evaluation mode: requires_grad_(False) does not.",
@@ -274,7 +276,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         ignore: Globs on full names of parameters that need not change: a bias before a norm, say.
 
     Raises:
-        AssertionError: A parameter is what it was before the first step.
+        AssertionError: A parameter is what it was before the first step, or is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, which is of one moment.
@@ -291,13 +293,15 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     ...     assert_params_updated(watch)
     """
     __tracebackhide__ = True
-    found = _trained(subject, layers, ignore)
+    found = _finite(_trained(subject, layers, ignore))
     still = [one for one in found if one.change == 0]
     if still:
         first = still[0]
         gradient = first.own.gradient
         if gradient is None:
             why = "No gradient arrived: it is detached, unused, or watched too late."
+        elif _is_bad(gradient):
+            why = f"Its gradient is not finite, and such a step was not taken. {_BEGAN}"
         elif gradient.statistics is not None and gradient.statistics.all_zero:
             why = "Its gradient is zero throughout: the layers after it are dead or start from zero."
         elif _is_rounding(first):
@@ -334,7 +338,7 @@ def assert_update_ratio(
         ignore: Globs on full names of parameters to leave out: a bias before a norm, say.
 
     Raises:
-        AssertionError: A parameter's ratio is outside.
+        AssertionError: A parameter's ratio is outside, or it is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record; ``low`` is above ``high``.
@@ -353,7 +357,8 @@ def assert_update_ratio(
     __tracebackhide__ = True
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
-    found = [one for one in _trained(subject, layers, ignore) if one.change is not None and not math.isinf(one.change)]
+    trained = _finite(_trained(subject, layers, ignore))
+    found = [one for one in trained if one.change is not None and not math.isinf(one.change)]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [one for one in found if not low <= (one.change or 0.0) <= high]
@@ -367,7 +372,7 @@ def assert_update_ratio(
                 f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
                 ["parameter", "shape", "ratio", "gradient rms"],
                 [[one.name, str(one.own.shape), one.change, _rms(one.own.gradient)] for one in bad],
-                _GAUGED.format("large" if large else "small") if large or not _is_rounding(first) else _NO_USE,
+                _why_outside(first, large=large),
             )
         )
 
@@ -379,6 +384,52 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
+
+
+def _finite(found: list[_Moved]) -> list[_Moved]:
+    """Return the parameters, all of which are finite; AssertionError where one is not.
+
+    What is NaN has no norm, and was not trained.
+    """
+    __tracebackhide__ = True
+    bad = [one for one in found if _is_bad(one.own.reading)]
+    if bad:
+        first = bad[0]
+        why = (
+            "It was not finite before the first step either: look at the initialisation, or at what was loaded."
+            if first.bad_before
+            else f"Its gradient was not finite. {_BEGAN}"
+            if _is_bad(first.own.gradient)
+            else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
+        )
+        raise AssertionError(
+            failure(
+                f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
+                f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
+                ["parameter", "shape", "not finite", "of its gradient"],
+                [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
+                why,
+            )
+        )
+    return found
+
+
+def _is_bad(reading: Reading | None) -> bool:
+    """Whether an element is not finite."""
+    return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
+
+
+def _bad_counts(reading: Reading | None) -> str:
+    statistics = None if reading is None else reading.statistics
+    if statistics is None:
+        return "-"
+    return nonfinite_counts(statistics) if statistics.nonfinite else "none"
+
+
+def _why_outside(one: _Moved, *, large: bool) -> str:
+    if not large and _is_bad(one.own.gradient):
+        return f"Its gradient is not finite, and such a step was not taken. {_BEGAN}"
+    return _NO_USE if not large and _is_rounding(one) else _GAUGED.format("large" if large else "small")
 
 
 def _times_outside(ratio: float, low: float, high: float) -> float:
@@ -415,8 +466,9 @@ def _moved(subject: Subject, layers: Selector, *, all_still: bool = False) -> li
         )
     wanted = [one for one in found if one.layer.name in names]
     if not wanted:
+        labels = [now.layers[name].label for name in sorted(names)]
         raise NothingObservedError(
-            f"{listed(sorted(names))} {'has' if len(names) == 1 else 'have'} no parameters or buffers of "
+            f"{listed(labels)} {'has' if len(names) == 1 else 'have'} no parameters or buffers of "
             f'{"its" if len(names) == 1 else "their"} own: name the layers that own them, as "encoder.**"'
         )
     return wanted
@@ -432,7 +484,8 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Moved]:
         for own in mine:
             if own.name in was:
                 change = _change(own.reading, was[own.name].reading)
-                yield _Moved(full_name(now, own.name), now, own, change, kind == "buffer")
+                bad_before = _is_bad(was[own.name].reading)
+                yield _Moved(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
 
 
 def _change(now: Reading, before: Reading) -> float | None:
@@ -445,11 +498,21 @@ def _change(now: Reading, before: Reading) -> float | None:
         return None
     if now.fingerprint == before.fingerprint and now.statistics == before.statistics:
         return 0.0
+    if now.statistics is not None and now.statistics.nonfinite:
+        return math.nan  # in a fingerprint NaN and inf stand as numbers
     return estimated_change(now.fingerprint, before.fingerprint, before.statistics.norm)
 
 
-def _by(change: float | None) -> str:
-    return "" if change is None or math.isnan(change) else f" by {percent(change)}"
+def _by(one: _Moved) -> str:
+    if _is_bad(one.own.reading):
+        return f" to {_bad_counts(one.own.reading)}"
+    return "" if one.change is None or math.isnan(one.change) else f" by {percent(one.change)}"
+
+
+def _size(one: _Moved) -> str:
+    if _is_bad(one.own.reading):
+        return _bad_counts(one.own.reading)
+    return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
 
 
 def _gathers(layer: Layer) -> bool:

@@ -12,6 +12,7 @@ from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, add
 from pytest_modelprobe.report.text import Cell, count, failure, number
 from pytest_modelprobe.selection import Selector
 
+from .activations import find_dead
 from .evidence import Subject, full_name, numbers, record_of, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
@@ -61,11 +62,11 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
         first = bad[0]
         raise AssertionError(
             failure(
-                f"{first.layer.name} is saturated: its slope is {first.share:.2%} of the greatest; "
+                f"{first.layer.label} is saturated: its slope is {first.share:.2%} of the greatest; "
                 f"{len(bad):,} of {count(len(slopes), 'layer')} looked at",
                 ["layer", "type", "slope", "outputs", "mean", "min", "max"],
                 [_slope_row(s) for s in bad],
-                f"What {first.layer.name} takes in is too large: look at the scale of the layer before it, "
+                f"What {first.layer.label} takes in is too large: look at the scale of the layer before it, "
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
@@ -175,7 +176,7 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         layer, call, value, s = bad[0]
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
+                f"{address(layer.label, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
                 f"{len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "min", "max", "mean", "not finite"],
@@ -185,20 +186,25 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         )
 
 
-def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float = 1e3, layers: Selector = "**") -> None:
+def assert_activation_scale(
+    subject: Subject, *, low: float = 1e-12, high: float = 1e3, layers: Selector = "**"
+) -> None:
     """Assert that the root mean square of every layer's outputs is from ``low`` to ``high``.
 
-    Scale that grows or shrinks from block to block is what initialisation and norms are there to prevent.
+    Scale that grows or shrinks from block to block is what initialisation and norms are there to prevent. Outputs that
+    are zero throughout are of no scale where a layer starts from zero or passes on zeros; elsewhere it is dead, see
+    `assert_no_dead_layers`, and they are too small.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        low: The least allowed.
+        low: The least allowed. By default it is below what models have on purpose, such as a branch that starts out
+            scaled by 1e-6; for one of your own give what it should keep.
         high: The most allowed.
         layers: Which layers to look at.
 
     Raises:
         AssertionError: A layer's outputs are smaller or larger, or not finite.
-        NothingObservedError: No selected layer was called or gave out numbers.
+        NothingObservedError: No selected layer was called or gave out numbers, or all of them are zero.
         UsageError: ``low`` is above ``high``, or negative.
 
     >>> import torch
@@ -211,7 +217,17 @@ def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float 
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    bad = [x for x in _outputs(looked_at) if x[3].nonfinite or not low <= (x[3].rms or 0.0) <= high]
+    if all(s.all_zero for *_, s in _outputs(looked_at)):
+        raise NothingObservedError(
+            f"every output of the {count(len(looked_at), 'layer')} looked at is zero, {looked_at[0].name} among them: "
+            "assert_no_dead_layers says whether it should be"
+        )
+    dead = {found.step.layer.name for found in find_dead(record, {layer.name for layer in looked_at})}
+    bad = [
+        (layer, call, value, s)
+        for layer, call, value, s in _outputs(looked_at)
+        if s.nonfinite or not (low <= (s.rms or 0.0) <= high or (s.all_zero and layer.name not in dead))
+    ]
     if bad:
         layer, call, value, s = bad[0]
         size = "too large" if (s.rms or 0.0) > high else "too small"
@@ -222,10 +238,10 @@ def assert_activation_scale(subject: Subject, *, low: float = 1e-3, high: float 
         was = ""
         if before:
             last_layer, last_call, last_value, last = before[-1]
-            was = f"; {address(last_layer.name, last_call, last_value.path)} had {number(last.rms)}"
+            was = f"; {address(last_layer.label, last_call, last_value.path)} had {number(last.rms)}"
         raise AssertionError(
             failure(
-                f"{address(layer.name, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
+                f"{address(layer.label, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "rms", "mean", "min", "max"],
                 [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
@@ -324,9 +340,10 @@ def assert_fits_dtype(
 
 def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for layer, call, value, s in _outputs(layers):
-        yield address(layer.name, call, value.path), "output", s
-        if value.gradient is not None and value.gradient.count:
-            yield address(layer.name, call, value.path), "gradient", value.gradient
+        yield address(layer.label, call, value.path), "output", s
+        gradient = value.backward.statistics if value.backward is not None else None
+        if gradient is not None and gradient.count:
+            yield address(layer.label, call, value.path), "gradient", gradient
     for layer in layers:
         for parameter in layer.parameters:
             if parameter.dtype.startswith(("float", "bfloat")):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pytest_modelprobe.course import Course
-from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address
-from pytest_modelprobe.report.text import Cell, count, failure, listed, printable
+from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
+from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address, label_of
+from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
 from pytest_modelprobe.selection import Selector, select
 from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
@@ -70,7 +70,7 @@ def assert_shapes(
                 checked += 1
                 kind = bindings.setdefault((call.root, call.root_training), Bindings(dims))
                 mode = f" in {'train' if call.root_training else 'eval'} mode" if len(modes) > 1 else ""
-                found = match(spec, value.shape, kind, address(layer.name, call, value.path) + mode)
+                found = match(spec, value.shape, kind, address(layer.label, call, value.path) + mode)
                 mismatches += [(layer, m, spec) for m in found]
     if mismatches:
         raise AssertionError(_shapes_text(mismatches, checked))
@@ -96,14 +96,22 @@ def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
         chosen = call.outputs[:1] if path is None else [v for v in values if v.path == path]
         if not chosen:
             have = listed([v.path for v in values], most=6) or "no tensor"
-            raise NothingObservedError(f"{layer.name} has no value {path or 'output'}: it has {have}")
+            raise NothingObservedError(f"{layer.label} has no value {path or 'output'}: it has {have}")
         yield from ((call, value) for value in chosen)
 
 
 def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: int) -> str:
     first = mismatches[0][1]
     rows: list[list[Cell]] = [
-        [m.address, layer.type_name, format_shape(m.shape), str(spec), m.actual, m.expected, m.bound_by or "-"]
+        [
+            layer.name + m.address.removeprefix(layer.label),
+            layer.type_name,
+            format_shape(m.shape),
+            str(spec),
+            m.actual,
+            m.expected,
+            m.bound_by or "-",
+        ]
         for layer, m, spec in mismatches
     ]
     differing = len({m.address for _, m, _ in mismatches})
@@ -163,12 +171,12 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     if not checked:
         raise NothingObservedError("the selected layers gave out no tensor of that kind: nothing was compared")
     if rows:
-        first, _, actual, wanted_dtype, took = rows[0]
+        first, kind, actual, wanted_dtype, took = rows[0]
         cast = "look for a cast (.to, .float, autocast) in or before it"
         share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
         raise AssertionError(
             failure(
-                f"{first} is {actual}, not {wanted_dtype}; {share}",
+                f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
                 ["value", "type", "actual", "expected", "inputs"],
                 rows,
                 f"It took in {took}: {cast}." if took != "-" else f"It took in no tensor: {cast}.",
@@ -193,7 +201,7 @@ def _dtype_kind(name: str) -> str:
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def assert_called(subject: Subject, layers: Selector = "**", *, times: int | None = None) -> None:
+def assert_called(subject: Subject, layers: Selector | None = None, *, times: int | None = None) -> None:
     """Assert that layers are called in the forward.
 
     Containers that only hold others (`ModuleList`, or any module whose children are called but which is not) count as
@@ -201,7 +209,9 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers; all by default.
+        layers: Which layers. By default all but those of which nothing is lost if they are never called: they have no
+            weights, or other code uses these, and no layer of their class in the same place of another block is called.
+            A failure names them too; ``"**"`` asks for all.
         times: How often in each forward, of those of its root and mode that call it; None: at least once in one.
 
     Raises:
@@ -219,7 +229,9 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
     if times is not None and (not isinstance(times, int) or isinstance(times, bool) or times < 0):
         raise UsageError(f"times is a number of calls in a forward, from 0; got {times!r}")
     record = record_of(subject)
-    looked_at = selected(record, layers)
+    spared = [] if layers is not None or times == 0 else _spared(record)
+    names = {layer.name for layer in spared}
+    looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
     forwards, around = _forwards(record), _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
@@ -232,7 +244,22 @@ def assert_called(subject: Subject, layers: Selector = "**", *, times: int | Non
         elif times is None and not most:
             rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
-        raise AssertionError(_called_text(record, rows, looked_at))
+        raise AssertionError(_called_text(record, rows, looked_at, spared))
+
+
+def _spared(record: Record) -> list[Layer]:
+    """Return the layers that were not called and of which nothing is lost by it.
+
+    A library's block builds a dropout that its fused attention does not call, in every block.
+    """
+    idle, in_use = uncalled(record), weights_in_use(record)
+    called = {(pattern(layer.name), layer.type) for layer in record.layers.values() if layer.calls}
+    lost: set[str] = set()  # the layers with weights that nothing uses, and all around them
+    for layer in idle:
+        if layer.parameters and layer.name not in in_use:
+            parts = layer.name.split(".")
+            lost.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return [layer for layer in idle if layer.name not in lost and (pattern(layer.name), layer.type) not in called]
 
 
 def uncalled(record: Record) -> list[Layer]:
@@ -297,22 +324,24 @@ def _only_holds(layer: Layer) -> bool:
     return layer.leaf and layer.type.startswith("torch.nn.modules.container.") and layer.type_name != "Sequential"
 
 
-def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer]) -> str:
-    name, _, actual, expected = rows[0]
+def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], spared: list[Layer]) -> str:
+    name, kind, actual, expected = rows[0]
+    label = label_of(str(name), str(kind))
     if actual == "0":
-        first = f"{name} was never called in {count(record.forwards, 'forward')}"
+        first = f"{label} was never called in {count(record.forwards, 'forward')}"
     else:
         times = "1 time" if actual == "1" else f"{actual} times"
-        first = f"{name} was called {times} in a forward, not {expected}"
+        first = f"{label} was called {times} in a forward, not {expected}"
     order = dict.fromkeys(step.layer.name for step in Course(record).started if step.layer.leaf)
     hint = "Calling .forward() itself runs no hooks: call the module."
     if actual == "0" and name in weights_in_use(record):
-        hint = f"The parameters of {name} are used without calling it: by themselves, or tied to another layer's."
+        hint = f"The parameters of {label} are used without calling it: by themselves, or tied to another layer's."
     return failure(
         f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "calls", "expected"],
         rows,
         f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
+        f"Not called either, which loses no weights: {listed(collapsed(s.name for s in spared))}." if spared else "",
     )
 
 
@@ -351,15 +380,18 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         source = source_of(subject)
         if not is_watch(source):
             raise UsageError("a record has no model to look for hooks on: give the model itself, or a watch")
+        if source.first_hook is None:
+            raise ModelProbeError("this torch numbers no hooks, so that those of before cannot be told: give the model")
         since, model = source.first_hook, source.model
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
     found = [(name, kind, hook) for name in names for kind, key, hook in find_hooks(modules[name]) if key >= since]
     if found:
         name, kind, hook = found[0]
+        label = label_of(name, type(modules[name]).__name__)
         raise AssertionError(
             failure(
-                f"{name} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
+                f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
                 ["layer", "kind", "hook"],
                 [[n, k, _hook_name(h)] for n, k, h in found],
                 "Keep the handle that register_... returned and call its remove(), also after an error.",
@@ -373,7 +405,9 @@ def find_hooks(module: Any) -> Iterator[tuple[str, int, Any]]:
     owners += [(p, _PARAMETER_HOOK_DICTS, f" on {name}") for name, p in module.named_parameters(recurse=False)]
     for owner, dicts, where in owners:
         for attribute, kind in dicts.items():
-            for key, hook in (getattr(owner, attribute, None) or {}).items():
+            if not hasattr(owner, attribute):
+                raise ModelProbeError(f"this torch has no {attribute}: whether a {kind} is left cannot be told")
+            for key, hook in (getattr(owner, attribute) or {}).items():
                 if not type(hook).__module__.startswith("pytest_modelprobe."):
                     yield kind + where, key, hook
 

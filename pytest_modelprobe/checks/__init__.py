@@ -3,6 +3,10 @@
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
 from .check import Check
+from .finite import finite
+from .incremental import incremental
+from .inputs import inputs_used
+from .modes import dropout_scaled, modes_agree
 from .outcome import Outcome
 from .parity import (
     checkpoint_parity,
@@ -32,15 +36,20 @@ __all__ = [
     "copy_and_pickle",
     "deterministic",
     "device_parity",
+    "dropout_scaled",
     "dtype_parity",
     "ema_tracks",
     "eval_stable",
     "export_parity",
+    "finite",
     "gradcheck",
     "gradient_accumulation",
+    "incremental",
     "initialised",
     "inputs_unchanged_by_forward",
+    "inputs_used",
     "layout_parity",
+    "modes_agree",
     "optimizer_covers",
     "overfits_batch",
     "padding_invariant",

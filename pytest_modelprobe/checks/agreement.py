@@ -115,9 +115,9 @@ def changed(by: float) -> str:
     """Return a change as it stands in a sentence.
 
     >>> changed(0.03), changed(math.inf)
-    ('changed by 3 %', 'changed from nothing')
+    ('changed by 3 %', 'changed by ∞ %')
     """
-    return f"changed {'by ' * math.isfinite(by)}{percent(by)}"
+    return f"changed by {percent(by)}"
 
 
 def negligible(gradients: Mapping[str, Tensor | None]) -> float:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, broken, disagreements, upheld
+from .agreement import Disagreement, Pairs, broken, change, disagreements, limit
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Trace, Trial
+from .trial import Given, Trace, Trial, Vary
+
+_ROUNDING = 1e-6
+"""How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
 
 
 @check
@@ -21,6 +28,8 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     """Check that in evaluation mode a row of the batch gives out the same whatever the other rows are.
 
     All rows but the first are replaced, then all but the last, which a recurrence over the batch comes to at its end.
+    Which axes are the batch's, a run with another number of rows shows. Where the output agrees and a layer inside does
+    not, both are computed again in float64, which tells what is little from what is rounding.
 
     Args:
         trial: The model and its inputs.
@@ -31,7 +40,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.batch_independent(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    batch_independent holds for Linear: the first and the last of 4 rows, in 1 layer
+    batch_independent holds for Linear: the first and the last of 4 rows, in 1 value of 1 layer
     >>> print(checks.batch_independent.outcome(probe, nn.Softmax(dim=0), probe.randn(4, 3)).layer)
     (root)
     """
@@ -39,29 +48,34 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
     one = trial.reference(mode="eval")
-    first_row = _row(size, size)
-    layers = {given.layer for given in one.outputs if first_row(given.tensor, given.tensor)}
-    if not layers:
-        raise NotApplicableError(f"no layer gives out anything along an axis of {count(size, 'row')}")
+    resized = _resized(trial, size, axis, (size + 1, 2 * size))
+    rows = _as_long(trial, one, size, axis) if resized is None else _following(one, resized, size)
+    if resized is not None and (collapse := _collapse(trial, one, resized, rows, axis)):
+        return collapse
+    rows.check_known()
+    inside = None
     for row, which in (0, "first"), (size - 1, "last"):
-        found = _mixed(trial, one, size, axis, tolerance, row)
-        if not found:
-            continue
-        if trial.run(mode="eval", vary=_sized(trial, size, size + 1, axis)).error is not None:
-            raise _no_batch(axis)
-        check_rows_go_together(trial, axis)
-        return broken(
-            found,
-            f"mixes the batch: the {which} row {{changed}} with the other rows",
-            "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
-            "batch_first=True; or a BatchNorm that is not in evaluation mode.",
-        )
-    return f"the first and the last of {count(size, 'row')}, in {count(len(layers), 'layer')}"
+        found, hidden = _mixed(trial, one, rows, axis, tolerance, row)
+        if found:
+            if resized is None:
+                raise _no_batch(axis)
+            check_rows_go_together(trial, axis)
+            return broken(
+                found,
+                f"mixes the batch: the {which} row {{changed}} with the other rows",
+                "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
+                "batch_first=True; or a BatchNorm that is not in evaluation mode.",
+            )
+        inside = inside or hidden
+    return f"the first and the last of {count(size, 'row')}, in {rows.told(inside)}"
 
 
 @check
 def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
     """Check that in evaluation mode a batch of one row, and one of a row more, run and give the same for the first row.
+
+    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number,
+    as a loss is.
 
     Args:
         trial: The model and its inputs.
@@ -72,33 +86,47 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.any_batch_size(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    any_batch_size holds for Linear: batches of 1, 4 and 5
+    any_batch_size holds for Linear: batches of 1, 4 and 5, in 1 value of 1 layer
     >>> print(checks.any_batch_size.outcome(probe, nn.Unflatten(0, (2, 2)), probe.randn(4, 3)).layer)
     (root)
     """
     size = size_of(trial, axis)
     one = trial.reference(mode="eval")
-    for n in sorted({1, size + 1} - {size}):
-        two = trial.run(mode="eval", vary=_sized(trial, size, n, axis))
+    resized = _resized(trial, size, axis, (size + 1,))
+    inputs = batched(trial, size, axis) if resized is None else resized.inputs
+    runs = {n: trial.run(mode="eval", vary=_sized(inputs, size, n, axis)) for n in (1, size + 1) if n != size}
+    for n, two in runs.items():
         if two.error is not None:
             check_rows_go_together(trial, axis)
-            if size > 1 and any(_mixed(trial, one, size, axis, tolerance, row) for row in (0, size - 1)):
+            known = _as_long(trial, one, size, axis)
+            mixes = (_mixed(trial, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
+            if size > 1 and known.final and any(mixes):
                 raise _no_batch(axis)
             return Break(
                 layer=two.raised_in,
                 line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
-        found = disagreements(one, two, pairs=_row(size, n), tolerance=tolerance)
-        found = upheld(found, one, _row(size, size))
+    assert resized is not None
+    rows = _following(one, resized, size)
+    if collapse := _collapse(trial, one, resized, rows, axis):
+        return collapse
+    rows.check_known()
+    inside = None
+    for n, two in runs.items():
+        varied = _same, _sized(inputs, size, n, axis)
+        found, hidden = _apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
         if found:
+            check_not_random(trial)
             check_rows_go_together(trial, axis)
             return broken(
                 found,
                 f"depends on the batch size: the first row {{changed}} in a batch of {n}, not {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
-    return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}"
+        rows.check_told(hidden, f"in a batch of {n}")
+        inside = inside or hidden
+    return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.told(inside)}"
 
 
 def size_of(trial: Trial, axis: int) -> int:
@@ -139,44 +167,314 @@ def batched(trial: Trial, size: int, axis: int) -> set[str]:
     return {path for path, x in trial.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
 
 
-def _sized(trial: Trial, size: int, n: int, axis: int) -> Callable[[str, Tensor], Tensor]:
+# --- which axes are the batch's -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis that has so many places for each row of the batch."""
+
+    number: int
+    places: int = 1
+    together: bool = True
+    """Whether places of one row are next to each other, and not those of one number."""
+
+    def row(self, x: Tensor, row: int, n: int) -> Tensor | None:
+        """Return a row of n; None where the axis is not as long."""
+        if self.number >= x.dim() or x.shape[self.number] != n * self.places:
+            return None
+        places = torch.arange(self.places, device=x.device)
+        return x.index_select(self.number, row * self.places + places if self.together else row + n * places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resized:
+    """A run of the model on a batch of another size."""
+
+    trace: Trace
+    n: int
+    inputs: set[str]
+    """Paths of the inputs that have a row for each of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the rows of the batch are in what the layers give out."""
+
+    size: int
+    inputs: set[str]
+    axes: Mapping[str, tuple[_Axis, ...]]
+    """Of each floating value, by its address. No axis: it changes its number of axes with the batch."""
+    layers: frozenset[str]
+    final: bool
+    """Whether something that the model itself gives out is along the batch."""
+    elsewhere: tuple[str, ...] = ()
+    """What it gives out that is not, single numbers aside."""
+    guessed: bool = False
+    """Whether the model takes no batch of another size: each axis as long as the batch may be the batch's."""
+
+    def pairs(self, trace: Trace, n: int, row: int = 0) -> Pairs:
+        """Return what takes one row of a value of the trace, and of another one with a batch of n."""
+        known = {id(given.tensor): (given, self.axes[given.where]) for given in trace.given if given.where in self.axes}
+
+        def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+            if id(one) not in known:
+                return []
+            given, axes = known[id(one)]
+            # A matrix of rows by rows has two axes: of a row there is what it has to do with itself.
+            meant = [(axis,) for axis in axes] if self.guessed else [axes]
+            rows = [(_taken(one, axes, row, self.size), _taken(other, axes, row, n)) for axes in meant]
+            found = [(x, y) for x, y in rows if x is not None and y is not None]
+            if found or (one.dim() == other.dim() and not _is_final(given)):
+                return found  # tokens that go to an expert are as many as rows by chance
+            return [(one, other)]
+
+        return pairs
+
+    def check_known(self) -> None:
+        """Refuse a model of which nothing is along the batch."""
+        if not self.axes:
+            raise NotApplicableError(f"no layer gives out anything along an axis of {count(self.size, 'row')}")
+
+    def check_told(self, inside: Disagreement | None, when: str) -> None:
+        """Refuse to judge what layers inside do where no output says whether it matters: a loss may compare rows."""
+        if inside is not None and not self.final:
+            raise NotApplicableError(
+                f"nothing that the model gives out is along the batch, and inside it {inside.given.where} "
+                f"{inside.changed} {when}"
+            )
+
+    def told(self, inside: Disagreement | None) -> str:
+        """Return what was looked at."""
+        text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
+        if self.elsewhere:
+            text += f"; not along the batch: {listed(list(self.elsewhere))}"
+        if inside is not None:
+            text += f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
+        if self.guessed:
+            text += f"; the model takes no other batch: an axis of {self.size} is taken for the batch's"
+        return text
+
+
+def _resized(trial: Trial, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:
+    """Return a run on a batch of another size; None where the model takes none.
+
+    An input may be as long as the batch by chance, as a mask of positions by positions: it is then left as it is.
+    """
+    rows_of = batched(trial, size, axis)
+    inputs = [path for path, _ in trial.dense if path in rows_of]
+    for n in sizes:
+        for left_out in (None, *inputs[1:]):
+            varied = rows_of - {left_out}
+            trace = trial.run(mode="eval", vary=_sized(varied, size, n, axis))
+            if trace.error is None:
+                return _Resized(trace, n, varied)
+    return None
+
+
+def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
+    """Return the axes that are longer in a longer batch."""
+    again = {given.where: given.tensor for given in resized.trace.given}
+    axes: dict[str, tuple[_Axis, ...]] = {}
+    kept: list[Given] = []
+    elsewhere = []
+    for given in one.given:
+        x, y = given.tensor, again.get(given.where)
+        if y is None or not (x.is_floating_point() or x.is_complex()):
+            continue
+        found = _longer(x, y, size, resized.n, flattened=_is_final(given))
+        if found or (_is_final(given) and x.dim() != y.dim()):
+            axes[given.where] = found
+            kept.append(given)
+        elif _is_final(given) and not _is_number(x) and x.shape == y.shape:
+            elsewhere.append(given.path)
+    layers = frozenset(given.layer for given in kept)
+    final = any(_is_final(given) for given in kept)
+    return _Rows(size, resized.inputs, axes, layers, final, tuple(elsewhere) if final else ())
+
+
+def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tuple[_Axis, ...]:
+    """Return the axes of two tensors that go with the size of the batch, from ``size`` to ``n``.
+
+    Args:
+        x: What was given out with a batch of ``size``.
+        y: The same with a batch of ``n``.
+        size: The one.
+        n: The other.
+        flattened: Whether an axis may have several places for each row.
+    """
+    if x.dim() != y.dim():
+        return ()
+    found = []
+    for i, (before, after) in enumerate(zip(x.shape, y.shape, strict=True)):
+        places = before // size
+        if (before, after) != (size * places, n * places) or not places or (places > 1 and not flattened):
+            continue
+        orders = [_Axis(i, places), _Axis(i, places, together=False)] if places > 1 else [_Axis(i)]
+        found.append(min(orders, key=lambda axis: _far(axis.row(x, 0, size), axis.row(y, 0, n))))
+    return tuple(found)
+
+
+def _taken(x: Tensor, axes: tuple[_Axis, ...], row: int, n: int) -> Tensor | None:
+    """Return a row of n along all of these axes; None where one is not as long, or there is none."""
+    found: Tensor | None = x if axes else None
+    for axis in axes:
+        found = None if found is None else axis.row(found, row, n)
+    return found
+
+
+def _far(x: Tensor | None, y: Tensor | None) -> float:
+    return float("inf") if x is None or y is None else change(x, y)
+
+
+def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
+    """Return all axes that are as long as the batch."""
+    axes = {
+        given.where: tuple(_Axis(i) for i, n in enumerate(given.tensor.shape) if n == size)
+        for given in one.given
+        if given.tensor.is_floating_point() or given.tensor.is_complex()
+    }
+    axes = {where: found for where, found in axes.items() if found}
+    kept = [given for given in one.given if given.where in axes]
+    layers, final = frozenset(given.layer for given in kept), any(_is_final(given) for given in kept)
+    return _Rows(size, batched(trial, size, axis), axes, layers, final, guessed=True)
+
+
+def _is_final(given: Given) -> bool:
+    return given.layer == ROOT and not given.inside
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.numel() == 1 and x.dim() <= 1
+
+
+def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Break | None:
+    """Return the break of a model whose outputs depend on the inputs and are as long whatever the batch."""
+    outputs, again = one.final, resized.trace.final
+    if not outputs or any(path not in again or x.shape != again[path].shape for path, x in outputs.items()):
+        return None
+    if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
+        return None
+    replaced: list[str] = []
+    two = trial.other(mode="eval", vary=_replacing(trial, rows.inputs, replaced))
+    there = {given.where: given.tensor for given in two.given}
+    changed = {
+        given.where
+        for given in one.given
+        if (new := there.get(given.where)) is not None and not change(given.tensor, new) <= limit(given.tensor)
+    }
+    if not any(_is_final(given) and given.where in changed for given in one.given):
+        return None
+    check_rows_go_together(trial, axis)
+    last = max((i for i, given in enumerate(one.given) if given.where in rows.axes), default=-1)
+    first = next((given for given in one.given[last + 1 :] if given.where in changed), one.given[-1])
+    shape = tuple(first.tensor.shape)
+    return Break(
+        layer=first.layer,
+        line=f"{first.layer} loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
+        columns=("given out by", "shape"),
+        rows=tuple((g.where, str(tuple(g.tensor.shape))) for g in one.given[last + 1 :] if g.where in changed),
+        advice="Look for a first row that is taken (out[:1], out[0]), a squeeze, and a mean over axis 0. If axis "
+        f"{axis} of the inputs is no batch, name the one that is: axis=.",
+    )
+
+
+# --- other rows, and another number of them -----------------------------------------------------------------------
+
+
+def _same(_: str, x: Tensor) -> Tensor:
+    return x
+
+
+def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     """Return what makes of a batch one of n rows: the first ones, over and over."""
-    varied = batched(trial, size, axis)
 
     def vary(path: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, torch.arange(n, device=x.device) % size) if path in varied else x
+        return x.index_select(axis, torch.arange(n, device=x.device) % size) if path in inputs else x
 
     return vary
 
 
-def _mixed(trial: Trial, one: Trace, size: int, axis: int, tolerance: float | None, row: int) -> list[Disagreement]:
-    """Return what a row gives out otherwise when all other rows are replaced."""
-    varied = batched(trial, size, axis)
-    replaced = []
+def _replacing(trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None) -> Vary:
+    """Return what replaces the rows of a batch but one, and writes down the paths of the inputs in which it did."""
 
     def vary(path: str, x: Tensor) -> Tensor:
-        if path not in varied or x.dtype == torch.bool or path.endswith("mask"):
+        if path not in inputs or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
             others = other(trial, x)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
-        others.select(axis, row).copy_(x.select(axis, row))
+        if row is not None:
+            others.select(axis, row).copy_(x.select(axis, row))
         return others
 
+    return vary
+
+
+def _mixed(
+    trial: Trial, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
+) -> tuple[list[Disagreement], Disagreement | None]:
+    """Return what a row gives out otherwise when all other rows are replaced; see `_apart`."""
+    replaced: list[str] = []
+    vary = _replacing(trial, rows.inputs, replaced, axis, row)
     two = trial.other(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
-    pairs = _row(size, size, row)
-    return upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
+    pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
+    found, inside = _apart(trial, (one, two), (_same, vary), pairs_of, tolerance, exact=True)
+    rows.check_told(inside, "with the other rows")
+    return found, inside
 
 
-def _row(size: int, n: int, row: int = 0) -> Pairs:
-    """Return what takes one row of two batches, along each axis that may be theirs."""
+def _apart(
+    trial: Trial,
+    runs: tuple[Trace, Trace],
+    varied: tuple[Vary, Vary],
+    pairs_of: Callable[[Trace], Pairs],
+    tolerance: float | None,
+    *,
+    exact: bool = False,
+) -> tuple[list[Disagreement], Disagreement | None]:
+    """Return where two runs disagree, if the output does; else the first disagreement inside, beyond rounding.
 
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        sizes = enumerate(zip(one.shape, other.shape, strict=False))
-        return [(one.select(i, row), other.select(i, row)) for i, both in sizes if both == (size, n)]
+    Args:
+        trial: The model and its inputs.
+        runs: The two runs.
+        varied: What made their inputs, to run them again in float64.
+        pairs_of: Returns which rows of a run are to agree with those of another.
+        tolerance: Largest relative change; None: by dtype.
+        exact: Whether both ran the same operations on tensors of the same shapes, so that equal rows come out equal to
+            the last bit.
+    """
 
-    return pairs
+    def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
+        found = disagreements(one, two, pairs=pairs_of(one), tolerance=up_to)
+        there = {given.where for given in two.given}  # what other rows go to may not be called
+        return [one for one in found if one.given.where in there or _is_final(one.given)]
+
+    found = compared(*runs, tolerance)
+    if any(_is_final(one.given) for one in found):
+        return found, None
+    if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
+        return [], None
+    try:
+        model = trial.copied(torch.float64)
+        wide = [trial.other(mode="eval", model=model, vary=_wide(vary)) for vary in varied]
+        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
+    except NotApplicableError:  # it runs in its own dtype alone
+        pass
+    if any(_is_final(one.given) for one in found):
+        return found, None
+    return [], found[0] if found else None
+
+
+def _wide(vary: Vary) -> Vary:
+    """Return what makes the same in double precision."""
+
+    def widened(path: str, x: Tensor) -> Tensor:
+        x = vary(path, x)
+        return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
+
+    return widened

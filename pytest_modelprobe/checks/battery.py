@@ -14,7 +14,10 @@ from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.selection import nearest
 
 from .batch import any_batch_size, batch_independent
-from .check import Check
+from .check import Check, in_order
+from .finite import finite
+from .inputs import inputs_used
+from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
@@ -27,9 +30,10 @@ from .trial import Loss, Trial
 STANDARD: Mapping[str, Check] = {
     check.__name__: check
     for check in (
-        registered, initialised, deterministic, eval_stable, seeded, train_eval_differ,
+        finite, registered, initialised, deterministic, eval_stable, seeded, train_eval_differ,
+        modes_agree, dropout_scaled,
         batch_independent, any_batch_size, padding_invariant,
-        state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
+        inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
     )
 }  # fmt: skip
@@ -37,6 +41,7 @@ STANDARD: Mapping[str, Check] = {
 
 APART: Mapping[str, str] = {
     "causal": "as only some models are meant to be so",
+    "incremental": "as only some models go on from a state",
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
@@ -79,30 +84,35 @@ class Outcomes(tuple[Outcome, ...]):
         return "\n\n".join([first, *whole])
 
 
+@in_order
 def standard(
+    probe: ModelProbe,
     model: nn.Module,
-    inputs: Inputs = (),
-    *,
+    /,
+    *inputs: Any,
     loss: Loss | None = None,
     skip: Collection[str] = (),
     only: Collection[str] = (),
-    probe: ModelProbe | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **model_kwargs: Any,
 ) -> Outcomes:
     """Assert all that is expected of a model unless it is meant to be otherwise, and return what each check said.
 
     `STANDARD` has their names. Left to be called by themselves are those that only some models are meant to pass
-    (`causal`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
+    (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
     (`compile_parity`, `gradcheck`) and those that need something more (`device_parity`, `optimizer_covers`,
     `ema_tracks`).
 
     Args:
+        probe: Gives the device and the seed.
         model: The model; it is left as it was.
-        inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        *inputs: Its positional arguments.
         loss: Of the output, for the checks of training, which mean nothing without. Targets that it holds itself go
             with the whole batch alone: `gradient_accumulation` wants them as inputs, and the loss as the output.
         skip: Names of checks to leave out.
         only: Names of the only checks to run; empty: all.
-        probe: Gives the device and the seed.
+        kwargs: Keyword arguments for the model whose names `standard` uses itself.
+        **model_kwargs: All other keyword arguments for the model.
 
     Raises:
         AssertionError: A property is broken; all that are, each with the first layer where it is.
@@ -110,17 +120,16 @@ def standard(
 
     >>> import torch
     >>> from pytest_modelprobe import checks
-    >>> outcomes = checks.standard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(3, 4))
+    >>> outcomes = checks.standard(ModelProbe(), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(3, 4))
     >>> sorted({outcome.verdict for outcome in outcomes})
     ['holds', 'not applicable']
     """
     __tracebackhide__ = True
-    args, kwargs = _arguments(inputs)
-    probe = probe or ModelProbe()
     names = _chosen(skip, only)
-    outcomes = Outcomes(STANDARD[name].outcome(probe, model, *args, loss=loss, kwargs=kwargs) for name in names)
+    given = {**(kwargs or {}), **model_kwargs}
+    outcomes = Outcomes(STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in names)
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
-        _check_runs(probe, model, inputs)
+        _check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
         raise AssertionError(str(outcomes))
     return outcomes
@@ -145,7 +154,8 @@ class Case:
     name: str
     factory: Callable[[], nn.Module]
     inputs: Callable[[ModelProbe], Inputs]
-    """Makes the inputs, as `standard` takes them, from a probe: ``lambda probe: probe.randn(4, 8)``."""
+    """Makes the inputs from a probe, a tensor, a tuple of several or a mapping of keyword arguments:
+    ``lambda probe: probe.randn(4, 8)``."""
     loss: Loss | None = None
     xfail: Mapping[str, str] = field(default_factory=dict)
     """Name of a check → why the model is not expected to have that property."""
@@ -192,7 +202,7 @@ class CaseCheck:
         options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
-            _check_runs(probe, model, inputs)
+            _check_runs(probe, model, args, kwargs, _one_argument(inputs))
             pytest.skip(str(outcome))
         if outcome.verdict == "broken":
             raise AssertionError(str(outcome))
@@ -265,21 +275,35 @@ def _check_name(name: str, what: str) -> None:
     raise UsageError(f"{what} names a check {name!r} that there is not: {hint}")
 
 
-def _check_runs(probe: ModelProbe, model: nn.Module, inputs: Inputs) -> None:
+def _check_runs(
+    probe: ModelProbe, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str
+) -> None:
     """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
     __tracebackhide__ = True
-    args, kwargs = _arguments(inputs)
     try:
         with Trial(probe, model, args, kwargs) as trial:
             if trial.run(mode="train").error is not None:
                 trial.reference(mode="eval")
     except NotApplicableError as reason:
-        hint = ""
-        if isinstance(inputs, Mapping):
-            hint = "; inputs= is a mapping, of keyword arguments: if the model takes it as one, wrap it: ({...},)"
-        if isinstance(inputs, list):
-            hint = "; inputs= is a list, one argument: if the model takes its items, give a tuple"
         raise UsageError(f"{reason}{hint}") from reason
+
+
+def _one_input(inputs: tuple[Any, ...]) -> str:
+    """Return what to try with several inputs in a container, which is one input to the model."""
+    kind = next((kind for kind in (Mapping, tuple, list) if any(isinstance(one, kind) for one in inputs)), None)
+    if kind is None:
+        return ""
+    how, name = ("**inputs", "mapping") if kind is Mapping else ("*inputs", kind.__name__)
+    return f"; a {name} is one input: if the model takes its items, give {how}"
+
+
+def _one_argument(inputs: Inputs) -> str:
+    """Return the same of the inputs of a case."""
+    if isinstance(inputs, Mapping):
+        return "; inputs= is a mapping, of keyword arguments: if the model takes it as one, wrap it: ({...},)"
+    if isinstance(inputs, list):
+        return "; inputs= is a list, one argument: if the model takes its items, give a tuple"
+    return ""
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

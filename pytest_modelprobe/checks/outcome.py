@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from pytest_modelprobe.record import label_of
 from pytest_modelprobe.report.text import Cell, failure
 
 Verdict = Literal["holds", "broken", "not applicable"]
@@ -65,8 +67,18 @@ def line_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
 
-def said(found: Break) -> str:
-    """Return the message of a property that is broken."""
+def said(found: Break, type_name: str = "") -> str:
+    """Return the message of a property that is broken.
+
+    Args:
+        found: Where.
+        type_name: The type of the layer, for a name that is a number.
+    """
+    for named in {found.layer, label_of(found.layer)}:
+        if found.line.startswith(f"{named} "):
+            rest = found.line.removeprefix(named)
+            found = dataclasses.replace(found, line=label_of(found.layer, type_name) + rest)
+            break
     if not found.rows:
         return "\n\n".join(filter(None, [found.line, found.advice]))
     return failure(found.line, list(found.columns), [list(row) for row in found.rows], found.advice)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.flatten import flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
 from .agreement import TOLERANCE, broken, change, changed, disagreements, from_the_loss, limit, negligible
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .trial import Given, Trace, Trial, Vary, hooked
+
+_Found = TypeVar("_Found", bound="Break | str | None")
 
 _ELSEWHERE = 1e-3
 """Relative change that other kernels may always make: they sum up in another order, TensorFloat-32 rounds to 1e-3."""
@@ -59,7 +63,7 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
         raise UsageError(f"device= is one that computes; on {device} there are no numbers")
     one = trial.reference(mode="eval")
     two = trial.run(mode="eval", model=trial.copied(device), vary=lambda _, x: x.to(device))
-    return _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE)
+    return _not_by_chance(trial, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
 
 
 @check
@@ -116,7 +120,7 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
             )
     floating = [given.tensor for given in (*one.given, *two.given) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
-    return _parity(one, two, f"in {name}", widest, _DTYPE)
+    return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
@@ -151,7 +155,7 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         two = trial.run(mode="eval", vary=vary)
         found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
         if isinstance(found, Break):
-            return found
+            return _not_by_chance(trial, two, found)
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
@@ -159,9 +163,10 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
-    Each child of the model that gives out a tensor or a tuple of tensors is checkpointed: of a `ModuleList`, each of
-    its modules; of a child that gives out something else, which reentrant checkpoints cannot, its own children. They
-    run again in the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
+    Each child of the model that has children itself and gives out a tensor or a tuple of tensors is checkpointed: of a
+    `ModuleList`, each of its modules; of a child that gives out something else, which reentrant checkpoints cannot, its
+    own children. Without any, single layers are, or the whole model if one of them works in place. They run again in
+    the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -257,8 +262,8 @@ def compile_parity(
             line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
             advice="TORCH_LOGS=graph_breaks tells what cannot be followed; torch.compiler.disable leaves it out.",
         )
-    two.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in two.gradients.items()}
-    return _outputs(one, two, tolerance, "when compiled", _COMPILED) or (
+    two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
+    return _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED)) or (
         f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
     )
 
@@ -293,7 +298,8 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
             line=f"{ROOT} does not run as an exported program: {two.failure}",
             advice="Look for what it makes of a shape or a device: print(torch.export.export(...)) shows the program.",
         )
-    return _outputs(one, two, tolerance, "when exported", _COMPILED) or count(len(one.final), "output")
+    found = _outputs(one, two, tolerance, "when exported", _COMPILED)
+    return _not_by_chance(trial, two, found) or count(len(one.final), "output")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
@@ -308,6 +314,13 @@ def _parity(
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
     return broken(found, f"gives out another {{path}} {how}: {{changed}}", advice)
+
+
+def _not_by_chance(trial: Trial, two: Trace, found: _Found) -> _Found:
+    """Return what was found, unless other random numbers may have made the second run another."""
+    if isinstance(found, Break) and two.error is None:
+        check_not_random(trial)
+    return found
 
 
 def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
@@ -354,8 +367,14 @@ def _dtype(given: Given) -> str:
 def _parts(trial: Trial) -> list[str]:
     """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
     simple: dict[nn.Module, bool] = {}
+    given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+    in_place = False
 
-    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal in_place
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
             type(tensors) is tuple
@@ -363,21 +382,24 @@ def _parts(trial: Trial) -> list[str]:
             and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         )
         simple[module] = simple.get(module, True) and plain
+        in_place |= any(x._version != version for x, version in given[module])
 
-    with hooked(trial.layers.modules, after=look):
+    with hooked(trial.layers.modules, begin, end):
         trial.reference(backward=True)
 
-    def parts(name: str, module: nn.Module) -> list[str]:
-        if simple.get(module) and name:
+    def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
+        if name and simple.get(module) and (single or [*module.children()]):
             return [name]
-        inside = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations")
-        return (
-            []
-            if inside
-            else [part for key, m in module.named_children() for part in parts(f"{name}.{key}" if name else key, m)]
-        )
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
+            return []
+        children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        return [part for key, child in children for part in parts(key, child, single=single)]
 
-    return parts("", trial.model)
+    if found := parts("", trial.model, single=False):
+        return found
+    if in_place:  # what one layer gave out may not be written to by the next, once it was checkpointed
+        return [""] if simple.get(trial.layers.modules[ROOT]) else []
+    return parts("", trial.model, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

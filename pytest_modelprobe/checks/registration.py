@@ -16,7 +16,7 @@ from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.report.text import count, number
 
 from .agreement import broken, disagreements
 from .check import check_as_it_is
@@ -113,11 +113,14 @@ def _kind(value: Any) -> str:
 
 @check_as_it_is
 def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
-    """Check that every parameter and buffer was given a value.
+    """Check that every parameter and buffer was given a value, and that rows of embeddings for padding are zero.
 
     Without a factory only what memory betrays is seen: numbers that are not finite. With one the model is made again
     while fresh memory is filled with NaN, of integers with the largest there is, and what still is that was never
     written to.
+
+    An embedding with a ``padding_idx`` gives its row there no gradient: numbers that an initialisation wrote there stay
+    for ever. Left out are weights that are frozen, and those that another layer trains, as a head that is tied.
 
     Args:
         trial: The model.
@@ -133,9 +136,46 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     >>> print(checks.initialised.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
-    if factory is None:
-        return _finite(trial.model)
-    here = dict(_numbers(trial.model, integers=True))
+    rows = _padding_rows(trial.model)
+    found = _finite(trial.model) if factory is None else _written(trial.model, factory)
+    if isinstance(found, Break):
+        return found
+    filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
+    if not filled:
+        return found + (f", {count(len(rows), 'row')} for padding" if rows else "")
+    name, index, most = filled[0]
+    return Break(
+        layer=name,
+        line=f"{name} is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
+        columns=("embedding", "padding_idx", "largest there"),
+        rows=tuple(filled),
+        advice="Look for an initialisation that writes into the whole weight, and zero the row after it: "
+        "weight[padding_idx].zero_() under torch.no_grad(). Numbers that were trained elsewhere do no harm where all "
+        "that comes of padding is masked.",
+    )
+
+
+def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
+    """Return the rows of embeddings that are for padding and that nothing trains, each with its weight and index."""
+    homes: dict[int, set[int | None]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(getattr(module, "padding_idx", None))
+    rows, known = [], set()
+    for name, module in model.named_modules():
+        index = module.padding_idx if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+        weight = module._parameters.get("weight")  # a parametrized one is computed
+        if index is None or weight is None or not weight.requires_grad or not has_bytes(weight):
+            continue
+        if id(weight) not in known and homes[id(weight)] == {index}:
+            known.add(id(weight))
+            rows.append((qualified(name or ROOT, "weight"), index, plain(weight.detach())[index]))
+    return rows
+
+
+def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
+    """Return where a model that is made in memory full of NaN keeps some of it."""
+    here = dict(_numbers(model, integers=True))
     made = _numbers(_made_in_nan(factory), integers=True)
     if not made:
         raise NotApplicableError("the model has no parameters or buffers of numbers")

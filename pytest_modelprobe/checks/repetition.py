@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe._torch import BatchNorm, Dropout
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
@@ -19,8 +20,6 @@ from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial, hooked, plain
-
-_Dropout = nn.modules.dropout._DropoutNd
 
 
 @check
@@ -131,7 +130,7 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
         given[name] = plain(args[0].detach().clone()) if args else torch.empty(0)
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(module, _Dropout):
+        if not isinstance(module, Dropout):
             on[name] = module.training
         elif bool(given[name].any()):  # of zeros nothing can be dropped
             on[name] = on.get(name, False) or change(given[name], output) > 0
@@ -141,11 +140,11 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
 
 
 def _drops(module: nn.Module) -> bool:
-    return isinstance(module, _Dropout) and 0 < module.p < 1
+    return isinstance(module, Dropout) and 0 < module.p < 1
 
 
 def _gathers(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    return isinstance(module, BatchNorm) and module.track_running_stats
 
 
 def _is_frozen(module: nn.Module) -> bool:

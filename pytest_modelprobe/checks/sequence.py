@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from pytest_modelprobe.selection import nearest
 
 from .agreement import Disagreement, Pairs, broken, change, changed, disagreements, limit, upheld
 from .check import check
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
 
@@ -40,7 +42,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     ... # doctest: +ELLIPSIS
     (root) knows of later positions: ...
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
     half = (length + 1) // 2
     one = trial.reference(mode="eval")
@@ -64,12 +66,20 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
 
 @check
 def padding_invariant(
-    trial: Trial, *, mask: str | Tensor | None = None, axis: int = 1, tolerance: float | None = None
+    trial: Trial,
+    *,
+    mask: str | Tensor | None = None,
+    pad_id: int | None = None,
+    axis: int = 1,
+    tolerance: float | None = None,
 ) -> Break | str:
     """Check that what stands at masked positions does not matter to the others.
 
     The last quarter of the positions is masked, and what stands there is replaced. The others must stay as they are,
     and what is pooled of a sequence: tensors of the shape (batch, features).
+
+    A model may find padding by its id, besides a mask or without one. Where that id is known the last quarter is padded
+    with it, and the others are to be as they are in a sequence without that quarter.
 
     Args:
         trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
@@ -78,6 +88,7 @@ def padding_invariant(
             above 0 are added: -inf marks what is masked.
         mask: Its name, or the mask itself, of a model that has a keyword ``mask``; None: the one argument of that shape
             whose name ends with ``mask``.
+        pad_id: The id of padding, of a model that finds it by that; None: ``model.config.pad_token_id``, if there is.
         axis: Which axis of the first input its positions are along.
         tolerance: Largest relative change; None: by dtype.
 
@@ -91,34 +102,56 @@ def padding_invariant(
     >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask).text)
     9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
-    path, tensor = _sequence(trial, axis)
-    length = tensor.shape[axis]
+    path, tensor = sequence(trial, axis)
+    axis, length = axis % tensor.dim(), tensor.shape[axis]
     kept = length - max(1, length // 4)
+    batch = tensor.shape[0 if axis else 1 % tensor.dim()]
     if isinstance(mask, Tensor):
         trial.kwargs["mask"], mask = mask, "mask"
-    name = _mask_name(trial, mask, (tensor.shape[0 if axis else 1 % tensor.dim()], length))
-    marks = _marks(name, dict(trial.inputs)[name])
+    padding = _padding(trial, tensor, pad_id)
+    name = None
+    if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
+        name = _mask_name(trial, mask, (batch, length))
+    marks = _marks(name, dict(trial.inputs)[name]) if name else 0
 
-    def masked(given: Tensor) -> Tensor:
-        given = given.clone()
-        given[..., kept:] = marks
-        return given
+    def masked(where: str, x: Tensor) -> Tensor:
+        if where == name:
+            x = x.clone()
+            x[..., kept:] = marks
+        elif where == path and padding is not None:
+            x = x.clone()
+            x.narrow(axis, kept, length - kept).fill_(padding)
+        return x
 
-    def vary(another: bool) -> Callable[[str, Tensor], Tensor]:
-        def varied(where: str, x: Tensor) -> Tensor:
-            if where == name:
-                return masked(x)
-            return other_from(trial, x, axis, kept) if another and where == path else x
+    def replaced(where: str, x: Tensor) -> Tensor:
+        return other_from(trial, x, axis, kept) if where == path else masked(where, x)
 
-        return varied
+    def cut(where: str, x: Tensor) -> Tensor:
+        if where == name or x.shape == (batch, length):
+            return x[..., :kept].clone()
+        return x.narrow(axis, 0, kept).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
-    one, two = trial.reference(mode="eval", vary=vary(another=False)), trial.other(mode="eval", vary=vary(another=True))
-    pairs = _first_and_pooled(tensor.shape[0] if axis else -1, kept, length)
+    if name is not None and padding is not None and trial.run(mode="eval", vary=cut).error is not None:
+        padding = None  # it takes sequences of one length alone
+    one = trial.reference(mode="eval", vary=masked)
+    two = trial.other(mode="eval", vary=replaced if padding is None else cut)
+    rows = batch if axis else -1
+    pairs = _first_and_pooled(rows, kept, length) if padding is None else _cut_and_pooled(rows, kept, length)
+    if padding is not None:  # where nothing is masked a model may hand on no mask
+        both = {given.where for given in two.given}
+        one.given = [given for given in one.given if given.where in both]
     found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
     looked_at = _looked_at(one, pairs, length)
-    others = f"the others, masked by {marks} in {name}"
+    others = "the others"
+    if name is not None:
+        others += f", masked by {marks} in {name}"
+    if padding is not None:
+        others += f", padded by {padding}"
     if not found:
         return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions without {others}"
+    unused = _unused_masks(trial) if name is None and pad_id is None else []
+    if unused:
+        raise NotApplicableError(f"the model finds no padding without {listed(unused)}: give it, or pad_id=")
     return broken(
         found,
         f"sees masked positions: the first {kept} of {length} {{changed}} with {others}",
@@ -142,7 +175,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     >>> print(checks.permutation_equivariant(probe, layer, probe.randn(2, 5, 8)))
     permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in another order
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
     order = torch.arange(length, device=trial.probe.device).roll(1)
     order[: length - 1] = order[: length - 1].flip(0)
@@ -163,6 +196,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     looked_at = _looked_at(one, restored, length)
     if not found:
         return f"{count(looked_at, 'layer')} of {length} elements in another order"
+    check_not_random(trial)
     return broken(
         found,
         "depends on the order of its elements: {changed} beyond that",
@@ -185,7 +219,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     >>> print(checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randn(2, 5, 8)).verdict)
     broken
     """
-    path, tensor = _sequence(trial, axis)
+    path, tensor = sequence(trial, axis)
     order = torch.arange(tensor.shape[axis], device=trial.probe.device).flip(0)
 
     one, two = _reordered(trial, path, axis, order)
@@ -194,6 +228,7 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
         far = math.inf if again is None else change(value, again)
         rounded = value.is_floating_point() or value.is_complex()
         if not far <= (limit(value, tolerance) if rounded else 0.0):
+            check_not_random(trial)
             return Break(
                 layer=ROOT,
                 line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
@@ -221,6 +256,37 @@ def _first_and_pooled(batch: int, before: int, length: int) -> Pairs:
         return first(one, other) or ([(one, other)] if pooled else [])
 
     return pairs
+
+
+def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
+    """Return what takes the first positions of two tensors, the other of which has no more; and one row an example."""
+
+    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if one.dim() != other.dim():
+            return []
+        axes = [i for i, n in enumerate(other.shape) if one.shape[i] == length and (one is other or n == before)]
+        cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
+        if one is other:
+            return [(cut, cut)] if axes or one.shape[:1] == (batch,) else []
+        return [(cut, other)] if cut.shape == other.shape and (axes or one.shape[:1] == (batch,)) else []
+
+    return pairs
+
+
+def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
+    """Return the id by which the model finds padding, if it takes ids and that is known."""
+    if ids.is_floating_point() or ids.is_complex():
+        if pad_id is not None:
+            raise NotApplicableError("pad_id= is an id, and the first input holds none: it is not of integers")
+        return None
+    if pad_id is None:
+        pad_id = getattr(getattr(trial.model, "config", None), "pad_token_id", None)
+    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else None
+
+
+def _unused_masks(trial: Trial) -> list[str]:
+    """Return the masks that the model takes."""
+    return [name for name in inspect.signature(trial.model.forward).parameters if name.endswith("mask")]
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
@@ -254,7 +320,7 @@ def other(trial: Trial, tensor: Tensor) -> Tensor:
     return another
 
 
-def _sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
+def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
         positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1

@@ -114,7 +114,7 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
             rows=tuple(blamed),
             advice="Look for an operation in place (inplace=True, x += ..., x[...] = ...), and copy before it.",
         )
-    return count(len(trial.inputs), "input")
+    return count(len(flatten_call(trial.args, trial.kwargs).tensors), "input")
 
 
 class _Contents:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from pytest_modelprobe._torch import converted
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
@@ -21,9 +22,10 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.restoring import preserved
 
-from .agreement import change, disagreements, from_the_loss, limit, negligible
+from .agreement import change, from_the_loss, limit, negligible
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_as_it_is
+from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .trial import Trace, Trial
 
@@ -62,8 +64,7 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
         found = _beyond_rounding(trial, size, axis, tolerance, found)
     if not found:
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
-    if disagreements(whole, trial.other(mode="eval", seed="another"), tolerance=0.0):
-        raise NotApplicableError("the model is random in evaluation mode: each part draws other numbers")
+    check_not_random(trial)
     check_rows_go_together(trial, axis)
     if _knows_rows(trial, whole, size, axis):
         raise NotApplicableError(_TARGETS)
@@ -154,7 +155,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     if step <= 0:
         raise UsageError(f"step= is how far the loss is looked at from there: more than 0; got {step}")
     model = trial.copied()
-    model._apply(lambda x: _wide("", x))  # .double() leaves complex ones in single precision
+    converted(model, lambda x: _wide("", x))  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
     try:
         one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
@@ -165,6 +166,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
+    trial.judge(one, mode="eval", model=model, vary=_wide)
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
@@ -310,13 +312,14 @@ def overfits_batch(
             if trace.in_backward:
                 return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
             assert trace.loss is not None
+            if not done:
+                trial.judge(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
-                when = f"after {count(done, 'step')}" if done else "before the first step"
                 return Break(
                     layer=ROOT,
-                    line=f"{ROOT} has a loss of {last} {when}",
+                    line=f"{ROOT} has a loss of {last} after {count(done, 'step')}",
                     advice="Look for a logarithm or a division by 0, and for a step that is too long: give it another "
                     "optimizer=. assert_finite, of a run with this loss, names the layer where it begins.",
                 )
@@ -382,7 +385,10 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Callable[[], object]) -> Break | str:
     """Check that an averaged model follows: each parameter by ``average += (1 - decay) (model - average)``.
 
-    The model's parameters are moved, the average is updated once, and both are put back.
+    Each buffer that training changes, a BatchNorm's running statistics say, is averaged so too, or copied. With inputs
+    a forward in training mode tells which those are; without, they are the running statistics of norms.
+
+    The model's parameters and those buffers are moved, the average is updated once, and all are put back.
 
     Args:
         trial: The model that is averaged.
@@ -406,36 +412,51 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     inner = average
     if dict(average.named_parameters()).keys().isdisjoint(dict(trial.model.named_parameters())):
         inner = getattr(average, "module", average)  # a wrapper
+    parameters = dict(trial.model.named_parameters())
+    buffers = _changing(trial)
     with preserved(average):
-        before = {name: p.detach().clone() for name, p in inner.named_parameters()}
+        before = {name: x.detach().clone() for name, x in (*inner.named_parameters(), *inner.named_buffers())}
         with torch.no_grad():
-            for name, p in trial.model.named_parameters():
-                p.add_(trial.randn_like(p, name))
+            for name, x in (*parameters.items(), *buffers.items()):
+                x.add_(trial.randn_like(x, name) * (1 + x.abs().mean()))  # a share of it, that rounding does not hide
         try:
             updates()
         except Exception as error:
             raise UsageError(f"updates= raised {line_of(error)}") from error
         found: list[tuple[str, str]] = []
-        after = dict(inner.named_parameters())
-        for name, p in trial.model.named_parameters():
-            now = after.get(name)
-            if now is None:
+        after = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+        for name, x in (*parameters.items(), *buffers.items()):
+            then, now = before.get(name), after.get(name)
+            if then is None or now is None:
                 found.append((name, "is not in the average"))
                 continue
-            if now.shape != p.shape or before[name].shape != p.shape:
+            if now.shape != x.shape or then.shape != x.shape:
                 found.append((name, "is of another shape in the average"))
                 continue
-            wanted = before[name] + (1 - decay) * (p.detach() - before[name])
-            far = change(wanted - before[name], now.detach() - before[name])
-            if not far <= 1e-3:
+            far = change((1 - decay) * (x.detach() - then), now.detach() - then)
+            if not far <= 1e-3 and not (name in buffers and change(x.detach(), now.detach()) <= 1e-3):
                 found.append((name, f"takes a step in the average that is {percent(far)} off"))
     if not found:
-        return count(len(before), "parameter")
+        return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")
     name, what = found[0]
     return Break(
         layer=name,
         line=f"{name} {what}",
         columns=("parameter", "what"),
         rows=tuple(found),
-        advice="Look at which model the average is updated from, and when.",
+        advice="Look at which model the average is updated from, and when; and whether buffers are averaged or copied: "
+        "AveragedModel(use_buffers=True) averages them, update_bn computes those of a BatchNorm anew.",
     )
+
+
+def _changing(trial: Trial) -> dict[str, Tensor]:
+    """Return the floating buffers that training changes."""
+    buffers = {name: x for name, x in trial.model.named_buffers() if x.is_floating_point()}
+    if not trial.inputs:
+        norms = [n for n, m in trial.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
+    with trial.lasting():
+        before = {name: x.clone() for name, x in buffers.items()}
+        trial.reference(mode="train")
+        changed = [name for name, x in buffers.items() if not torch.equal(x, before[name])]
+    return {name: buffers[name] for name in changed}

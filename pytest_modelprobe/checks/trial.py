@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import seeding
+from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
+from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors, unseen
 from pytest_modelprobe.layers import Layers, check_supported
+from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, address, qualified
+from pytest_modelprobe.record import ROOT, address, label_of, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
 
 from .outcome import NotApplicableError, line_of
@@ -31,6 +33,7 @@ from .outcome import NotApplicableError, line_of
 Loss: TypeAlias = Callable[[Any], Tensor] | Literal["random"]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 Mode = Literal["train", "eval"]
+Judge: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
 
 _WOKEN = 0.02
 """Standard deviation given to layers that start from zero: of the size that initialisations of transformers have."""
@@ -88,7 +91,7 @@ class Trace:
     @property
     def failure(self) -> str:
         """What the model or its backward raised, in one line."""
-        return f"{'its backward' if self.in_backward else self.raised_in} raised {line_of(self.error)}"
+        return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
 
 
 class Trial:
@@ -110,6 +113,7 @@ class Trial:
         loss: Of the output; None or ``"random"``: a fixed random projection of all floating outputs, which no softmax
             makes constant.
         wake: Whether to give layers that start from zero random parameters.
+        judge: Takes this, a trace and the options of its run; refuses what other runs are not to be judged by.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Trial:
         *,
         loss: Loss | None = None,
         wake: bool = True,
+        judge: Judge | None = None,
     ) -> None:
         check_supported(model)
         if loss is not None and loss != "random" and not callable(loss):
@@ -131,6 +136,7 @@ class Trial:
         self.name = type(next(iter(self.layers.modules.values()))).__name__
         self._loss = loss if callable(loss) else None
         self._wake = wake
+        self._judge = judge
         self._exit = ExitStack()
         self._state: ModelState | None = None
         self._lasting = False
@@ -139,7 +145,7 @@ class Trial:
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The tensors among the arguments, each with its path, as messages say it."""
-        return flatten_call(self.args, self.kwargs).tensors
+        return flatten_call(self.args, self.kwargs, objects=True).tensors
 
     @property
     def dense(self) -> list[tuple[str, Tensor]]:
@@ -161,7 +167,7 @@ class Trial:
         if any(x.is_meta for _, x in self.inputs):
             raise NotApplicableError("an input is on the meta device and has no numbers")
         if any(is_lazy(t) for t in tensors):
-            raise NotApplicableError("the model is lazy and has seen no input: run it once before")
+            raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
         if any(t.is_inference() for t in tensors):
             raise NotApplicableError(
                 "the model was made under torch.inference_mode() and cannot change: make it outside"
@@ -242,11 +248,24 @@ class Trial:
             self._lasting = False
             self._state.restore()
 
+    def follow(self, call: Callable[[], Any]) -> Trace:
+        """Return what the layers show while a function calls the model, or parts of it; within `lasting`."""
+        trace = Trace()
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
+        with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
+            try:
+                trace.output = call()
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+                trace.error = error
+        return trace
+
     def reference(self, **options: Any) -> Trace:
         """Return a run on the inputs as they are given, which has to succeed.
 
         Raises:
-            NotApplicableError: The model or its backward raised.
+            NotApplicableError: The model or its backward raised, or gave out what is not finite.
         """
         trace = self.run(**options)
         if trace.error is not None and not (self._graph or trace.in_backward):
@@ -257,7 +276,17 @@ class Trial:
             trace = again if self._graph else trace
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        self.judge(trace, **options)
         return trace
+
+    def judge(self, trace: Trace, **options: Any) -> None:
+        """Refuse a run that others are not to be judged by.
+
+        Raises:
+            NotApplicableError: It gave out what is not finite.
+        """
+        if self._judge is not None:
+            self._judge(self, trace, options)
 
     def other(self, **options: Any) -> Trace:
         """Return a run on other inputs than those given, which the model may refuse.
@@ -359,10 +388,14 @@ class Trial:
             except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
                 trace.error = error
                 return
+        if hidden := unseen(flatten("output", trace.output)):
+            raise NotApplicableError(hidden)
         if backward:
             trace.loss = self.loss(trace.output)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            floating = {path: x for path, x in flatten_call(args, kwargs).tensors if x.requires_grad and x.is_leaf}
+            floating = {
+                path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf
+            }
             for parameter in parameters.values():
                 parameter.grad = None  # a step of training leaves it there
             try:
@@ -375,7 +408,7 @@ class Trial:
 
     def _taken_of(self, output: Any) -> Tensor:
         assert self._loss is not None
-        if not flatten("output", output).tensors and flatten("output", output).known:
+        if not flatten("output", output).tensors:
             raise NotApplicableError("the model gives out no tensor, of which there could be a loss")
         try:
             found = self._loss(output)
@@ -388,7 +421,8 @@ class Trial:
 
     def _projection(self, output: Any) -> Tensor:
         terms = []
-        for path, tensor in flatten("output", output).tensors:
+        for path, given in flatten("output", output).tensors:
+            tensor = as_real(given)
             if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
                 weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
                 terms.append((tensor * weights.to(tensor.dtype)).sum() / tensor.numel() ** 0.5)
@@ -443,14 +477,15 @@ def _taken(leaf: Tensor) -> Tensor | None:
 def hooked(
     modules: Mapping[str, nn.Module],
     before: Callable[[str, nn.Module, Any, Any], None] | None = None,
-    after: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, nn.Module, Any, Any], object] | None = None,
 ) -> Iterator[None]:
     """Call functions around each call of the modules.
 
     Args:
         modules: By name. Scripted ones take no hooks.
         before: Takes the name, the module, its positional and its keyword arguments.
-        after: Takes the name, the module, its positional arguments and what it gives out.
+        after: Takes the name, the module, its positional arguments and what it gives out; what it returns takes the
+            place of that, unless it is None.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -481,7 +516,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = f" (call {counts[name] + 1})" if counts[name] else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if is_news(tensor) and running:
+            if not is_wrapped(tensor) and is_news(tensor) and running:
                 made = f"{path} of {name}{call}"
                 trace.given.append(Given(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True))
         running.append(name)
@@ -490,8 +525,9 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         while running and running.pop() != name:
             pass
         for path, tensor in flatten("output", output).tensors:
-            is_news(tensor)
-            trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
+            if not is_wrapped(tensor):
+                is_news(tensor)
+                trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
         counts[name] += 1
 
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, label_of
 
 
 def parent(name: str) -> str:
@@ -20,7 +20,10 @@ def between(before: str | None, after: str | None) -> str:
 
     >>> between("norm1", "attn"), between(None, "norm1"), between("mlp", None), between(None, None)
     ('between norm1 and attn', 'before norm1', 'after mlp', '')
+    >>> between("0", "2")
+    "between layer '0' and layer '2'"
     """
+    before, after = before and label_of(before), after and label_of(after)
     if before is None:
         return "" if after is None else f"before {after}"
     return f"after {before}" if after is None else f"between {before} and {after}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.flatten import Flat, flatten, flatten_call
 from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
@@ -111,7 +112,7 @@ class Session:
         inside = module.named_modules() if isinstance(module, ATOMIC) else [("", module)]
         for path, owner in inside:
             # Running statistics are learnt too; other buffers are tables and masks, which have to be right.
-            buffers = owner._buffers if isinstance(owner, nn.modules.batchnorm._NormBase) else {}
+            buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
                     if not has_bytes(tensor) or not (tensor.is_floating_point() or tensors is buffers):
@@ -217,7 +218,7 @@ class _Alone:
             module = self._call.module
             with without_hooks(m for m in self._session.hooked if m is not module), unfused(module):
                 output = module(*args, **kwargs)
-            returned = flatten("output", output)
+            returned = flatten("output", output, objects=False)
             self._hand_state(buffers, inputs, returned)
             self._hand("", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
@@ -232,7 +233,7 @@ class _Alone:
         noted = self._children.get(name)
         if noted is None:
             raise CannotTellError(f"calls {name}, which it did not call in the run")
-        again = torch._C._current_graph_task_id() != -1
+        again = graph_task() != -1
         if again and self._counts[name] > 1:
             raise CannotTellError(f"calls {name} again in the backward pass, for activation checkpointing")
         number = 0 if again else self._counts[name]
@@ -407,10 +408,12 @@ def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     if stride is None:
         return tensor.clone()
     kept = [step if n > 1 or step else 1 for n, step in zip(tensor.shape, stride, strict=True)]
-    laid = torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device)
-    if torch._debug_has_internal_overlap(laid):
-        return tensor.clone()
-    return laid.copy_(tensor)
+    dense = 1
+    for step, n in sorted((step, n) for step, n in zip(kept, tensor.shape, strict=True) if n > 1):
+        if step != dense:
+            return tensor.clone()  # there are gaps, or elements that are one
+        dense *= n
+    return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _relative(name: str, container: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pytest_modelprobe._torch import any_autocast, graph_task
 from pytest_modelprobe.flatten import Flat, flatten, flatten_call, map_tensors
 from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
@@ -91,6 +92,7 @@ class Notes:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Notes:
+        graph_task()  # a torch that cannot answer is refused here, not in the hooks
         for name, module in self.layers.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 # First of all hooks: the user's run again when the layer is called alone.
@@ -111,7 +113,7 @@ class Notes:
         return self._calls
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return  # recomputed by activation checkpointing: no call of its own
         flat = flatten_call(args, kwargs)
         parent = self._stack[-1] if self._stack else None
@@ -135,7 +137,7 @@ class Notes:
             call.inputs = self._template(call, "takes", (args, kwargs), flat)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return
         while self._stack:  # calls that ended without a hook
             call = self._stack.pop()
@@ -146,7 +148,7 @@ class Notes:
         if sys.exc_info()[1] is not call.error:
             call.reason = call.reason or f"{call.layer} raised in the run"
         elif call.parent is not None and call.parent.alone:
-            call.outputs = self._template(call, "gets", output, flatten("output", output))
+            call.outputs = self._template(call, "gets", output, flatten("output", output, objects=False))
 
     def _is_new(self, name: str, module: nn.Module, flat: Flat) -> bool:
         tensors = tuple((path, tensor.shape, tensor.dtype) for path, tensor in flat.tensors)
@@ -227,7 +229,7 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return ()
     devices = (d for d in _AUTOCAST if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d))
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import diagnose
-from pytest_modelprobe.gate import Change, Effect, Finding, Verdict
+from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict
 from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
@@ -21,9 +21,6 @@ from .text import Cell, collapsed, count, failure, listed, number, pattern, prin
 
 TRAILER = "Modelprobe-Approve"
 """The trailer of a commit that approves what no file can declare."""
-
-LONGEST_LINE = 4096
-"""Signs of a word in a command: one that is cut short does not run."""
 
 _MANY = 8
 """Files of one folder that a command names before it names the folder."""
@@ -193,10 +190,20 @@ def first_line(verdict: Verdict) -> str:
     if verdict.denied:
         worst = verdict.denied[0]
         more = f" ({len(verdict.denied) - 1} more below)" if len(verdict.denied) > 1 else ""
-        return f"{worst.model}: {worst.denied[0].kind} change is not declared{more}; {changed}"
+        kind = worst.denied[0].kind
+        what = _OF_SNAPSHOTS.get(kind, f"{kind} change")
+        return f"{worst.model}: {what} is not declared{more}; {changed}"
     if not verdict.changes:
         return f"no model changed; {verdict.unchanged:,} unchanged"
     return f"nothing to object: {changed}"
+
+
+_OF_SNAPSHOTS: dict[Class, str] = {
+    "removed": "removal of its snapshot",
+    "renamed": "renaming of its snapshot",
+    "new": "new snapshot",
+}
+"""What is not declared, where it is no change of a model."""
 
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
@@ -262,7 +269,7 @@ def _quoted(word: str) -> str:
     >>> print(_quoted("test_a[2].arch.json"), _quoted("a" + chr(27)))
     'test_a[2].arch.json' $'a\x1b'
     """
-    if printable(word, LONGEST_LINE) == word:
+    if printable(word) == word:
         return shlex.quote(word)
     plain = (chr(b) if 32 <= b < 127 and chr(b) not in "'\\" else f"\\x{b:02x}" for b in os.fsencode(word))
     return f"$'{''.join(plain)}'"
@@ -309,7 +316,7 @@ def text(verdict: Verdict) -> str:
             failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
             *tables,
             *map(printable, reasons(verdict)),
-            *("\n".join(printable(line, LONGEST_LINE) for line in step.split("\n")) for step in next_steps(verdict)),
+            *("\n".join(printable(line) for line in step.split("\n")) for step in next_steps(verdict)),
         ]
     )
 
@@ -326,7 +333,7 @@ def detail_tables(verdict: Verdict) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def _heading(same: Sequence[Change]) -> str:
     models = listed(list(dict.fromkeys(change.model for change in same)))
-    return printable(f"{models} ({listed([change.path for change in same], most=2)})", longest=400)
+    return printable(f"{models} ({listed([change.path for change in same], most=2)})")
 
 
 def _indented(lines: Iterable[str]) -> str:
@@ -340,7 +347,7 @@ def diff_text(verdict: Verdict) -> str:
     parts = []
     for change in verdict.changes:
         lines = [_heading([change])]
-        lines += [printable(f"{kind}: {said}", longest=400) for kind, said in _whole(change)]
+        lines += [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.comparison is not None and change.comparison.differences:
             lines.append(comparison.text(diagnose(change.comparison)))
         parts.append("\n".join(lines))

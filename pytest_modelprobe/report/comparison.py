@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
-from pytest_modelprobe.record import Plain, qualified
+from pytest_modelprobe.record import Plain, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table
 
@@ -29,12 +29,12 @@ def first_line(diagnosis: Diagnosis) -> str:
     found = grouped(diagnosis.causes) or grouped(diagnosis.possible)
     unchanged = "output unchanged; " if diagnosis.unchanged else ""
     if unchanged and found and all(cause.change is None for cause, _ in found):
-        return printable(f"{unchanged}structure differs in {_places(found)}", longest=400)
+        return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
     if not found:
         worst = _worst(diagnosis.comparison.differences)
         if worst is None:
             return "nothing changed"
-        moved = f"{worst.layer} {worst.what or worst.kind} changed{_by(worst.change)}"
+        moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
     sure = "" if diagnosis.causes else "possibly "
@@ -42,18 +42,26 @@ def first_line(diagnosis: Diagnosis) -> str:
     counts = [count(len(found), "cause" if diagnosis.causes else "possible cause")]
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
-    shown = said(dataclasses.replace(first, layer=_end(first.layer)))
     effect = _effect(first)
     if first.change is None and diagnosis.output is not None:
         effect = f": output changed{_by(diagnosis.output)}"
-    return printable(f"{unchanged}{sure}{shown}{repeated}{effect}; {', '.join(counts)}", longest=400)
+    shown = said(first, _label(first.layer, diagnosis))
+    return printable(f"{unchanged}{sure}{shown}{repeated}{effect}; {', '.join(counts)}")
 
 
-def _places(found: Sequence[tuple[Cause, int]]) -> str:
+def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
     """Return how many places, and the first three."""
-    told = [said(cause) + (f" x{times}" if times > 1 else "") for cause, times in found[:3]]
+    told = [
+        said(cause, _label(cause.layer, diagnosis)) + (f" x{times}" if times > 1 else "") for cause, times in found[:3]
+    ]
     more = ["..."] if len(found) > len(told) else []
     return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(told + more)}"
+
+
+def _label(layer: str, diagnosis: Diagnosis) -> str:
+    """Return what a sentence calls a layer of one of the two records, or the layers that a pattern stands for."""
+    records = (diagnosis.comparison.actual, diagnosis.comparison.expected)
+    return "layers '*'" if layer == "*" else next((r[layer].label for r in records if layer in r.layers), layer)
 
 
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
@@ -73,7 +81,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
     parts += ["\n".join(map(printable, counts))] if counts else []
-    parts += [printable(step, longest=400) for step in next_steps]
+    parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
 
 
@@ -92,8 +100,12 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
     ]
 
 
-def said(cause: Cause) -> str:
+def said(cause: Cause, label: str | None = None) -> str:
     """Return a cause in a few words, its layer first.
+
+    Args:
+        cause: The cause.
+        label: What to call the layer in a sentence; None: its name, as in a table.
 
     >>> said(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
     'blocks.2: own code changed between norm1 and attn'
@@ -104,6 +116,7 @@ def said(cause: Cause) -> str:
     """
     layer, what = cause.layer, cause.what
     arrow = f"{_plain(cause.expected)} → {_plain(cause.actual)}"
+    label = label or layer
     if cause.kind == "seed":
         return f"seed {arrow}"
     if cause.kind == "input":
@@ -111,54 +124,54 @@ def said(cause: Cause) -> str:
             return f"{what} {arrow}"
         return f"{what or 'input'} changed{_by(cause.change)}"
     if cause.kind == "architecture":
-        return _architecture(cause, arrow)
+        return _architecture(cause, label, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
     if cause.kind == "weights" and what.startswith("all "):
         return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
-        return f"{layer}: {cause.kind} changed{_by(cause.change)} ({what})"
+        return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
     if cause.kind == "gradient":
-        return _gradient(cause)
-    return _computation(cause)
+        return _gradient(cause, label)
+    return _computation(cause, label)
 
 
-def _architecture(cause: Cause, arrow: str) -> str:
+def _architecture(cause: Cause, label: str, arrow: str) -> str:
     layer, what = cause.layer, cause.what
     if what == "added":
-        return f"{layer} added: {_plain(cause.actual)}"
+        return f"{label} added: {_plain(cause.actual)}"
     if what == "removed":
-        return f"{layer} removed: it was {_plain(cause.expected)}"
+        return f"{label} removed: it was {_plain(cause.expected)}"
     if what == "path":
         if cause.actual is None or cause.expected is None:
-            return f"{layer}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
-        return f"{layer}: {cause.expected} renamed to {cause.actual}"
+            return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
+        return f"{label}: {cause.expected} renamed to {cause.actual}"
     if what == "renamed":
-        return f"{_plain(cause.expected)} renamed to {layer}"
+        return f"{label_of(_plain(cause.expected))} renamed to {label}"
     if what == "type":
-        return f"{layer}: {arrow}"
+        return f"{label}: {arrow}"
     name, _, aspect = what.partition(" ")
     if aspect in ("added", "removed"):
         return f"{qualified(layer, name)} {aspect}: {_plain(cause.actual if aspect == 'added' else cause.expected)}"
     return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
 
 
-def _computation(cause: Cause) -> str:
+def _computation(cause: Cause, label: str) -> str:
     first = cause.differences[0] if cause.differences else None
     if first is not None and cause.change is None and cause.what == first.what and first.kind == "response":
-        return f"{cause.layer}: own code {_handed(first)}"
+        return f"{label}: own code {_handed(first)}"
     if first is None or cause.witness != "recorded":
-        return f"{cause.layer}: own code changed{f' {cause.what}' if cause.what else ''}"
+        return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "calls":
         child = cause.what.removeprefix("calls of ")
-        return f"{cause.layer}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
+        return f"{label}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
     if first.kind == "source":
         where = cause.what.removesuffix(" source")
-        return f"{cause.layer}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
+        return f"{label}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
     if first.kind in ("input added", "input removed"):
         gives = "gives" if first.kind == "input added" else "no longer gives"
-        return f"{cause.layer}: own code {gives} {cause.what}"
-    return f"{cause.layer}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+        return f"{label}: own code {gives} {cause.what}"
+    return f"{label}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
 
 
 def _handed(difference: Difference) -> str:
@@ -168,35 +181,39 @@ def _handed(difference: Difference) -> str:
     if difference.actual is not None and difference.expected is not None:
         return f"gives {child} {path} {actual}, not {expected}"
     came = difference.expected is None
-    if path.startswith("input"):
+    if path in ("input", "input[0]"):
         return f"calls {child}" if came else f"no longer calls {child}"
     value = f" {actual}" if came and str(difference.actual).startswith("=") else ""
     return f"gives {child} {path}{value}" if came else f"no longer gives {child} {path}"
 
 
-def _gradient(cause: Cause) -> str:
+def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "of loss":
         return "the loss changed: another gradient arrives at the output"
     if cause.gradient == "lost":
-        return f"{cause.layer}: {cause.what} any more"
+        return f"{label}: {cause.what} any more"
     if cause.gradient == "switched":
         child = cause.what.removesuffix(" grad_enabled")
-        return f"{cause.layer}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
+        return f"{label}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
     if cause.gradient == "of value":
-        return f"{cause.layer}: gradient of {cause.what} changed"
-    return f"{cause.layer}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
+        return f"{label}: gradient of {cause.what} changed"
+    return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
 
 
 def percent(change: float | None) -> str:
     """Return a relative change as a person reads it.
 
-    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(float("inf")), percent(None)
-    ('0.13 %', '2.5e-05 %', '320 %', 'from nothing', '-')
+    It is infinite where there was nothing before but zeros, and where values that are not finite came or went.
+
+    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(math.inf), percent(math.nan), percent(None)
+    ('0.13 %', '2.5e-05 %', '320 %', '∞ %', 'not known', '-')
     """
     if change is None:
         return "-"
-    if math.isinf(change) or math.isnan(change):
-        return "from nothing"
+    if math.isinf(change):
+        return "∞ %"
+    if math.isnan(change):
+        return "not known"
     return f"{100 * change:{'.2g' if change < 0.995 else ',.0f' if change < 1e4 else '.1e'}} %"
 
 
@@ -223,23 +240,14 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
     return found
 
 
-def _end(layer: str, longest: int = 28) -> str:
-    """Return a name or the end of it, which tells more: the table has all of it."""
-    if len(layer) <= longest:
-        return layer
-    parts = layer.split(".")
-    fitting = (".".join(parts[i:]) for i in range(1, len(parts)))
-    return f"….{next((end for end in fitting if len(end) <= longest - 2), parts[-1])}"
-
-
 def _effect(cause: Cause) -> str:
     if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None:
         return ""
     noise = _times_noise(cause)
     what = f"{cause.effect} changed " if cause.effect else ""
     times = f", {noise} x its noise" if noise else ""
-    by = _by(cause.change).removeprefix(" ")
-    return f": {what}{by}{times}" if by else ""
+    why = f", {listed(cause.hints)}" if math.isinf(cause.change) and cause.hints else ""
+    return f": {what}by {percent(cause.change)}{times}{why}"
 
 
 def _times_noise(cause: Cause) -> str:
@@ -249,7 +257,7 @@ def _times_noise(cause: Cause) -> str:
 
 
 def _by(change: float | None) -> str:
-    return "" if change is None else f" by {percent(change)}" if math.isfinite(change) else " from nothing"
+    return "" if change is None else f" by {percent(change)}"
 
 
 def _plain(value: Plain) -> str:

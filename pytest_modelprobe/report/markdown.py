@@ -14,7 +14,6 @@ from pytest_modelprobe.gate import Verdict
 from . import comparison
 from .changes import (
     COLUMNS,
-    LONGEST_LINE,
     VERDICT_COLUMNS,
     detail_tables,
     details,
@@ -24,16 +23,13 @@ from .changes import (
     reasons,
     verdict_rows,
 )
-from .text import Cell, count, number, printable
+from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
 """Rows of a table that stand open; the rest is folded away."""
 
 MOST_BYTES = 900_000
 """Of a summary. GitHub drops those of more than 1 MiB altogether."""
-
-_LONGEST = 500
-"""Signs of one text: a name in a row, a reason."""
 
 
 def escaped(text: str) -> str:
@@ -43,7 +39,7 @@ def escaped(text: str) -> str:
     'a&#124;b &lt;script&gt; &#96;c&#96; &#64;you'
     """
     shown = printable(text)
-    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # Entities rather than backslashes: they hold inside and outside tables, and break the addresses of links.
     return re.sub(r"[|`*_\[\]~\\@$]|#(?=\d)|(?<=[a-z]):(?=//)|(?<=www)\.", lambda sign: f"&#{ord(sign[0])};", shown)
@@ -80,7 +76,7 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
     for step in next_steps(verdict):
         said, *commands = step.split("\n")
         tail += [escaped(said), ""] + (
-            ["```", *(printable(line.strip(), LONGEST_LINE) for line in commands), "```", ""] * bool(commands)
+            ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
         )
     return bounded(head, [_folded(*pair) for pair in detail_tables(verdict)], tail, most_bytes)
 

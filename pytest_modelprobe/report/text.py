@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value
@@ -13,6 +15,9 @@ MOST_ROWS = 20
 
 WIDEST = 100
 """Signs of a cell of several words before some in its middle are left out."""
+
+LONGEST = 4096
+"""Signs of a word before some in its middle are left out: more than any layer's name has, or a command to be run."""
 
 Cell = str | int | float | None
 
@@ -86,16 +91,16 @@ def collapsed(names: Iterable[str]) -> list[str]:
     return [same[0] if len(same) == 1 else f"{shown} x{len(same)}" for shown, same in groups.items()]
 
 
-def printable(text: str, longest: int = 120) -> str:
+def printable(text: str) -> str:
     r"""Return text that moves no cursor, sets no colour and floods no screen, whatever names are in it.
 
-    Control characters are written as escapes; of a word of more than ``longest`` characters the middle is left out.
+    Control characters are written as escapes; of a word longer than `LONGEST` the middle is left out.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc\\x1b[31m'
     """
-    half = longest // 2
-    shown = re.sub(rf"\S{{{longest + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
+    half = LONGEST // 2
+    shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
 
 
@@ -135,7 +140,8 @@ def table(
         columns: Their heads.
         rows: Their cells.
         most: Rows that are shown.
-        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole.
+        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole, and
+            so are cells that would read alike.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
     layer    zeros
@@ -143,7 +149,9 @@ def table(
     relu    12,544
     """
     rows = [list(row) for row in rows]
-    shown = [[_text(cell, widest) for cell in row] for row in rows[:most]]
+    whole = [[printable(cell) if isinstance(cell, str) else number(cell) for cell in row] for row in rows[:most]]
+    fitting = [_fitting(column, widest) for column in zip(*whole, strict=True)]
+    shown = [[column[cell] for column, cell in zip(fitting, row, strict=True)] for row in whole]
     right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
     widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
     lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
@@ -152,8 +160,11 @@ def table(
     return lines
 
 
-def _text(cell: Cell, widest: int) -> str:
-    return shortened(printable(cell), widest) if isinstance(cell, str) else number(cell)
+def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:
+    """Return each cell of a column as it is shown: not too wide, and whole where two would be shown alike."""
+    shown = {cell: shortened(cell, widest) for cell in column}
+    times = Counter(shown.values())
+    return {cell: short if times[short] == 1 else cell for cell, short in shown.items()}
 
 
 _NUMBER = re.compile(r"[-+\d][-+.,/%e\d]*|nan|inf")
@@ -183,35 +194,69 @@ def failure(
 
 
 def layer_table(record: Record, most: int = 200) -> list[str]:
-    """Return a table of the layers that were called, in order of execution: what the probe saw.
-
-    Containers whose output is that of a child are left out, for they would say it twice.
-    """
+    """Return a table of the layers of a record: what the probe saw, see `layer_rows`."""
     columns, rows = layer_rows(record)
-    return table(columns, rows, most) if rows else ["no layer was called"]
+    return table(columns, rows, most) if rows else ["no layer was recorded"]
 
 
-def layer_rows(record: Record) -> tuple[list[str], list[list[Cell]]]:
-    """Return columns and rows of the table of the layers that were called, see `layer_table`."""
+def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
+    """Return columns and rows of the table of layers, those that were called in order of execution.
+
+    Containers whose output is that of a child are left out where they have no parameters of their own, for they would
+    say it twice, and so are layers that were not called and have no parameters. Where none was called, it is a table of
+    parameters.
+
+    Args:
+        record: The record.
+        names: Layers to show whatever they are; None: as above.
+    """
+    calls = sorted(record.calls, key=lambda pair: pair[1].finished)
+    if not calls:
+        return _structure_rows(record, names)
     gradients = any(v.backward is not None for layer in record.layers.values() for _, v in layer.outputs)
-    columns = ["layer", "type", "calls", "output", "mean", "std", "min", "max", "zeros", "dead units"]
+    columns = ["layer", "type", "parameters", "calls", *_NUMBERS]
+    wanted = None if names is None else set(names)
     rows = []
     said: set[int] = set()
-    for layer, call in sorted(record.calls, key=lambda pair: pair[1].finished):
+    for layer, call in (pair for pair in calls if not pair[1].index):
         value = next(iter(call.outputs), None)
-        if call.index or value is None or value.tensor in said:
-            continue
-        said.add(value.tensor)
-        rows.append(_layer_row(layer, call, value, gradients))
+        news = value is not None and (value.tensor not in said or layer.parameters)
+        if news if wanted is None else layer.name in wanted:
+            rows.append(_layer_row(layer, call, value, gradients))
+        said |= set() if value is None else {value.tensor}
+    rows += [
+        [layer.name, layer.type_name, _parameters(layer), 0, *"-" * (len(_NUMBERS) + gradients)]
+        for layer in record.layers.values()
+        if not layer.calls and (layer.parameters if wanted is None else layer.name in wanted)
+    ]
     return [*columns, "gradient rms"] if gradients else columns, rows
 
 
-def _layer_row(layer: Layer, call: Call, value: Value, gradients: bool) -> list[Cell]:
+_NUMBERS = ("output", "mean", "std", "min", "max", "zeros", "dead units")
+
+
+def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[str], list[list[Cell]]]:
+    rows: list[list[Cell]] = []
+    for name in record.layers if names is None else names:
+        layer = record.layers[name]
+        shapes = listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters])
+        rows.append([layer.name, layer.type_name, shapes or "-"])
+    return ["layer", "type", "parameters"], rows
+
+
+def _parameters(layer: Layer) -> Cell:
+    """Return how many elements the parameters of a layer itself have, those counted where they are tied to left out."""
+    own = [math.prod(p.shape) for p in layer.parameters if p.tied_to is None]
+    return sum(own) if own else "tied" if layer.parameters else "-"
+
+
+def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:
+    calls = len([c for c in layer.calls if (c.root, c.root_training) == (call.root, call.root_training)])
+    row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), calls]
+    if value is None:
+        return [*row, *"-" * (len(_NUMBERS) + gradients)]
     s, units = value.forward.statistics, value.forward.units
-    row: list[Cell] = [
-        layer.name,
-        layer.type_name,
-        len([c for c in layer.calls if c.root == call.root and c.root_training == call.root_training]),
+    row += [
         shape(value.shape),
         *(_statistics_cells(s) if s is not None else [value.forward.reason or "-", "", "", "", ""]),
         "-" if units is None else f"{units.dead}/{len(units)}",

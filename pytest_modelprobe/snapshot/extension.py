@@ -1,12 +1,16 @@
-"""Where a snapshot lies, and syrupy's part in it: it writes two files as one, and counts."""
+"""Where a snapshot lies, and syrupy's part in it: it writes two files as one, and counts.
+
+What syrupy documents for none but itself is used here alone, so that a later syrupy may be without it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollections
-from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+from syrupy.extensions.single_file import SingleFileSnapshotExtension
 
 from pytest_modelprobe.files import Texts
 from pytest_modelprobe.files.storage import ARCH, PROBE, read_texts, write
@@ -40,8 +44,11 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
     here is ever unused.
     """
 
-    _write_mode = WriteMode.TEXT
     file_extension = ARCH.removeprefix(".")
+
+    def serialize(self, data: Any, **_: Any) -> str:
+        """Return the text as it is."""
+        return str(data)
 
     @classmethod
     def get_location(cls, *, test_location: Any, index: Any) -> str:
@@ -71,3 +78,15 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
         for data, _location, place in snapshots:
             architecture, _between, numbers = data.partition(_BETWEEN)
             write(place.arch, Texts(architecture, numbers or None), place.probe)
+
+
+def tell(assertion: SnapshotAssertion, place: Place, texts: Texts, *, write: bool) -> tuple[bool, Exception | None]:
+    """Have syrupy count a comparison, and write if asked; return whether it was equal, and what syrupy raised."""
+    assertion.update_snapshots, assertion.update_new_snapshots_only = write, False
+    equal = bool(assertion(name=cast(Any, place)) == joined(texts))
+    results: dict[int, Any] = getattr(assertion, "executions", {})
+    newest = next(reversed(results.values()), None)
+    for data in ("asserted_data", "recalled_data"):  # kept until the end of the run otherwise
+        if hasattr(newest, data):
+            setattr(newest, data, None)
+    return equal, getattr(newest, "exception", None)

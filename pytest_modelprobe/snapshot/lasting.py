@@ -57,7 +57,7 @@ def is_training(record: Record) -> bool:
 
     One thread more moves the twentieth step by a thousandth: such numbers are no one's elsewhere.
     """
-    return record.rerun is None and record.forwards > 1 and record.backwards > 0
+    return record.loss is None and record.forwards > 1 and record.backwards > 0
 
 
 def structure_of(record: Record) -> Record:
@@ -81,6 +81,4 @@ def structure_of(record: Record) -> Record:
         calls, parameters = tuple(map(call, layer.calls)), tuple(map(own, layer.parameters))
         return dataclasses.replace(layer, calls=calls, parameters=parameters, buffers=tuple(map(own, layer.buffers)))
 
-    return dataclasses.replace(
-        record, layers={name: layer(one) for name, one in record.layers.items()}, noise=None, rerun=None
-    )
+    return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()}, noise=None)

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Literal, cast, get_args
 
 import pytest
@@ -33,14 +33,14 @@ from pytest_modelprobe.files import (
 from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, Rerun
 from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.text import count, printable
+from pytest_modelprobe.report.text import count, listed, printable
 from pytest_modelprobe.selection import Glob, nearest
 from pytest_modelprobe.summary import findings
 
 from . import words
-from .extension import ModelProbeExtension, Place, joined
+from .extension import ModelProbeExtension, Place, tell
 from .lasting import active_dropout, is_training, nonfinite, structure_of
 from .names import DEVICES, folder_of, kind, stem_of
 from .session import SnapshotSession
@@ -102,7 +102,8 @@ class ModelProbeSnapshot:
     def __eq__(self, other: object) -> bool:
         """Whether a record is as the one on disk; an update makes it so."""
         __tracebackhide__ = True
-        return self._comparer.compare(_record(other), self._options, asked_by=sys._getframe(1).f_code)
+        outcome = self._comparer.compare(_record(other), self._options, asked_by=sys._getframe(1))
+        return outcome.good or cast(bool, _Unequal(outcome))
 
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"
@@ -110,7 +111,7 @@ class ModelProbeSnapshot:
     @property
     def failure(self) -> str | None:
         """The text of the newest comparison of the test, if it did not turn out equal."""
-        return self._comparer.failure()
+        return self._comparer.read_failure()
 
 
 def _check(name: object, compare: object, allow: Iterable[object]) -> None:
@@ -177,8 +178,11 @@ class _Outcome:
 
     place: Place
     record: Record
+    rerun: Rerun | None
     asked_by: CodeType
     """The code that compared."""
+    line: int
+    """The line of its file in which it compared."""
     compare: Parts
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
@@ -187,6 +191,8 @@ class _Outcome:
     """Whether the reason that was given went into the file."""
     diagnosis: Diagnosis | None = None
     text: str = ""
+    looked_at: bool = False
+    """Whether the test asked what came of it, by `assert` or otherwise."""
 
     @property
     def good(self) -> bool:
@@ -215,6 +221,26 @@ class _Outcome:
             "arch": str(self.place.arch),
             "probe": "" if self.compare == "architecture" else str(self.place.probe),
         }
+
+
+class _Unequal:
+    """False, and knows whether anybody asked: a comparison that stands alone, without `assert`, asks nobody."""
+
+    def __init__(self, outcome: _Outcome) -> None:
+        self._outcome = outcome
+
+    def __bool__(self) -> bool:
+        self._outcome.looked_at = True
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
 
 
 def _plain(cause: Cause, layers: int) -> dict[str, Any]:
@@ -262,6 +288,23 @@ class Comparer:
         outcome = next(outcomes, None)
         return None if outcome is None or outcome.good else outcome.text
 
+    def read_failure(self) -> str | None:
+        """Return what `failure` does, to a test that so learns of it."""
+        for outcome in self._outcomes[-1:]:
+            outcome.looked_at = True
+        return self.failure()
+
+    def unasserted(self) -> str | None:
+        """Return, once, the text of the comparisons that did not turn out equal and whose result nobody asked."""
+        unasked = [outcome for outcome in self._outcomes if not (outcome.good or outcome.looked_at)]
+        if not unasked:
+            return None
+        for outcome in unasked:
+            outcome.looked_at = True
+        lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unasked)))
+        said = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
+        return "\n\n".join([said, *(outcome.text for outcome in unasked)])
+
     def explain(self, call: pytest.CallInfo[None]) -> None:
         """Put the whole text on an assertion's error, whoever rewrites, truncates or bypasses `assert`."""
         if call.excinfo is None or not isinstance(call.excinfo.value, AssertionError):
@@ -281,11 +324,12 @@ class Comparer:
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
-    def compare(self, record: Record, options: Options, *, asked_by: CodeType) -> bool:
-        """Return whether a record is as its snapshot, or was written to it."""
+    def compare(self, record: Record, options: Options, *, asked_by: FrameType) -> _Outcome:
+        """Return whether a record is as its snapshot, or was written to it, and all else that came of it."""
         __tracebackhide__ = True
         _check_globs(options.tolerance, record)
-        outcome = _Outcome(self._place(record, options), record, asked_by, options.compare)
+        code, line = asked_by.f_code, asked_by.f_lineno
+        outcome = _Outcome(self._place(record, options), record, record.rerun, code, line, options.compare)
         parts, outcome.not_compared = _both(options.compare, self._policy.compare)
         if parts is None:
             outcome.verdict = "not compared"
@@ -293,9 +337,9 @@ class Comparer:
             try:
                 self._judge(outcome, options, parts)
             except SnapshotError as error:
-                outcome.verdict, outcome.text = "unreadable", printable(str(error), 400)
+                outcome.verdict, outcome.text = "unreadable", printable(str(error))
         self._outcomes.append(outcome)
-        return outcome.good
+        return outcome
 
     def _judge(self, outcome: _Outcome, options: Options, parts: Parts) -> None:
         __tracebackhide__ = True
@@ -403,7 +447,7 @@ class Comparer:
         record = outcome.record
         if outcome.compare == "architecture":
             record = structure_of(record)
-        elif (rerun := record.rerun) is not None:
+        elif (rerun := outcome.rerun) is not None:
             if not any(call.response for _, call in record.calls):
                 record = rerun.isolated(record, like=expected)
             record = rerun.measured(record)
@@ -433,7 +477,7 @@ class Comparer:
             text = report.text(outcome.diagnosis)
         else:
             text = words.changed(outcome.diagnosis, command, way_out)
-        return f"{printable(refusal.said, 400)}\n\n{text}" if refusal else text
+        return f"{printable(refusal.said)}\n\n{text}" if refusal else text
 
     def _moves(self, outcome: _Outcome) -> list[str]:
         """Return how to take along a snapshot without a test that holds just what was recorded, if there is one."""
@@ -459,12 +503,9 @@ class Comparer:
         """Have syrupy write what is to be written, and count."""
         __tracebackhide__ = True
         writing = outcome.verdict in ("created", "updated")
-        self._syrupy.update_snapshots, self._syrupy.update_new_snapshots_only = writing, False
-        equal = self._syrupy(name=cast(Any, outcome.place)) == joined(texts)
-        result = self._syrupy.executions[self._syrupy.num_executions - 1]
-        result.asserted_data = result.recalled_data = None  # kept until the end of the run otherwise
+        equal, error = tell(self._syrupy, outcome.place, texts, write=writing)
         if writing and not equal:  # syrupy keeps exceptions to itself
-            raise result.exception or SnapshotError(f"{outcome.place.arch} was not written")
+            raise error or SnapshotError(f"{outcome.place.arch} was not written")
 
 
 def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolerance) -> Diagnosis | None:
@@ -481,7 +522,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolera
 
 def _has_numbers(record: Record) -> bool:
     values = (value for _, call in record.calls for value in (*call.inputs, *call.outputs))
-    return any(value.statistics is not None for value in values)
+    return any(value.forward.statistics is not None for value in values)
 
 
 def _structure(data: Mapping[str, Any], arch: Path) -> Record:

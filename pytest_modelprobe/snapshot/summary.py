@@ -50,7 +50,7 @@ def lines(results: Results, leftovers: Leftovers, policy: Policy, *, details: bo
     said += [*_left_over(leftovers, len(leftovers.unused) if details else _MOST)]
     said += [*_reason_without_use(results, policy)]
     said += [*_for_review(results, leftovers, policy)]
-    yield from (printable(line, 1000) for line in said)
+    yield from (printable(line) for line in said)
 
 
 def _written(results: Results) -> Iterator[str]:

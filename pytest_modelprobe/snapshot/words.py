@@ -29,7 +29,7 @@ def changed(diagnosis: Diagnosis, command: str, way_out: str = "") -> str:
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
-    return "\n\n".join([report.text(diagnosis), "\n".join(printable(step, 1000) for step in steps)])
+    return "\n\n".join([report.text(diagnosis), "\n".join(printable(step) for step in steps)])
 
 
 def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_out: str = "") -> str:
@@ -47,13 +47,13 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_
     all_well = "nothing dead, all finite" if record.forwards else "structure alone"
     seen = "; ".join(findings(record)) or all_well
     parts = [
-        printable(f"no snapshot yet for {name}: {count(len(record.layers), 'layer')} recorded, {seen}", 400),
+        printable(f"no snapshot yet for {name}: {count(len(record.layers), 'layer')} recorded, {seen}"),
         "\n".join(layer_table(record, most=40)),
     ]
     if moves:
         parts.append("A snapshot without a test holds just this. Was the test renamed? Then take it along:")
-        parts[-1] += "".join(f"\n{printable(line, 1000)}" for line in moves)
-    parts.append(printable(way_out or f"Right? {command} --snapshot-update, and commit what it writes.", 1000))
+        parts[-1] += "".join(f"\n{printable(line)}" for line in moves)
+    parts.append(printable(way_out or f"Right? {command} --snapshot-update, and commit what it writes."))
     return "\n\n".join(parts)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.fingerprint import project, read
+from pytest_modelprobe.memory import as_array
 from pytest_modelprobe.record import Reading, Statistics, Units
 
 from .cpu import on_cpu
@@ -178,7 +179,7 @@ def _reduced(tensor: Tensor, axis: int | None, index: int, fingerprint: bool, sm
         return on_device(plain, axis, index, fingerprint)
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
-        reduced = together.add(real(plain).numpy().copy(), axis, index, fingerprint)
+        reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint)
         return reduced.settled() if small is None else reduced
     reduced = on_cpu(plain, axis, index)
     if fingerprint:

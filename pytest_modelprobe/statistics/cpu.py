@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.memory import as_array
+
 from .arrangement import BLOCK, arranged, blocks
 from .opening import FLOATS, real
 from .reduced import NO_ELEMENT, Array, Reduced, Row, joined, of_finite, times
@@ -48,7 +50,7 @@ def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
 def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
     """Return the numbers and the range of each unit of (outer, units, inner)."""
     by_torch = x.numel() > _SMALL and x.dtype in FLOATS
-    low, high = _ranges_by_torch(x) if by_torch else _ranges(x.numpy())
+    low, high = _ranges_by_torch(x) if by_torch else _ranges(as_array(x))
     if len(low) == 1:
         bottom, top = low.item(), high.item()
     else:
@@ -56,7 +58,7 @@ def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
     if bottom == top and math.isfinite(bottom):
         return of_finite(x.numel(), 0 if bottom else x.numel(), bottom, top, float(bottom), 0.0), low, high
     quick = _quickly(x.view(-1), bottom, top) if by_torch else None
-    return quick or _carefully(x.numpy(), bottom, top, index), low, high
+    return quick or _carefully(as_array(x), bottom, top, index), low, high
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:
@@ -73,12 +75,12 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
     outer, units, inner = x.shape
     if units == 1:
         low, high = x.view(-1).aminmax()
-        return low.view(1).numpy(), high.view(1).numpy()
+        return as_array(low.view(1)), as_array(high.view(1))
     # The outer axis first: in one call over both, rows of 49 elements take four times as long.
-    low, high = (x.amin(0), x.amax(0)) if outer > 1 else (x[0], x[0])
+    low, high = (x[0], x[0]) if outer == 1 < inner else (x.amin(0), x.amax(0))
     if inner > 1:
         low, high = low.amin(1), high.amax(1)
-    return low.view(units).numpy(), high.view(units).numpy()
+    return as_array(low.view(units)), as_array(high.view(units))
 
 
 def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
@@ -99,17 +101,17 @@ def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
     zeros = 0
     if bottom <= 0 <= top:
         nonzero = _scratch(count, torch.bool).copy_(x)  # to count zeros at once takes four times as long
-        zeros = 0 if nonzero.view(torch.uint8).amin().item() else count - int(np.count_nonzero(nonzero.numpy()))
+        zeros = 0 if nonzero.view(torch.uint8).amin().item() else count - int(np.count_nonzero(as_array(nonzero)))
     return of_finite(count, zeros, bottom, top, mean, deviations)
 
 
 def _sum_of_squares(x: Tensor) -> float:
     """Return the sum of squares: of rows of 1,024 in the arithmetic of the dtype, of these in float64."""
     rest = x.numel() % _ROW
-    norms = torch.linalg.vector_norm(x[: x.numel() - rest].view(-1, _ROW), dim=1).double().numpy()
+    norms = as_array(torch.linalg.vector_norm(x[: x.numel() - rest].view(-1, _ROW), dim=1).double())
     squares: float = np.dot(norms, norms).item()
     if rest:
-        last = x[x.numel() - rest :].numpy()
+        last = as_array(x[x.numel() - rest :])
         squares += np.dot(last, last).item()
     return squares
 

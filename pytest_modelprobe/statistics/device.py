@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.fingerprint import project_on_device
+from pytest_modelprobe.memory import as_array
 
 from .arrangement import arranged
 from .opening import real
@@ -87,7 +88,7 @@ def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # they may come from several streams
         wide = torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
-        joined = torch.cat([tensor.reshape(-1).to(wide) for tensor in here]).cpu().numpy()
+        joined = as_array(torch.cat([tensor.reshape(-1).to(wide) for tensor in here]).cpu())
         ends = np.cumsum([tensor.numel() for tensor in here])[:-1]
         numbers.update(zip(map(id, here), np.split(joined, ends), strict=True))
     return numbers

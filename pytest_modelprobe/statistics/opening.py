@@ -11,7 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _python_dispatch
+
+from pytest_modelprobe._torch import (
+    any_autocast,
+    dispatch_modes,
+    function_modes,
+    is_wrapped,
+    transform,
+    without_autocast,
+    without_dispatch_modes,
+    without_subclasses,
+    without_torch_function,
+    without_transforms,
+)
 
 FLOATS = {torch.float32, torch.float64}
 NARROW = {torch.float16, torch.bfloat16} | {
@@ -39,16 +51,16 @@ def plainly() -> AbstractContextManager[object]:
     torch.float32
     """
     needed: list[AbstractContextManager[object]] = []
-    if torch._C._len_torch_function_stack():
-        needed.append(torch._C.DisableTorchFunction())
-    if torch._C._len_torch_dispatch_stack():
-        needed.append(_python_dispatch._disable_current_modes())
-    if torch._C._is_any_autocast_enabled():
-        needed.append(torch._C._DisableAutocast())
+    if function_modes():
+        needed.append(without_torch_function())
+    if dispatch_modes():
+        needed.append(without_dispatch_modes())
+    if any_autocast():
+        needed.append(without_autocast())
     if torch.is_inference_mode_enabled():
         needed.append(torch.inference_mode(False))
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        needed.append(torch._C._DisableFuncTorch())
+    if transform() is not None:
+        needed.append(without_transforms())
     if len(needed) > 1:
         return _all_of(needed)
     return needed[0] if needed else NOTHING
@@ -72,7 +84,7 @@ def opened(tensor: Tensor) -> tuple[Tensor, str | None]:
         tensor, reason = _without_subclass(tensor)
         if reason is not None:
             return tensor, reason
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         return tensor, "tensor of a torch.func transform"
     if tensor.is_nested:
         return tensor, "nested tensor"
@@ -91,7 +103,7 @@ def opened(tensor: Tensor) -> tuple[Tensor, str | None]:
 
 
 def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(tensor, distributed.DTensor):
             with torch.no_grad():  # the local tensor itself, not the output of an autograd function
@@ -109,7 +121,7 @@ def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
 def real(x: Tensor) -> Tensor:
     """Return the elements in a dtype that numpy and every kernel know."""
     if x.dtype in FLOATS:
-        return x.resolve_neg()
+        return x.resolve_neg() if x.is_neg() else x  # asking takes half as long
     if x.dtype in NARROW:
         return x.float()
     if x.dtype in _COMPLEX:

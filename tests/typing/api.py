@@ -21,6 +21,8 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     assert_no_leftover_hooks,
     assert_shapes,
+    assert_training_loop,
+    checks,
 )
 
 
@@ -45,6 +47,16 @@ def test_run(modelprobe: ModelProbe) -> None:
     assert_no_leftover_hooks(model)
 
 
+def test_one_number(modelprobe: ModelProbe) -> None:
+    record = modelprobe.run(Net(), modelprobe.randn(4, 8), loss="random")
+    value = record["encoder.0"].output
+    assert value.statistics.rms < 2 * value.statistics.std
+    assert value.statistics.min <= value.statistics.mean <= value.statistics.max
+    assert_type(value.statistics.nan, int)
+    assert_type(value.gradient.rms, float)
+    assert_type(record.table(layers=["encoder.**", nn.ReLU]), str)
+
+
 def test_watch(modelprobe: ModelProbe) -> None:
     model = Net().to(modelprobe.device)
     with modelprobe.watch(model, keep="fc1", functionals=True) as watch:
@@ -52,6 +64,7 @@ def test_watch(modelprobe: ModelProbe) -> None:
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
     assert_grad_flow(watch)
+    assert_training_loop(watch)
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)
     assert_type(Record.from_dict(watch.record.to_dict()), Record)
 
@@ -63,3 +76,17 @@ def test_snapshot(modelprobe: ModelProbe, modelprobe_snapshot: ModelProbeSnapsho
     named = modelprobe_snapshot(name="wide", tolerance={"blocks.*.attn": 10}, compare="architecture", allow=["dropout"])
     assert_type(named, ModelProbeSnapshot)
     assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite")
+
+
+def test_checks(modelprobe: ModelProbe) -> None:
+    model, ids = Net(), modelprobe.randint(0, 10, (2, 6))
+    assert_type(checks.causal(modelprobe, model, ids, axis=1, attention_mask=torch.ones(2, 6)), checks.Outcome)
+    assert_type(checks.causal.outcome(modelprobe, model, ids, kwargs={"axis": 1}), checks.Outcome)
+    outcomes = checks.standard(modelprobe, model, ids, loss=lambda out: out.mean(), skip=["seeded"], lengths=ids)
+    assert_type(outcomes, checks.Outcomes)
+    outcome = checks.incremental(modelprobe, Net(), ids, step=lambda model, chunk, state: (model(chunk), state))
+    assert_type(outcome, checks.Outcome)
+    assert_type(checks.incremental.outcome(modelprobe, Net(), ids, chunks=[3, 1, 2]), checks.Outcome)
+    assert_type(checks.modes_agree(modelprobe, Net(), ids), checks.Outcome)
+    assert_type(checks.dropout_scaled(modelprobe, Net(), ids), checks.Outcome)
+    assert_type(checks.inputs_used(modelprobe, Net(), modelprobe.randn(4, 8)), checks.Outcome)

@@ -1,0 +1,302 @@
+"""The private names of torch that are used here: any of them may go with torch's next release, and here it is mended.
+
+Private is what has an underscore, and what lies in `torch._C`. Each such name is looked up once, by its path, and
+stands here under a name of its own, with what does without it: another way, often a slower one, or a `ModelProbeError`
+that says in one sentence what cannot be done. A test takes away one path after the other.
+
+Used wherever they are needed, and not looked up here, are six attributes that other libraries build on as well:
+``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks`` and ``_forward_pre_hooks``, of which every pickled
+module consists, and ``_version``, the number that autograd's own error speaks of, which nothing replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import pkgutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from .exceptions import ModelProbeError
+
+PATHS: list[str] = []
+"""Every private name that is looked up."""
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def _private(path: str, instead: Any = None, *, cannot: str = "") -> Any:
+    """Return what stands under a path of torch, else ``instead``, or what says when called what ``cannot`` be done."""
+    PATHS.append(path)
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return functools.partial(_refuse, path, cannot) if cannot else instead
+
+
+def _attribute(path: str, instead: Any = None, *, cannot: str = "") -> Any:
+    """Return what reads an attribute of an object, given its path on the class; else as `_private` does."""
+    missing = functools.partial(_refuse, path, cannot) if cannot else instead
+    return missing if _private(path, missing) is missing else operator.attrgetter(path.rpartition(".")[2])
+
+
+def _refuse(path: str, cannot: str, *_: object, **__: object) -> NoReturn:
+    raise ModelProbeError(
+        f"torch {torch.__version__} has no {path}, without which {cannot}: install a newer pytest-modelprobe, or an "
+        "older torch"
+    )
+
+
+# --- what is running --------------------------------------------------------------------------------------------------
+
+graph_task: Callable[[], int] = _private(
+    "torch._C._current_graph_task_id", cannot="a forward cannot be told from a backward pass"
+)
+"""Return the number of the backward pass that runs in this thread, -1 where none does."""
+
+tracing_state: Callable[[], object] = _private(
+    "torch._C._get_tracing_state", lambda: cast(Any, torch.jit).is_tracing() or None
+)
+"""Return something while `torch.jit.trace` runs, else None."""
+
+transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter_stack", lambda: "perhaps one")
+"""Return the transform of `torch.func` that runs, None where none does; something where that cannot be told."""
+
+function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack", lambda: 1)
+"""Return how many function modes are active; 1 where that cannot be told."""
+
+pop_function_mode: Callable[[], Any] = _private(
+    "torch.overrides._pop_mode", cannot="functionals=True and attention=True are not possible"
+)
+"""Take the topmost function mode off the stack, and return it."""
+
+push_function_mode: Callable[[Any], None] = _private(
+    "torch.overrides._push_mode", cannot="functionals=True and attention=True are not possible"
+)
+"""Put a function mode on top of the stack."""
+
+
+_DEFAULT_DEVICE: Any = _private("torch._GLOBAL_DEVICE_CONTEXT")
+
+
+def default_device_mode() -> object:
+    """Return the function mode of `torch.set_default_device`, which has to be at the bottom; None if there is none."""
+    return getattr(_DEFAULT_DEVICE, "device_context", None)
+
+
+dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", lambda: 1)
+"""Return how many dispatch modes are active; 1 where that cannot be told."""
+
+
+def _autocast_devices() -> list[str]:
+    devices = ("cpu", "cuda", "mps", "xpu")
+    return [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+
+
+any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled", _autocast_devices)
+"""Return whether autocast is active for any device."""
+
+# --- contexts for our own arithmetic ----------------------------------------------------------------------------------
+
+
+def _without_function_modes() -> AbstractContextManager[object]:
+    if function_modes():
+        _refuse("torch._C.DisableTorchFunction", "a model cannot be watched while a function mode is active")
+    return without_subclasses()
+
+
+without_torch_function: Context = _private("torch._C.DisableTorchFunction", _without_function_modes)
+"""Return a context in which no `__torch_function__` is called, neither of tensor subclasses nor of modes."""
+
+without_subclasses: Context = _private("torch._C.DisableTorchFunctionSubclass", without_torch_function)
+"""Return a context in which no `__torch_function__` of a tensor subclass is called."""
+
+
+def _without_known_modes() -> AbstractContextManager[object]:
+    if dispatch_modes():
+        _refuse(_DISABLE_MODES, "no tensor can be read while a dispatch mode is active")
+    return contextlib.nullcontext()
+
+
+_DISABLE_MODES = "torch.utils._python_dispatch._disable_current_modes"
+without_dispatch_modes: Context = _private(_DISABLE_MODES, _without_known_modes)
+"""Return a context in which no dispatch mode is active."""
+
+
+@contextlib.contextmanager
+def _autocast_off() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in _autocast_devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+without_autocast: Context = _private("torch._C._DisableAutocast", _autocast_off)
+"""Return a context in which autocast is off for all devices."""
+
+without_transforms: Context = _private(
+    "torch._C._DisableFuncTorch", cannot="no tensor can be read inside a transform of torch.func"
+)
+"""Return a context in which operations pass by the transforms of `torch.func`."""
+
+# --- tensors and storages ---------------------------------------------------------------------------------------------
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
+
+
+is_wrapped: Callable[[Tensor], bool] = _private("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
+"""Return whether a tensor is one of those that a transform of `torch.func` hands to a function."""
+
+is_view: Callable[[Tensor], bool] = _private("torch.Tensor._is_view", lambda tensor: tensor._base is not None)
+"""Return whether a tensor is a view of another, as far as autograd knows."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = _attribute(
+    "torch.UntypedStorage._cdata", lambda storage: StorageWeakRef(storage).cdata
+)
+"""Return the number that tells a storage from all others, as long as it lives."""
+
+tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attribute(
+    "torch.Tensor._backward_hooks", cannot="no gradient can be watched"
+)
+"""Return the hooks on a tensor; None or an empty dict where it has none."""
+
+# --- modules and their hooks ------------------------------------------------------------------------------------------
+
+CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
+"""Name of the function that runs a module's hooks and its forward: its Python frame is that of the call."""
+
+_perhaps_one = {0: "perhaps one"}
+global_hooks: tuple[dict[int, Any], ...] = (
+    _private("torch.nn.modules.module._global_forward_pre_hooks", _perhaps_one),
+    _private("torch.nn.modules.module._global_forward_hooks", _perhaps_one),
+)
+"""The hooks for the calls of all modules; with something in them where that cannot be told."""
+
+BatchNorm: Any = _private(
+    "torch.nn.modules.batchnorm._BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)
+"""What the batch norms are instances of."""
+
+BatchOrInstanceNorm: Any = _private(
+    "torch.nn.modules.batchnorm._NormBase",
+    (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""What the layers with running statistics are instances of."""
+
+Dropout: Any = _private(
+    "torch.nn.modules.dropout._DropoutNd",
+    (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+"""What the kinds of dropout are instances of."""
+
+COMPILED_CHILD = "_orig_mod"
+"""Under what name `torch.compile` keeps the module that it compiles."""
+
+
+def compiled(module: nn.Module) -> nn.Module | None:
+    """Return the module that was given to `torch.compile`, of what came of it; None where it is nothing of the kind."""
+    return _child(module, "torch._dynamo.eval_frame.OptimizedModule", COMPILED_CHILD)
+
+
+def checkpointed(module: nn.Module) -> nn.Module | None:
+    """Return the module in a wrapper for activation checkpointing; None where it is no such wrapper."""
+    return _child(module, "checkpoint_wrapper.CheckpointWrapper", "_checkpoint_wrapped_module")
+
+
+def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
+    """Return a child of a wrapper, known by the name of its class: to import that would take seconds."""
+    if not f"{type(module).__module__}.{type(module).__qualname__}".endswith(kind):
+        return None
+    if name not in module._modules:
+        _refuse(f"{kind}.{name}", "the module that it wraps cannot be found")
+    return module._modules[name]
+
+
+compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._compiled_call_impl", lambda module: None)
+"""Return what `module.compile()` made of the call of a module; None where nothing."""
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts in which a module keeps its hooks, and what is to be known of them."""
+    return [table for name, table in vars(module).items() if "hook" in name and isinstance(table, dict)]
+
+
+def next_hook() -> int | None:
+    """Return the number of the next hook that is registered anywhere; None where that cannot be told."""
+    return getattr(RemovableHandle(OrderedDict()), "id", None)
+
+
+def converted(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace the contents of each parameter, buffer and gradient by what ``function`` makes of them."""
+    _convert(module, function)
+
+
+def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        gradient, tensor.grad = tensor.grad, None  # a gradient of another dtype would be refused
+        tensor.data = function(tensor.data)
+        tensor.grad = None if gradient is None else function(gradient)
+
+
+_convert: Callable[[nn.Module, Callable[[Tensor], Tensor]], object] = (
+    (lambda module, function: module._apply(function)) if _private("torch.nn.Module._apply") else _convert_in_place
+)
+
+# --- operations, modes and settings -----------------------------------------------------------------------------------
+
+
+class _NoDispatchMode:
+    """Stands in for `TorchDispatchMode`."""
+
+    def __init__(self) -> None:
+        _refuse(
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "build() cannot tell which draw fills which weight, and architecture() takes no inputs",
+        )
+
+
+TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
+"""The base of modes that see each operation."""
+
+FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
+"""The mode whose tensors have shapes and no contents."""
+
+Operation: Any = type(torch.ops.aten.add.Tensor)
+"""What the operations that a dispatch mode sees are instances of."""
+
+schema: Callable[[Any], Any] = _attribute(
+    "torch.ops.aten.add.Tensor._schema", cannot="build() cannot tell what an operation writes"
+)
+"""Return the schema of an operation: of each argument its name, and whether it is written to."""
+
+TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.trunc_normal_).__name__
+"""Name in `torch.nn.init` of the function that draws from a truncated normal distribution, for all that do."""
+
+
+def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return how a setting of cuDNN is read and set; the properties of `torch.backends` cannot be set when frozen."""
+    cudnn = torch.backends.cudnn
+    return (
+        _private(f"torch._C._get_cudnn_{name}", lambda: getattr(cudnn, name)),
+        _private(f"torch._C._set_cudnn_{name}", lambda value: setattr(cudnn, name, value)),
+    )
+
+
+CUDNN = [_cudnn(name) for name in ("benchmark", "deterministic", "enabled")]
+"""How each setting of cuDNN is read and set."""

@@ -1,0 +1,84 @@
+"""Whether what a model gives out, and its gradients, are finite: of what is not, no other check can say anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe import seeding
+from pytest_modelprobe.origin import find_gradient_origin
+from pytest_modelprobe.record import Operation
+from pytest_modelprobe.report.text import count, listed
+
+from .check import check_numbers
+from .nonfinite import not_finite
+from .outcome import Break, NotApplicableError
+from .trial import Trace, Trial
+
+_MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
+
+
+@check_numbers
+def finite(trial: Trial) -> Break | str:
+    """Check that what the model gives out and the gradients of its parameters are finite, in evaluation and training.
+
+    NaN breaks it. So does an infinity that the model computes. One that it was given does not: a constant, as of
+    ``masked_fill(mask, -inf)``, one in a buffer or an input, the logarithm of a mask of zeros and ones. Inside the
+    model anything may be NaN or infinite that does not reach what it gives out.
+
+    Every other check is not applicable to a model that breaks it, for NaN agrees with NaN.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.finite(ModelProbe(), nn.Linear(2, 2), torch.ones(3, 2)))
+    finite holds for Linear: 1 output and 2 gradients in evaluation and training mode
+    >>> print(checks.finite.outcome(ModelProbe(), nn.Threshold(9.0, float("nan")), torch.ones(3, 2)).layer)
+    (root)
+    """
+    looked_at, refused, gradients = [], [], 0
+    outputs = 0
+    for mode, said in _MODES:
+        try:
+            trace = trial.reference(mode=mode)
+        except NotApplicableError as reason:
+            refused.append(reason)
+            continue
+        found = not_finite(trial, trace, {"mode": mode})
+        if found is not None:
+            return found
+        try:
+            backward = trial.reference(mode=mode, backward=True)
+        except NotApplicableError:  # frozen, say
+            backward = trace
+        found = not_finite(trial, backward, {"mode": mode, "backward": True})
+        if found is not None:
+            origin = _gradient_origin(trial, mode) if found.layer in backward.gradients else None
+            return dataclasses.replace(found, line=f"{found.line}, from {origin}") if origin else found
+        looked_at.append(said)
+        outputs, gradients = len(trace.final), max(gradients, len(_arrived(backward)))
+    if not looked_at:
+        raise refused[0]
+    found_in = f"{count(outputs, 'output')} and {count(gradients, 'gradient')} in {listed(looked_at)} mode"
+    return f"{found_in}; {refused[0]}" if refused else found_in
+
+
+def _arrived(trace: Trace) -> list[Tensor]:
+    return [gradient for gradient in trace.gradients.values() if gradient is not None]
+
+
+def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation | None:
+    """Return the operation whose backward first made what is not finite, if it shows again."""
+
+    def make_loss() -> Tensor:
+        args, kwargs = trial.copied_inputs()
+        return trial.loss(trial.model.train(mode == "train")(*args, **kwargs))
+
+    seeds = seeding.seeded(seeding.derive(trial.probe.seed, "check run"))
+    try:
+        with trial.lasting(), seeds, torch.enable_grad():
+            return find_gradient_origin(make_loss)
+    except RuntimeError:  # a graph that cannot be looked into, as of reentrant checkpoints
+        return None

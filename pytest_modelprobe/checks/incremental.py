@@ -1,0 +1,393 @@
+"""A state that goes from call to call, a cache or a hidden state: chunk by chunk the same as at once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any
+
+from torch import Tensor, nn
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import count, listed
+
+from .agreement import change, changed, disagreements, limit
+from .check import check
+from .outcome import Break, NotApplicableError
+from .sequence import sequence
+from .trial import Given, Trace, Trial, Vary, plain
+
+_CACHES = ("past_key_values", "cache_params")
+"""What transformers calls a cache, as an argument and in the output."""
+
+_STATES = (*_CACHES, "kv_cache", "cache", "past", "hx", "hidden", "hidden_state", "state")
+"""Arguments that take a state, None at first."""
+
+_ADVICE = (
+    "Look at what it does with the state: a causal mask as long as the chunk alone, positions or rotary angles that "
+    "begin at 0 or after the first chunk, a cache that is overwritten and not extended, a hidden state that is dropped."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Difference:
+    """A tensor that a layer gave out otherwise in a chunk than at once."""
+
+    given: Given
+    chunk: int
+    change: float
+
+
+@check
+def incremental(
+    trial: Trial,
+    *,
+    step: Callable[..., Any] | None = None,
+    chunks: Sequence[int] | None = None,
+    axis: int | None = None,
+    tolerance: float | None = None,
+) -> Break | str:
+    """Check that a model that goes on from a state gives out chunk by chunk what it gives out at once.
+
+    The state is a cache of keys and values, or a hidden state. A forward is known to take one that has an argument
+    ``past_key_values`` or ``cache_params`` and an output of that name, as models of transformers have, or an argument
+    such as ``hx``, ``state``, ``hidden`` or ``cache`` and returns a pair of its output and the state, as `nn.LSTM`
+    does. The first half of the positions is given at once, then one, then the others in two chunks: where a chunk
+    begins is often right in the second one alone. State space models of transformers, with ``cache_params``, take one
+    position at a time after the first chunk. Layers are compared along the axis that grows with the sequence.
+
+    Args:
+        trial: The model and its inputs. Of the first input, or ``decoder_input_ids``, chunks are given; a mask as long
+            is given up to the end of each chunk, whatever else is as long is cut as the first input is.
+        step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
+            state. None: the forward does, as above.
+        chunks: The lengths of the chunks; they add up to the sequence.
+        axis: Which axis of the inputs the positions are along; None: 1, and 0 of an `nn.RNN`, `nn.LSTM` or `nn.GRU`
+            without ``batch_first``.
+        tolerance: Largest relative change; None: by dtype.
+
+    Raises:
+        UsageError: The chunks do not add up to the sequence, or ``step`` returns no pair.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, model = ModelProbe(), nn.LSTM(4, 8, batch_first=True)
+    >>> print(checks.incremental(probe, model, probe.randn(2, 10, 4)))
+    incremental holds for LSTM: 1 layer in chunks of 5, 1, 2 and 2 positions
+    """
+    root = trial.layers.modules[ROOT]
+    if axis is None:
+        axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
+    one = trial.reference(mode="eval")
+    parameters = inspect.signature(root.forward).parameters
+    name = _taking_a_state(trial, parameters) if step is None else ""
+    path, tensor = _input(trial, axis, of_decoder=step is None and "decoder_input_ids" in parameters)
+    length = tensor.shape[axis]
+    sizes = _sizes(length, chunks, alone=name == "cache_params")
+    if step is None:
+        call = _by_forward(trial, name, "use_cache" in parameters, _cut(path, length, axis))
+        (one,), state = _chunk_by_chunk(trial, call, (length,))
+        if one.error is not None or state is None:
+            why = f": {one.failure}" if one.error is not None else ""
+            raise NotApplicableError(f"it gives out no {name} to go on from{why}")
+    else:
+        call = _by_step(trial, step, tensor, axis)
+    found = _Attempt(trial, one, call, sizes, tolerance)
+    if found.ok or chunks is not None or max(sizes[1:]) == 1:
+        return found.verdict(name)
+    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance)
+    alone = f"chunks=({sizes[0]}, 1, ...)"
+    note = f"One position at a time it is right: if no more are meant to go on, say {alone}. " if single.ok else ""
+    return (single if found.raised and not single.ok else found).verdict(name, note)
+
+
+_Call = Callable[[int, int, Any], tuple[Any, Any]]
+"""Takes the first position of a chunk, its length and the state; returns the output and the state."""
+
+
+class _Attempt:
+    """A run in chunks, compared with the one at once."""
+
+    def __init__(self, trial: Trial, one: Trace, call: _Call, sizes: Sequence[int], tolerance: float | None) -> None:
+        self._trial, self._one, self._sizes = trial, one, sizes
+        self._length = sum(sizes)
+        self._starts = [0, *accumulate(sizes)][:-1]
+        self._parts, _ = _chunk_by_chunk(trial, call, sizes)
+        last = self._parts[-1]
+        self.raised = last.failure if last.error is not None else ""
+        self._raised_in = last.raised_in
+        self._found: list[_Difference] = []
+        self._looked_at: set[str] = set()
+        self._ends = False
+        if not self.raised:
+            self._compare(tolerance)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was looked at agrees."""
+        return not self.raised and not self._found
+
+    def verdict(self, name: str, note: str = "") -> Break | str:
+        """Return where the chunks differ from the whole, or what was looked at.
+
+        Raises:
+            NotApplicableError: The model is no model that goes on from a state, as it seems.
+        """
+        told = f"chunks of {listed([str(n) for n in self._sizes], len(self._sizes))} positions"
+        if self.raised:
+            if name and name not in _CACHES and not note:
+                raise NotApplicableError(f"it does not go on from what it gives out for {name}: {self.raised}")
+            return Break(
+                layer=self._raised_in,
+                line=f"{self._raised_in} does not go on from its state, in {told}: {self.raised}",
+                advice=f"{note}{_ADVICE}",
+            )
+        if not self._ends:
+            if (longer := self._longer()) is not None:
+                return longer
+            raise NotApplicableError("what it gives out for a chunk is not as long as the chunk")
+        first = min(self._found, key=lambda one: one.chunk, default=None)
+        if first is None:
+            return f"{count(len(self._looked_at), 'layer')} in {told}"
+        self._check_sense(first, name)
+        where = self._positions(first.chunk)
+        return Break(
+            layer=first.given.layer,
+            line=f"{first.given.layer} gives out something else chunk by chunk: {first.given.path} "
+            f"{changed(first.change)} at {where}, in {told}",
+            columns=("given out by", "changed by", "first at"),
+            rows=tuple((one.given.where, percent(one.change), self._positions(one.chunk)) for one in self._found),
+            advice=f"{note}{_ADVICE}",
+        )
+
+    def _longer(self) -> Break | None:
+        """Return the first layer that gives out more positions than a chunk has, as where states are broadcast."""
+        parts = [self._by_address(part) for part in self._parts]
+        for given in self._one.outputs:
+            theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
+            shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
+            for axis, n in enumerate(given.tensor.shape):
+                lengths = [shape[axis] for shape in shapes]
+                if n != self._length or len(lengths) < len(parts) or lengths[0] != self._sizes[0]:
+                    continue
+                for chunk, (length, size) in enumerate(zip(lengths, self._sizes, strict=True)):
+                    if size < length < self._starts[chunk] + size:
+                        line = f"gives out {count(length, 'position')} of {given.path} for a chunk of {size}"
+                        where = self._positions(chunk)
+                        return Break(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
+        return None
+
+    def _check_sense(self, first: _Difference, name: str) -> None:
+        """Refuse to call broken what no state can make agree.
+
+        Raises:
+            NotApplicableError: The model is not causal, or random.
+        """
+        again = self._trial.reference(mode="eval")
+        if disagreements(again, self._trial.other(mode="eval", seed="another"), tolerance=0.0):
+            raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
+        if name and not first.chunk:
+            raise NotApplicableError(
+                f"its first positions depend on later ones, from {first.given.where} on: it is not causal"
+            )
+
+    def _positions(self, chunk: int) -> str:
+        start, n = self._starts[chunk], self._sizes[chunk]
+        return f"position {start}" if n == 1 else f"positions {start} to {start + n - 1}"
+
+    def _compare(self, tolerance: float | None) -> None:
+        runs = (self._one, *self._parts)
+        seen = [Counter((given.layer, given.inside) for given in run.given) for run in runs]
+        calls = [Counter({given.layer: given.index + 1 for given in run.given}) for run in runs]
+        parts = [self._by_address(part) for part in self._parts]
+        for given in self._one.given:
+            if not given.tensor.is_floating_point():
+                continue
+            least = limit(given.tensor, tolerance)
+            if [n[given.layer] for n in calls] == [self._length, *self._sizes]:
+                changes = self._by_call(given, parts)
+            elif any(n[given.layer, given.inside] != seen[0][given.layer, given.inside] for n in seen):
+                continue  # an expert, say, and what it is given
+            else:
+                theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
+                tensors = [one.tensor for one in theirs if one is not None]
+                changes = self._by_axis(given.tensor, tensors, least) if len(tensors) == len(parts) else {}
+            if changes:
+                self._looked_at.add(given.layer)
+                self._ends |= _is_final(given)
+                far = [chunk for chunk, by in changes.items() if not by <= least]
+                self._found += [_Difference(given, chunk, changes[chunk]) for chunk in far[:1]]
+
+    def _by_address(self, part: Trace) -> dict[tuple[str, int, str], Given]:
+        found = {(given.layer, given.index, given.path): given for given in part.given}
+        ends = [given.path for given in self._one.given if _is_final(given)]
+        theirs = [given for given in part.given if _is_final(given)]
+        if theirs and not any(given.path in ends for given in theirs):  # a step that gives out the first alone
+            found |= {(ROOT, given.index, ends[0]): given for given in theirs[:1] if ends}
+        return found
+
+    def _by_call(self, given: Given, parts: list[dict[tuple[str, int, str], Given]]) -> dict[int, float]:
+        """Return how far a layer that is called once for each position is from the same position in its chunk."""
+        chunk = max(i for i, start in enumerate(self._starts) if start <= given.index)
+        there = parts[chunk].get((given.layer, given.index - self._starts[chunk], given.path))
+        return {} if there is None else {chunk: change(given.tensor, there.tensor)}
+
+    def _by_axis(self, whole: Tensor, parts: list[Tensor], least: float) -> dict[int, float]:
+        """Return how far each chunk is from the whole, along the axes that grow; empty where they are not known."""
+        layouts = self._layouts(whole, parts)
+        for layout in layouts:
+            changes = {i: change(self._cut(whole, layout, i), part) for i, part in enumerate(parts)}
+            if changes[0] <= least or (len(layouts) == 1 and not any(outer > 1 for _, outer in layout)):
+                return changes
+        return {}
+
+    def _layouts(self, whole: Tensor, parts: list[Tensor]) -> list[_Layout]:
+        if any(part.dim() != whole.dim() for part in parts):
+            return []
+        options: list[list[tuple[int, int]]] = []
+        for axis, n in enumerate(whole.shape):
+            lengths = [part.shape[axis] for part in parts]
+            if all(other == n for other in lengths):
+                continue
+            if all(other * self._length == n * size for other, size in zip(lengths, self._sizes, strict=True)):
+                times = n // self._length
+                options.append([(axis, outer) for outer in range(1, times + 1) if times % outer == 0])
+            elif n == self._length and lengths == list(accumulate(self._sizes)):
+                options.append([(axis, 0)])
+            else:
+                return []
+        return [list(layout) for layout in product(*options)] if options else []
+
+    def _cut(self, whole: Tensor, layout: _Layout, chunk: int) -> Tensor:
+        start, n = self._starts[chunk], self._sizes[chunk]
+        for axis, outer in layout:
+            if outer:
+                split = whole.unflatten(axis, (outer, self._length, -1))
+                whole = split.narrow(axis + 1, start, n).flatten(axis, axis + 2)
+            else:
+                whole = whole.narrow(axis, 0, start + n)
+        return whole
+
+
+_Layout = list[tuple[int, int]]
+"""Axes that hold positions, each with how many times over: there may be rows before and heads after them, in one axis.
+
+0 stands for an axis that is as long as all positions so far: of keys and values, and of weights of them. A layout that
+is not that of the first chunk is none: tokens may be in another order, as those of experts are.
+"""
+
+
+def _is_final(given: Given) -> bool:
+    return given.layer == ROOT and not given.inside
+
+
+def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[int, ...]:
+    """Return the lengths of the chunks."""
+    if chunks is not None:
+        if not all(isinstance(n, int) and n > 0 for n in chunks) or sum(chunks) != length:
+            raise UsageError(f"chunks= are lengths that add up to the {count(length, 'position')}; got {chunks!r}")
+        if len(chunks) < 2:
+            raise UsageError(f"chunks= are two or more; got {chunks!r}")
+        return tuple(chunks)
+    if length < 3:
+        raise NotApplicableError(f"there are {count(length, 'position')}: give it three or more")
+    rest = length - length // 2 - 1
+    if alone:
+        return length // 2, *[1] * (length - length // 2)
+    return tuple(n for n in (length // 2, 1, math.ceil(rest / 2), rest // 2) if n)
+
+
+def _input(trial: Trial, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
+    """Return the input that is given in chunks."""
+    for path, tensor in trial.dense:
+        if path in ("decoder_input_ids", "decoder_inputs_embeds"):
+            return path, tensor
+    if of_decoder:
+        raise NotApplicableError("it is the decoder that goes on from a state: give decoder_input_ids=")
+    return sequence(trial, axis)
+
+
+def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return the name of the argument of the forward that takes the state.
+
+    Raises:
+        NotApplicableError: There is none, or something else than None is given for it.
+    """
+    name = next((n for n in _STATES if n in parameters and parameters[n].default is not inspect.Parameter.empty), None)
+    if name is None:
+        raise NotApplicableError("its forward has no argument past_key_values, state, hx or the like: give step=")
+    given = dict(zip(parameters, trial.args, strict=False)) | trial.kwargs
+    if given.get(name) is not None:
+        raise NotApplicableError(f"{name} is given: leave it out, so that it is None at first")
+    return name
+
+
+def _by_step(trial: Trial, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
+    def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
+        found = step(trial.model, tensor.to(trial.probe.device).narrow(axis, start, n).clone(), state)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise UsageError(f"step= returns the output and the state, a pair; got {type(found).__name__}")
+        return found
+
+    return call
+
+
+def _by_forward(trial: Trial, name: str, cached: bool, cut: Callable[[int, int], Vary]) -> _Call:
+    def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
+        args, kwargs = trial.copied_inputs(cut(start, n))
+        kwargs.pop("labels", None)
+        output = trial.model(*args, **(kwargs | {name: state} | ({"use_cache": True} if cached else {})))
+        return output, _state_of(output, name)
+
+    return call
+
+
+def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
+    """Return what cuts a chunk out of each input, and masks at its end."""
+    beside = path.startswith("decoder_")  # what goes to the encoder stays whole
+
+    def cut(start: int, n: int) -> Vary:
+        def vary(where: str, x: Tensor) -> Tensor:
+            other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
+            if other or (beside and not where.startswith("decoder_")):
+                return x
+            return x.narrow(axis, 0, start + n) if where.endswith("mask") else x.narrow(axis, start, n)
+
+        return vary
+
+    return cut
+
+
+def _state_of(output: Any, name: str) -> Any:
+    """Return the state among what a forward gives out; None: there is none."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if hasattr(output, name):
+        return getattr(output, name)
+    return output[1] if isinstance(output, tuple) and len(output) == 2 and name not in _CACHES else None
+
+
+def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[list[Trace], Any]:
+    """Return a trace of each chunk, up to one that raises, and the state at the end."""
+    traces: list[Trace] = []
+    state = None
+    with trial.lasting():
+        trial.model.eval()
+        for start, n in zip([0, *accumulate(sizes)], sizes, strict=False):
+            trace = trial.follow(functools.partial(call, start, n, state))
+            traces.append(trace)
+            if trace.error is not None:
+                break
+            trace.output, state = trace.output
+            if not any(_is_final(given) for given in trace.given):  # a step that calls parts of the model
+                tensors = flatten("output", trace.output).tensors
+                trace.given += [Given(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors]
+    return traces, state

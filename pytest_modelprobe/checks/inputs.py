@@ -1,0 +1,188 @@
+"""What of the inputs reaches the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.text import count, listed
+
+from .agreement import disagreements
+from .check import check
+from .outcome import Break, NotApplicableError
+from .trial import Mode, Trial, Vary
+
+_TIMES = ("one", "two", "three")
+"""Names of random numbers: what a ReLU or a maximum lets through of none of them, it lets through of others."""
+
+_MODES: tuple[Mode, ...] = ("eval", "train")
+
+_SLIDING = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.Unfold)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Elements of an input at which no gradient arrives."""
+
+    path: str
+    where: Tensor
+    """True there; of the shape of the input but for the axes along which it is alike."""
+    said: str
+    """As a message says it; empty for all of the input."""
+
+    @property
+    def name(self) -> str:
+        """What it is, in a sentence."""
+        return f"{self.said} of {self.path}" if self.said else self.path
+
+
+@check
+def inputs_used(trial: Trial) -> Break | str:
+    """Check that all of each floating input reaches the output: no feature, no channel and no position is lost.
+
+    A slice along any axis but the first, the batch's, is lost where no gradient arrives in any row, for several random
+    inputs in both modes, and where other values change no output either. What is left over at the end of an axis by the
+    strides of a convolution or a pooling is not counted as lost.
+
+    Args:
+        trial: The model and its inputs. Integers, bools, masks, labels and targets are left out.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.inputs_used(probe, nn.Linear(8, 2), probe.randn(4, 8)))
+    inputs_used holds for Linear: 1 input
+    """
+    trial.reference(mode="eval")
+    left_out = ("mask", "labels", "label", "targets", "target")
+    inputs = {
+        path: x
+        for path, x in {id(x): (path, x) for path, x in reversed(trial.dense)}.values()  # each tensor once
+        if x.is_floating_point() and x.numel() and x.dim() and not path.endswith(left_out)
+    }
+    if not inputs:
+        raise NotApplicableError("no input is of floating numbers")
+    reached = _reached(trial, inputs)
+    if reached is None:
+        raise NotApplicableError("no gradient can be taken of the inputs")
+    by_value = []
+    for part in _unreached(trial, inputs, reached):
+        changed, seen_by = _effect(trial, part)
+        if changed:
+            by_value.append(part.name)
+            continue
+        lost = f"loses {part.said}" if part.said else "reaches nothing"
+        return Break(
+            layer=part.path,
+            line=f"{part.path} {lost}: no gradient arrives there, and other values change no output",
+            advice=f"They get as far as {seen_by}."
+            if seen_by
+            else "No layer gives out anything of them: look for "
+            "a slice or an index, a weight that is zero, and an argument that is taken and not used.",
+        )
+    alone = f"; {listed(by_value)} by values alone, without a gradient" if by_value else ""
+    return f"{count(len(inputs), 'input')}{alone}"
+
+
+def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return at which elements of each input a gradient arrives; None: no run could be differentiated."""
+    reached = {path: torch.zeros(x.shape, dtype=torch.bool) for path, x in inputs.items()}
+    ran, refused = False, None
+    for mode in _MODES:
+        for time in _TIMES:
+            vary = _replacing(trial, {path: torch.ones((), dtype=torch.bool) for path in inputs}, time)
+            try:
+                given = None if time == _TIMES[0] else vary
+                trace = trial.run(mode=mode, seed=time, vary=given, backward=True, input_gradients=True)
+            except NotApplicableError:  # a loss without a gradient
+                continue
+            except UsageError as error:  # a loss that takes what the other mode gives out
+                refused = error
+                continue
+            if trace.error is not None:
+                continue
+            ran = True
+            for path, gradient in trace.input_gradients.items():
+                if path in reached and gradient is not None:
+                    reached[path] |= (gradient.to_dense() != 0).cpu()
+    if refused is not None and not ran:
+        raise refused
+    return reached if ran else None
+
+
+def _unreached(trial: Trial, inputs: dict[str, Tensor], reached: dict[str, Tensor]) -> Iterator[_Part]:
+    slides = any(isinstance(module, _SLIDING) for module in trial.model.modules())
+    for path, there in reached.items():
+        if not there.any():
+            yield _Part(path, torch.ones((), dtype=torch.bool), "")
+            continue
+        for axis in range(1, there.dim()):
+            lost = ~there.movedim(axis, 0).flatten(1).any(1)
+            if slides and not _holds_channels(there, axis):
+                lost[len(lost) - int(lost.flip(0).cummin(0).values.sum()) :] = False
+            if lost.any():
+                shape = [-1 if i == axis else 1 for i in range(there.dim())]
+                yield _Part(path, lost.view(shape), _said(there, axis, lost))
+
+
+def _holds_channels(tensor: Tensor, axis: int) -> bool:
+    """Whether an axis of images or videos is that of channels: the shortest one."""
+    return tensor.dim() > 3 and tensor.shape[axis] == min(tensor.shape[1:])
+
+
+def _said(tensor: Tensor, axis: int, lost: Tensor) -> str:
+    """Return a slice as a message says it.
+
+    >>> _said(torch.ones(2, 5), 1, torch.tensor([True, False, True, True, True]))
+    'features 0 and 2 to 4 of 5'
+    """
+    features = axis == tensor.dim() - 1 and tensor.dim() < 4
+    noun = "channel" if _holds_channels(tensor, axis) else "feature" if features else "position"
+    along = f" along axis {axis}" if noun == "position" else ""
+    return f"{noun}{'s' * (int(lost.sum()) > 1)} {_runs(lost)} of {len(lost)}{along}"
+
+
+def _runs(lost: Tensor) -> str:
+    runs: list[list[int]] = []
+    for i in lost.nonzero().flatten().tolist():
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return listed([str(first) if first == last else f"{first} to {last}" for first, last in runs])
+
+
+def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
+    """Return what puts other numbers of its scale in the place of parts of inputs."""
+
+    def vary(path: str, x: Tensor) -> Tensor:
+        if path not in parts:
+            return x
+        scale = x.std() if x.numel() > 1 else x.abs().sum()
+        others = trial.randn_like(x, f"{path} {time}") * (scale if scale > 0 else 1) + x.mean()
+        return torch.where(parts[path].to(x.device), others, x)
+
+    return vary
+
+
+def _effect(trial: Trial, part: _Part) -> tuple[bool, str]:
+    """Return whether other values there change an output, and where they were seen last."""
+    seen_by = ""
+    for mode in _MODES:
+        one = trial.run(mode=mode)
+        if one.error is not None:
+            continue
+        for time in _TIMES:
+            two = trial.run(mode=mode, vary=_replacing(trial, {part.path: part.where}, time))
+            if two.error is not None:
+                return True, ""
+            found = disagreements(one, two, tolerance=0.0, integers=True)
+            if any(far.given.layer == ROOT and not far.given.inside for far in found):
+                return True, ""
+            seen_by = found[-1].given.where if found else seen_by
+    return False, seen_by

@@ -1,0 +1,453 @@
+"""Training and evaluation: the same without randomness, and on average with it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pytest_modelprobe import seeding
+from pytest_modelprobe.flatten import Flat, flatten, flatten_call, map_tensors
+from pytest_modelprobe.layers import attributes
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.comparison import percent
+from pytest_modelprobe.report.text import count, listed, number
+
+from .agreement import change, changed, limit
+from .check import check
+from .outcome import Break, NotApplicableError
+from .trial import Mode, Trial, hooked, plain
+
+_ADVICE = (
+    "Look for what its forward, its train() or its eval() makes of self.training: weights that are merged, a scale, a "
+    "branch that one mode alone takes."
+)
+
+
+class _AsInEvaluation(TorchFunctionMode):
+    """Calls the functions of torch that take a mode as in evaluation: dropout, and norms that keep statistics."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        switch = _SWITCHES.get(func)
+        if switch is not None:
+            args, kwargs = switch(args, kwargs)
+        return func(*args, **kwargs)
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Call]:
+    """Return what sets arguments of a function; those of norms only where there are statistics."""
+    names = list(inspect.signature(function).parameters)
+
+    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if "running_mean" in names and given.get("running_mean") is None:
+            return args, kwargs
+        return (), given | values
+
+    return switched
+
+
+def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """Return the arguments of `scaled_dot_product_attention`, which has no signature, without its dropout."""
+    return (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), kwargs | ({"dropout_p": 0.0} if len(args) < 5 else {})
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu")
+
+_SWITCHES: dict[Any, Callable[[Any, Any], _Call]] = {
+    **{getattr(F, name): _setting(getattr(F, name), training=False) for name in _DROPOUTS},
+    F.multi_head_attention_forward: _setting(F.multi_head_attention_forward, dropout_p=0.0),
+    F.batch_norm: _setting(F.batch_norm, training=False),
+    F.instance_norm: _setting(F.instance_norm, use_input_stats=False),
+    F.scaled_dot_product_attention: _without_dropout,
+}
+
+
+_Key = tuple[str, int]
+"""A layer and which of its calls."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What each call of each layer was given and gave out, in the order in which they returned."""
+
+    inputs: dict[_Key, Flat] = field(default_factory=dict)
+    outputs: dict[_Key, Any] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
+    """Layers whose own code drew random numbers, or that wrote into their own parameters or buffers."""
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How often each layer was called."""
+        return Counter(name for name, _ in self.outputs)
+
+
+@check
+def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+    """Check that without randomness a forward in training mode gives out what one in evaluation mode does.
+
+    Dropout of torch is off in both, and a BatchNorm goes by its statistics. A layer that draws random numbers in other
+    ways, or gathers statistics of its own, gives out what it gave out in evaluation; `dropout_scaled` judges those that
+    draw. Each layer is judged by what it makes of the same inputs: one that is given something else, or that gives out
+    something of another structure, as further heads in training, is left out. Then the model goes to evaluation mode
+    twice in a row, and to evaluation and back: neither may change what it gives out.
+
+    Args:
+        trial: The model and its inputs.
+        tolerance: Largest relative change; None: by dtype.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    >>> print(checks.modes_agree(probe, model, probe.randn(4, 3)))
+    modes_agree holds for Sequential: 4 layers
+    """
+    evaluated = _run(trial, "eval")
+    train = _run(trial, "train", stand_in=evaluated)
+    found, looked_at = _differences(evaluated, train, tolerance)
+    if found:
+        return _broken(found, "in training mode than in evaluation, without randomness")
+    if not looked_at:
+        raise NotApplicableError(f"{listed(sorted(train.apart)) or 'each layer'} cannot be compared between the modes")
+    orders: list[tuple[list[Mode], _Run]] = [(["eval", "eval"], evaluated), (["train", "eval", "train"], train)]
+    for modes, before in orders:
+        with trial.lasting():
+            for mode in modes[:-1]:
+                trial.model.train(mode == "train")
+            again = _run(trial, modes[-1], stand_in=evaluated)
+        found, _ = _differences(before, again, tolerance)
+        if found:
+            return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
+    apart = sorted(train.apart & {name for name, _ in train.outputs})
+    left = f"; left out: {listed(apart)}, random or with statistics of their own" if apart else ""
+    return f"{count(len(looked_at), 'layer')}{left}"
+
+
+def _broken(found: list[tuple[str, str, float]], when: str) -> Break:
+    layer, path, far = found[0]
+    return Break(
+        layer=layer,
+        line=f"{layer} makes something else of the same inputs {when}: {path} {changed(far)}",
+        columns=("given out by", "changed by"),
+        rows=tuple((f"{name} {where}", percent(by)) for name, where, by in found),
+        advice=_ADVICE,
+    )
+
+
+def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[tuple[str, str, float]], set[str]]:
+    """Return what layers make otherwise of the same inputs, as layer, path and change, and which were compared."""
+    found, looked_at = [], set()
+    apart = one.apart | other.apart
+    calls, others_calls = one.calls, other.calls
+    for key, output in other.outputs.items():
+        layer = key[0]
+        if layer in apart or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
+            continue
+        before, now = (dict(flatten("output", given).tensors) for given in (one.outputs[key], output))
+        common = [path for path in before if path in now and now[path].is_floating_point()]
+        if not common or any(before[path].shape != now[path].shape for path in common):
+            continue
+        looked_at.add(layer)
+        changes = [(layer, path, change(before[path], now[path])) for path in common]
+        found += [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
+    return found, looked_at
+
+
+def _same(one: Flat, other: Flat) -> bool:
+    """Whether two calls were given the same, but for rounding."""
+    if one.plain != other.plain or [path for path, _ in one.tensors] != [path for path, _ in other.tensors]:
+        return False
+    pairs = [(x, y) for (_, x), (_, y) in zip(one.tensors, other.tensors, strict=True)]
+    return all(change(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
+
+
+def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
+    """Return a run without dropout of torch and with the statistics of norms.
+
+    Args:
+        trial: The model and its inputs.
+        mode: Of the model.
+        stand_in: A run whose outputs take the place of those of layers that are random in another way.
+    """
+    run = _Run()
+    watcher = _Drawing(trial)
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = flatten_call(args, kwargs)
+        originals = [x for _, x in given.tensors]
+        given.tensors = [(path, x.detach().clone()) for path, x in given.tensors]
+        watcher.begin(name, (originals, given))
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        frame = watcher.end(name)
+        originals, given = frame.given
+        key = name, run.calls[name]
+        if frame.drew or watcher.written(module):
+            run.apart.add(name)
+        replaced = stand_in is not None and name in run.apart and key in stand_in.outputs
+        if stand_in is not None and replaced:
+            output = stand_in.outputs[key]
+            for x, (_, before) in zip(originals, given.tensors, strict=True):
+                if not torch.equal(x, before):  # noise that is added in place
+                    x.copy_(before)
+        run.inputs[key] = given
+        run.outputs[key] = map_tensors(lambda x: x.detach().clone(), output)
+        return map_tensors(torch.clone, output) if replaced else None
+
+    # Before all other hooks, of which some write into a weight, and after eval(), which may too.
+    handle = trial.layers.modules[ROOT].register_forward_pre_hook(lambda *_: watcher.look_at(trial.model), prepend=True)
+    try:
+        with hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+            trial.reference(mode=mode)
+    finally:
+        handle.remove()
+    return run
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A layer that is running."""
+
+    name: str
+    given: Any
+    drew: bool = False
+    """Whether its own code drew random numbers."""
+    went_on: bool = False
+    """Whether it called another layer after that."""
+
+
+class _Drawing:
+    """Tells of the layers that are running which of them draw random numbers in their own code."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._device = trial.probe.device
+        self._states = self._now()
+        self._running: list[_Frame] = []
+        self._versions: dict[int, int] = {}
+
+    def look_at(self, model: nn.Module) -> None:
+        """Take down of a model that begins how often its tensors were written into."""
+        self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
+
+    def begin(self, name: str, given: Any) -> None:
+        """Take down that a layer begins, and what it is given."""
+        self._look()
+        if self._running:
+            self._running[-1].went_on = self._running[-1].drew
+        self._running.append(_Frame(name, given))
+
+    def end(self, name: str) -> _Frame:
+        """Return what is known of the layer that ends."""
+        self._look()
+        while len(self._running) > 1 and self._running[-1].name != name:
+            self._running.pop()
+        return self._running.pop()
+
+    def written(self, module: nn.Module) -> bool:
+        """Whether one of the module's own floating parameters and buffers is another than at the beginning."""
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
+
+    def _look(self) -> None:
+        states = self._now()
+        if self._running and states != self._states:
+            self._running[-1].drew = True
+        self._states = states
+
+    def _now(self) -> tuple[bytes, ...]:
+        return seeding.generator_states(self._device)
+
+
+# --- what drops ---------------------------------------------------------------------------------------------------
+
+_DRAWS = 2000
+"""Calls of a layer that drops. What keeps 90 % and is scaled by 1 / 0.9² is beyond doubt after 700 of them."""
+
+_FEWER = 4
+"""A layer that calls others is called a fourth as often: it takes longer."""
+
+_DOUBT = 1e-9
+"""How likely a layer that is scaled rightly may be called wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """What a layer that drops does, over many calls."""
+
+    kept: float
+    """Share of the calls in which an element was kept."""
+    scale: float
+    """What the others are multiplied by."""
+    doubt: float
+    """How likely that share is, at most, where the scale is the right one."""
+
+
+@check
+def dropout_scaled(trial: Trial) -> Break | str:
+    """Check that layers that drop at random in a way of their own scale what they keep: the mean stays.
+
+    The mean over training is then what the layer gives out in evaluation. Judged is each layer whose own code draws
+    random numbers as its last doing, on the input that it got, over 2,000 calls, or 500 where it calls others: what it
+    gives out is to be, element by element, nothing or one multiple of what it gives out in evaluation, its input being
+    added or not. Dropout of torch itself is known to be right. Left out is what drops of data that no parameter has
+    touched, which is augmentation, and what does something else with random numbers.
+
+    A layer that is right is called wrong in one of a billion at most. Found is what keeps 95 % or less, or 80 % in a
+    layer that calls others, and is scaled twice; that it is not scaled at all shows of whatever drops once.
+
+    Args:
+        trial: The model and its inputs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> class Drop(nn.Module):
+    ...     def forward(self, x):
+    ...         return x * (torch.rand(len(x), 1) > 0.3) if self.training else x
+    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), Drop())
+    >>> checks.dropout_scaled.outcome(probe, model, probe.randn(4, 3)).layer  # it is not divided by 0.7
+    '1'
+    """
+    trial.reference(mode="train")
+    calls, others = _drawing(trial)
+    looked_at, wrong = [], []
+    known: dict[Any, _Dropped | None] = {}
+    for name, call in calls.items():
+        module = trial.layers.modules[name]
+        alike = type(module), repr(attributes(module)) if trial.layers.is_leaf(name) else name
+        if alike not in known:
+            known[alike] = _dropped(trial, name, call)
+        dropped = known[alike]
+        if dropped is None:
+            others.append(name)
+            continue
+        looked_at.append(name)
+        if dropped.doubt < _DOUBT:
+            wrong.append((name, dropped))
+    if not looked_at:
+        left = f"; left out: {listed(others)}" if others else ""
+        raise NotApplicableError(f"no layer drops at random in a way of its own{left}")
+    if not wrong:
+        return count(len(looked_at), "layer") + (f"; left out: {listed(others)}" if others else "")
+    name, first = wrong[0]
+    return Break(
+        layer=name,
+        line=f"{name} keeps {percent(first.kept)} of its values in training and multiplies them by "
+        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of what evaluation gives out",
+        columns=("layer", "keeps", "times", "mean"),
+        rows=tuple((n, percent(d.kept), d.scale, percent(d.kept * d.scale)) for n, d in wrong),
+        advice="What is kept of a share q is to be divided by q, once, in training.",
+    )
+
+
+def _drawing(trial: Trial) -> tuple[dict[str, _Call], list[str]]:
+    """Return a call of each layer whose last doing is to draw, in training, and the names of others that draw."""
+    calls: dict[str, _Call] = {}
+    others: list[str] = []
+    watcher = _Drawing(trial)
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        copied = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), [args, kwargs])
+        watcher.begin(name, tuple(copied))
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        frame = watcher.end(name)
+        if not frame.drew or type(module).__module__.startswith("torch.nn."):
+            return
+        given: _Call = frame.given
+        tensors = [x for _, x in flatten_call(*given).tensors]
+        if frame.went_on or not any(x.requires_grad for x in tensors):
+            others.append(name)
+        else:
+            calls.setdefault(name, given)
+
+    def call() -> None:
+        with torch.enable_grad(), hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+            args, kwargs = trial.copied_inputs()
+            trial.model(*args, **kwargs)
+
+    with trial.lasting():
+        trial.model.train()
+        trial.follow(call)
+    return calls, [name for name in dict.fromkeys(others) if name not in calls]
+
+
+def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
+    """Return what a layer drops, of many calls in training; None: it does something else with random numbers."""
+    module = trial.layers.modules[name]
+    draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER
+
+    def called() -> Tensor:
+        args, kwargs = map_tensors(lambda x: x.detach().clone(), list(given))
+        (found,) = [x for _, x in flatten("output", module(*args, **kwargs)).tensors]
+        return plain(found).double()
+
+    seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {name}"))
+    children = nullcontext() if trial.layers.is_leaf(name) else _AsInEvaluation()
+    with trial.lasting(), seeds, torch.no_grad(), children:
+        try:
+            evaluated = called() if not module.eval().training else None
+            module.train()
+            first = torch.stack([called() for _ in range(_LOOKED_AT)])
+            if evaluated is None or first.shape[1:] != evaluated.shape:
+                return None
+            inputs = [plain(x).double() for _, x in flatten_call(*given).tensors if x.shape == evaluated.shape]
+            for base in (torch.zeros_like(evaluated), *inputs):
+                scale = _scale(first, evaluated, base)
+                if scale is not None:
+                    at = int((evaluated - base).abs().argmax())
+                    rest = [called().flatten()[at] for _ in range(draws - _LOOKED_AT)]
+                    values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
+                    return _judged(values != 0, scale)
+        except Exception:  # noqa: BLE001 - called alone it may miss whatever its model gives it besides
+            return None
+    return None
+
+
+_LOOKED_AT = 20
+"""Calls of which all elements are looked at."""
+
+_ROUNDING = 1e-4
+
+
+def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
+    """Return the one multiple of what evaluation adds to a base that is all that training adds; None: it is not."""
+    added = (evaluated - base).abs()
+    large = added > 1e-3 * added.max()
+    if not large.any():
+        return None
+    ratios = ((outputs - base) / (evaluated - base))[:, large]
+    kept = ratios[ratios.abs() > _ROUNDING]
+    if not len(kept) or not kept.isfinite().all():
+        return None
+    scale = kept.median().item()
+    return scale if bool(((kept - scale).abs() < _ROUNDING * abs(scale)).all()) else None
+
+
+def _judged(kept: Tensor, scale: float) -> _Dropped:
+    """Return how far a share of what was kept is from the one that a scale belongs to.
+
+    The bound is Chernoff's: the share of n draws that each keep with probability q is s or further from q with a
+    probability of at most exp(-n KL(s, q)) on each side.
+    """
+    share = kept.double().mean().item()
+    right = 1 / scale if scale else math.inf
+    if right > 1 + _ROUNDING:
+        return _Dropped(share, scale, 0.0)
+    right = min(right, 1.0)
+    terms = [(share, right), (1 - share, 1 - right)]
+    distance = sum(s * math.log(s / q) if q else math.inf for s, q in terms if s)
+    return _Dropped(share, scale, min(1.0, 2 * math.exp(-len(kept) * distance)))

@@ -1,0 +1,171 @@
+"""What a model gives out that is not finite, and the first layer where it begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.layers import Layers
+from pytest_modelprobe.origin import Source, SourceMode
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.report.text import Cell, listed
+
+from .agreement import from_the_loss
+from .outcome import Break, NotApplicableError
+from .trial import Trace, Trial, hooked, plain
+
+_MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
+
+_KINDS = ("nan", "inf", "-inf")
+
+_OUTPUT = (
+    "Look for a division by 0, a logarithm or a root of what is not above 0, an exp that overflows, and a row of "
+    "attention of which everything is masked. An infinity that is meant goes in as a constant: masked_fill(mask, -inf)."
+)
+_GRADIENT = (
+    "It begins between there and the loss. Look for a root, a norm or a logarithm at 0, a torch.where around one, and "
+    "a division by what may be 0."
+)
+
+
+def check_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> None:
+    """Refuse to compare numbers that are not finite: NaN agrees with NaN whatever the model does.
+
+    Raises:
+        NotApplicableError: A run gave out something that is not finite, or a gradient that is not.
+    """
+    found = not_finite(trial, trace, options)
+    if found is not None:
+        raise NotApplicableError(f"not finite at {found.layer}")
+
+
+def not_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> Break | None:
+    """Return where what a run gave out, its loss or its gradients begin to be not finite.
+
+    Inside the model anything may be infinite or NaN that does not reach what it gives out, as masks are.
+
+    Args:
+        trial: The model and its inputs.
+        trace: What the run showed.
+        options: Of the run, to repeat it.
+    """
+    when = _MODES[options.get("mode")]
+    return _of_outputs(trial, trace, options, when) or _of_loss(trial, trace, when) or _of_gradients(trace, when)
+
+
+def _of_outputs(trial: Trial, trace: Trace, options: Mapping[str, Any], when: str) -> Break | None:
+    if not any(_kinds(tensor) for tensor in _tensors(trace.output)):
+        return None
+    sources = _sources(trial, trace, options)
+    bad = [kind for kind in _KINDS if kind in sources and not (sources[kind] or _UNKNOWN).given]
+    if not bad:
+        return None
+    source = sources[bad[0]]
+    rows = [(given.where, *_counted(given.tensor)) for given in trace.given if {*_kinds(given.tensor)} & {*bad}]
+    layer = source.layer if source else next((g.layer for g in trace.given if bad[0] in _kinds(g.tensor)), ROOT)
+    return Break(
+        layer=layer,
+        line=f"{layer} is not finite{when}: the model gives out {_said(bad)}"
+        + (f", from {source.text}" if source else ""),
+        columns=("given out by", "NaN", "infinite", "elements"),
+        rows=tuple(rows),
+        advice=_OUTPUT,
+    )
+
+
+_UNKNOWN = Source("", "")
+
+
+def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
+    """Return which kinds the model gives out, each with what it comes from, as the same run once more tells."""
+    model = options.get("model") or trial.model
+    running: list[str] = []
+
+    def begin(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def end(name: str, *_: Any) -> None:
+        while running and running.pop() != name:
+            pass
+
+    mode = SourceMode(_held(trial, model), lambda: running[-1] if running else ROOT)
+    with hooked(Layers(model).modules, begin, end), mode:
+        again = trial.run(**{**options, "backward": False, "traced": False})
+    found: dict[str, Source | None] = {}
+    for tensor in _tensors(trace.output):
+        found |= dict.fromkeys(_kinds(tensor))
+    for tensor in _tensors(again.output):
+        for kind, source in (mode.sources(tensor) if tensor.layout is torch.strided else {}).items():
+            if found.get(kind) is None or not (source or _UNKNOWN).given:
+                found[kind] = source
+    return found
+
+
+def _held(trial: Trial, model: nn.Module) -> dict[int, Source]:
+    """Return what holds numbers before the model runs, by its address."""
+    held = {x: Source(path, path, given=True) for path, x in trial.inputs}
+    held |= {x: Source(name.rpartition(".")[0] or ROOT, name, given=True) for name, x in model.named_buffers()}
+    held |= {x: Source(name.rpartition(".")[0] or ROOT, name) for name, x in model.named_parameters()}
+    strided = {x: source for x, source in held.items() if x.layout is torch.strided and not x.is_nested}
+    return {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
+
+
+def _of_loss(trial: Trial, trace: Trace, when: str) -> Break | None:
+    if not trial.has_loss or trace.loss is None or trace.loss.isfinite():
+        return None
+    advice = "Look at the loss: what it divides by, and takes the logarithm of."
+    line = f"{ROOT} has a loss of {trace.loss.item()}{when}, of outputs that are finite"
+    return Break(layer=ROOT, line=line, advice=advice)
+
+
+def _of_gradients(trace: Trace, when: str) -> Break | None:
+    found = {name: g for name, g in trace.gradients.items() if g is not None and _kinds(g)}
+    if not found:
+        return None
+    names = from_the_loss(found, trace)
+    return Break(
+        layer=names[0],
+        line=f"{names[0]} gets a gradient that is not finite{when}: {_said(_kinds(found[names[0]]))}",
+        columns=("gradient of", "NaN", "infinite", "elements"),
+        rows=tuple((name, *_counted(found[name])) for name in names),
+        advice=_GRADIENT,
+    )
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [tensor for _, tensor in flatten("output", output).tensors]
+
+
+def _kinds(tensor: Tensor) -> list[str]:
+    """Return what of NaN, inf and -inf is in a tensor.
+
+    >>> _kinds(torch.tensor([0.0, math.inf, math.nan]))
+    ['nan', 'inf']
+    """
+    x = _values(tensor)
+    if x.isfinite().all():
+        return []
+    return [kind for kind, there in zip(_KINDS, (x.isnan(), x == math.inf, x == -math.inf), strict=True) if there.any()]
+
+
+def _counted(tensor: Tensor) -> tuple[Cell, ...]:
+    x = _values(tensor)
+    return int(x.isnan().sum()), int(x.isinf().sum()), tensor.numel()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor, as real ones."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, 0.0 if tensor.is_floating_point() else 0)
+    tensor = plain(tensor)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _said(kinds: list[str]) -> str:
+    return listed([kind.replace("nan", "NaN") for kind in kinds])

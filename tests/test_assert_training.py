@@ -1,0 +1,428 @@
+"""The training loop: each fault planted, beside a healthy loop that looks like it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    UsageError,
+    Watch,
+    assert_training_loop,
+)
+
+PROBE = ModelProbe()
+X = PROBE.randn(8, 6)
+STEPS = 3
+
+
+def net(*, norm: bool = False, dropout: float = 0.0) -> nn.Sequential:
+    middle = nn.BatchNorm1d(6) if norm else nn.LayerNorm(6)
+    return PROBE.build(lambda: nn.Sequential(nn.Linear(6, 6), middle, nn.Dropout(dropout), nn.Linear(6, 2)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01)
+
+
+def loss(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Watch]:
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        yield watch
+        assert_training_loop(watch)
+
+
+def failure_of(loop: Callable[[nn.Module], None], model: nn.Module) -> str:
+    with pytest.raises(AssertionError) as error, watched(model):
+        loop(model)
+    return str(error.value)
+
+
+# --- gradients that are not reset ---------------------------------------------------------------------------------
+
+
+def never_reset(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        loss(model).backward()
+        optimizer.step()
+
+
+def test_gradients_that_are_never_reset_are_said() -> None:
+    assert failure_of(never_reset, net()) == (
+        "gradients are never reset: 2 of 3 times, in the training of Sequential\n\n"
+        "in the training loop        times   of\n"
+        "gradients are never reset       2    3\n\n"
+        "Call optimizer.zero_grad() after each step, or before the first backward of the next: also when gradients are "
+        "accumulated over several passes."
+    )
+
+
+def test_a_reset_that_comes_every_other_step_is_too_seldom() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        for step in range(6):
+            if step % 2 == 0:
+                optimizer.zero_grad(set_to_none=False)
+            loss(model).backward()
+            optimizer.step()
+
+    assert failure_of(loop, net()).startswith("gradients of the last step were added to: 3 of 6 times")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("at_the_end", [True, False])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_may_be_accumulated_between_steps(passes: int, at_the_end: bool, to_none: bool) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with watched(model) as watch:
+        for _ in range(STEPS):
+            if not at_the_end:
+                optimizer.zero_grad(set_to_none=to_none)
+            for _ in range(passes):
+                loss(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if at_the_end:
+                optimizer.zero_grad(set_to_none=to_none)
+    training = watch.record.training
+    assert (training.steps, training.passes, training.stale) == (STEPS, STEPS * passes, 0)
+    assert training.accumulated == (STEPS if passes > 1 else 0)
+
+
+def test_a_closure_that_runs_the_model_many_times_is_sound() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
+
+    with watched(model) as watch:
+        for _ in range(STEPS):
+            optimizer.step(closure)
+    assert watch.record.training.passes > STEPS
+    assert watch.record.training.discarded == 0
+
+
+def test_sparse_gradients_that_are_never_reset_are_said() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        for _ in range(STEPS):
+            model(torch.arange(3)).sum().backward()
+            optimizer.step()
+
+    assert failure_of(loop, nn.Embedding(5, 2, sparse=True)).startswith("gradients are never reset")
+
+
+def test_a_closure_without_a_reset_is_said() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            value = loss(model)
+            value.backward()
+            return value
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+    assert failure_of(loop, net()).startswith("gradients are never reset")
+
+
+# --- two models ---------------------------------------------------------------------------------------------------
+
+
+def adversaries(*, reset: str, detach: bool, watch: str, steps: int = STEPS) -> Watch:
+    """Train a generator and a discriminator; ``reset`` says whether each is reset before its own backward."""
+    generator, discriminator = net(norm=True), PROBE.build(lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
+    both = nn.ModuleList([generator, discriminator])
+    of_generator, of_discriminator = sgd(generator), sgd(discriminator)
+    with ModelProbe() as probe:
+        seen = probe.watch({"generator": generator, "discriminator": discriminator, "both": both}[watch])
+        for _ in range(steps):
+            if reset == "first":
+                of_generator.zero_grad()
+                of_discriminator.zero_grad()
+            made = generator(X)
+            if reset == "own":
+                of_discriminator.zero_grad()
+            discriminator(X[:, :2]).mean().backward()
+            discriminator(made.detach() if detach else made).mean().backward(retain_graph=not detach)
+            of_discriminator.step()
+            if reset == "own":
+                of_generator.zero_grad()
+            discriminator(generator(X)).mean().backward()
+            of_generator.step()
+        assert seen.record.training is not None
+    return seen
+
+
+@pytest.mark.parametrize("watch", ["generator", "both"])
+def test_a_generator_trained_by_the_loss_of_the_discriminator_is_said(watch: str) -> None:
+    with pytest.raises(AssertionError, match=r"^a step took gradients from another's part of the loop: 3 of") as error:
+        assert_training_loop(adversaries(reset="first", detach=False, watch=watch))
+    assert "detach what the other model's loss should not train" in str(error.value)
+
+
+@pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])
+@pytest.mark.parametrize(("reset", "detach"), [("own", True), ("own", False), ("first", True)])
+def test_adversaries_that_are_reset_or_detached_are_sound(reset: str, detach: bool, watch: str) -> None:
+    assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch))
+
+
+def test_several_optimizers_that_share_a_backward_are_sound() -> None:
+    model = net(norm=True)
+    optimizers = [sgd(model[0]), torch.optim.Adam([*model[1].parameters(), *model[3].parameters()])]
+    for part in (model, model[3]):
+        with watched(part) as watch:
+            for _ in range(STEPS):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss(model).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert watch.record.training.optimizers == (2 if part is model else 1)
+
+
+# --- whose parameters ---------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_made_for_a_copy_is_said() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = sgd(copy.deepcopy(model))
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+
+    text = failure_of(loop, net())
+    assert text.startswith("the optimizer has the parameters of another copy of the model: 3 of 3 times")
+
+
+def test_a_model_that_only_passes_gradients_on_is_not_blamed() -> None:
+    model, image = net(), torch.nn.Parameter(X.clone())
+    optimizer = torch.optim.LBFGS([image], max_iter=2)
+    said = pytest.raises(NothingObservedError, match=r"no optimizer .* of Sequential stepped .* \(2 steps of others\)")
+    with said, watched(model):
+        for _ in range(2):
+            optimizer.step(lambda: (loss(model, image).backward(), loss(model, image))[1])
+
+
+def test_a_frozen_backbone_is_sound() -> None:
+    for freeze in (True, False):
+        model = net(norm=True)
+        model[0].requires_grad_(not freeze)
+        model[1].eval()
+        optimizer = sgd(model[3])
+        with watched(model):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss(model).backward()
+                optimizer.step()
+
+
+def test_a_model_that_is_averaged_is_sound() -> None:
+    model = net(norm=True, dropout=0.1)
+    averaged, optimizer = AveragedModel(model), sgd(model)
+    with watched(model):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+            with torch.no_grad():
+                averaged.eval()(X)
+
+
+# --- modes --------------------------------------------------------------------------------------------------------
+
+
+def epochs(model: nn.Module, *, back: bool = True, out: bool = True) -> None:
+    optimizer = sgd(model)
+    model.train()
+    for _ in range(STEPS):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+        if out:
+            model.eval()
+        with torch.no_grad():
+            model(X)
+        if back:
+            model.train()
+
+
+@pytest.mark.parametrize("kind", [{"norm": True}, {"dropout": 0.5}])
+def test_training_after_an_evaluation_without_train_is_said(kind: dict[str, float]) -> None:
+    name = "1" if "norm" in kind else "2"
+    text = failure_of(lambda model: epochs(model, back=False), net(**kind))
+    assert text.startswith(f"{name} is trained in evaluation mode: 4 of 6 times")
+
+
+@pytest.mark.parametrize("kind", [{"norm": True}, {"dropout": 0.5}])
+def test_an_evaluation_without_eval_is_said(kind: dict[str, float]) -> None:
+    name = "1" if "norm" in kind else "2"
+    text = failure_of(lambda model: epochs(model, out=False), net(**kind))
+    assert text.startswith(f"{name} is evaluated in training mode: 2 of 7 times")
+
+
+def test_an_evaluation_after_a_single_step_is_seen_too() -> None:
+    def loop(model: nn.Module) -> None:
+        loss(model).backward()
+        sgd(model).step()
+        with torch.no_grad():
+            model(X)
+
+    assert failure_of(loop, net(dropout=0.5)).startswith("2 is evaluated in training mode: 1 of 2 times")
+
+
+@pytest.mark.parametrize("kind", [{"norm": True}, {"dropout": 0.5}])
+def test_evaluation_between_epochs_is_sound(kind: dict[str, float]) -> None:
+    model = net(**kind)
+    with watched(model):
+        epochs(model)
+
+
+def test_modes_that_no_layer_tells_apart_do_not_matter() -> None:
+    for settings in ({"back": False}, {"out": False}):
+        model = net()
+        with watched(model):
+            epochs(model, **settings)
+
+
+def test_forwards_without_gradients_that_every_step_has_are_part_of_the_loop() -> None:
+    model = net(norm=True)
+    optimizer = sgd(model)
+    with watched(model):
+        for _ in range(STEPS):
+            with torch.no_grad():
+                guess = model(X)
+            optimizer.zero_grad()
+            (model(X) - guess + 1).square().mean().backward()
+            optimizer.step()
+
+
+# --- norms and scalers --------------------------------------------------------------------------------------------
+
+
+def accumulating(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for part in X.chunk(2):
+            loss(model, part).backward()
+        optimizer.step()
+
+
+def test_a_norm_over_the_parts_of_an_accumulated_batch_is_said() -> None:
+    text = failure_of(accumulating, net(norm=True))
+    assert text.startswith("1 sees an accumulated batch in parts: 3 of 3 times")
+    assert "BatchNorm1d takes mean and variance of each part alone" in text
+
+
+def test_accumulation_with_other_norms_or_a_frozen_one_is_sound() -> None:
+    frozen = net(norm=True)
+    frozen[1].eval()
+    for model in (net(), frozen):
+        with watched(model):
+            accumulating(model)
+
+
+def test_two_losses_of_one_forward_accumulate_no_batch() -> None:
+    model = net(norm=True)
+    optimizer = sgd(model)
+    with watched(model):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            out = model(X)
+            out.mean().backward(retain_graph=True)
+            out.square().mean().backward()
+            optimizer.step()
+
+
+def scaled(model: nn.Module, *, spoil: Callable[[int], bool]) -> None:
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss(model) * (math.inf if spoil(step) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("spoil", [lambda step: True, lambda step: step < 5], ids=["all", "all but one"])
+def test_a_scaler_that_skips_its_steps_is_said(spoil: Callable[[int], bool]) -> None:
+    text = failure_of(lambda model: scaled(model, spoil=spoil), net())
+    assert text.startswith("steps are skipped, for the gradient of 0.weight is not finite: 5 of ")
+    assert "look at its first scale" in text
+
+
+@pytest.mark.parametrize("spoil", [lambda step: False, lambda step: step < 2], ids=["none", "the first two"])
+def test_a_scaler_that_finds_its_scale_is_sound(spoil: Callable[[int], bool]) -> None:
+    model = net()
+    with watched(model):
+        scaled(model, spoil=spoil)
+
+
+# --- in common ----------------------------------------------------------------------------------------------------
+
+
+def test_all_findings_are_listed() -> None:
+    def loop(model: nn.Module) -> None:
+        model.eval()
+        never_reset(model)
+
+    lines = failure_of(loop, net(dropout=0.5)).splitlines()
+    assert [line.split("  ")[0] for line in lines[3:5]] == [
+        "gradients are never reset", "2 is trained in evaluation mode",
+    ]  # fmt: skip
+
+
+def test_without_a_step_nothing_is_shown() -> None:
+    model = net()
+    with pytest.raises(NothingObservedError, match="keep the watch open while it is trained"), watched(model):
+        loss(model).backward()
+
+
+def test_a_record_of_one_forward_has_no_steps() -> None:
+    with pytest.raises(UsageError, match="no step is in this record"):
+        assert_training_loop(PROBE.run(net(), X, loss="random"))
+    model = net()
+    with watched(model) as watch:
+        for _ in range(2):
+            optimizer = sgd(model)
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+    with pytest.raises(UsageError, match="no step is in this record"):
+        assert_training_loop(watch.last)
+
+
+def test_a_record_with_steps_survives_json() -> None:
+    with ModelProbe() as probe:
+        watch = probe.watch(model := net())
+        never_reset(model)
+        again = Record.from_dict(watch.record.to_dict())
+    assert again.training == watch.record.training
+    assert again.training.stale == 2
+    with pytest.raises(AssertionError, match="never reset"):
+        assert_training_loop(again)
