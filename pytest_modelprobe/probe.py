@@ -430,11 +430,11 @@ class _Asked:
     def __init__(self, run: _Run) -> None:
         self._run = weakref.ref(run)
 
-    def isolated(self, record: Record, like: Record | None = None) -> Record:
+    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
         run = self._run()
         if run is None:
             return self._answer(_noted(record, f"no layer was called alone: {_FORGOTTEN}"))
-        return self._answer(run.isolated(record, like))
+        return self._answer(run.isolated(record, like, names))
 
     def measured(self, record: Record) -> Record:
         run = self._run()
