@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,12 @@ class Model:
         config = getattr(transformers, self.config)(**self.settings)
         model: nn.Module = getattr(transformers, self.kind)(config)
         return model
+
+    def load(self, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the model with the weights and the configuration that another version saved, and what it lacked."""
+        kind = getattr(transformers, self.kind)
+        model, loading = kind.from_pretrained(folder, output_loading_info=True)
+        return model.eval(), loading
 
 
 MODELS = [

@@ -3,9 +3,9 @@
     python under_one_version.py record DIR
     python under_one_version.py judge DIR RESULT.json
 
-Both versions run with the weights that the first one drew: names that a library changed are followed as its own
-``from_pretrained`` does where it can, and by shape and order else. What really changed is measured apart from the tool:
-outputs and gradients of the two versions are compared as tensors.
+Both versions run with the weights that the first one drew and saved: ``from_pretrained`` of the second follows the
+names that changed. What really changed is measured apart from the tool: outputs and gradients of the two versions are
+compared as tensors.
 """
 
 from __future__ import annotations
@@ -50,21 +50,6 @@ def changed(now: dict[str, list[Tensor]], then: dict[str, list[Tensor]]) -> dict
     return found
 
 
-def load(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
-    """Give a model the weights of another version, and return what has none."""
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    left = [weights[name] for name in unexpected]
-    own = dict(model.state_dict())
-    unmatched = []
-    for name in missing:
-        alike = next((i for i, tensor in enumerate(left) if tensor.shape == own[name].shape), None)
-        if alike is None:
-            unmatched.append(name)
-        else:
-            own[name].copy_(left.pop(alike))
-    return unmatched
-
-
 def recorded(probe: ModelProbe, model: nn.Module, one: Model) -> Record:
     return probe.run(model, kwargs=one.inputs(), loss="random")
 
@@ -78,7 +63,8 @@ def record(folder: Path) -> None:
                 found = found.rerun.measured(found.rerun.isolated(found))
                 texts = files.encode(found)
                 files.write(folder / f"{one.name}.arch.json", texts)
-                torch.save({"weights": model.state_dict(), **truth(model, one.inputs())}, folder / f"{one.name}.pt")
+                model.save_pretrained(folder / one.name)
+                torch.save(truth(model, one.inputs()), folder / f"{one.name}.pt")
                 print(f"recorded {one.name}", flush=True)
         except Exception as error:  # noqa: BLE001 - a version that lacks a model is told and passed over
             print(f"cannot record {one.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -92,9 +78,8 @@ def judge(folder: Path, result: Path) -> None:
             continue
         try:
             with ModelProbe() as probe:
-                model = one.build().eval()
+                model, loading = one.load(folder / one.name)
                 before = torch.load(folder / f"{one.name}.pt")
-                unmatched = load(model, before["weights"])
                 really = changed(truth(model, one.inputs()), before)
                 expected, actual = files.read(path).record, recorded(probe, model, one)
                 found = compare(actual, expected)
@@ -105,7 +90,7 @@ def judge(folder: Path, result: Path) -> None:
                 row = {
                     "model": one.name,
                     "really": really,
-                    "unmatched": unmatched,
+                    "unmatched": sorted(loading["missing_keys"]),
                     "same": found.same,
                     "unchanged": diagnosis.unchanged,
                     "line": "" if found.same else first_line(diagnosis),

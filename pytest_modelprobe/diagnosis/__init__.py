@@ -68,12 +68,17 @@ def diagnose(comparison: Comparison) -> Diagnosis:
 
 def _is_unchanged(comparison: Comparison) -> bool:
     """Whether the model computes what it computed, as far as its run shows: each output known, and none another."""
-    outermost = [pair for pair in comparison.calls if pair.outermost]
-    outputs = [(pair, value.path) for pair in outermost for value in pair.actual.outputs]
-    known = all(comparison.change(pair.layer, pair.key, "output", path).known for pair, path in outputs)
+    places = [
+        (pair.layer, pair.key, "output", value.path)
+        for pair in comparison.calls
+        if pair.outermost
+        for value in pair.actual.outputs
+    ]
+    # An output that only one of the two has is a matter of structure.
+    compared = [comparison.changes[place] for place in places if place in comparison.changes]
     # What layers hand to each other may be written otherwise, as a mask is in another dtype.
     differs = any(d.kind in _OUTPUTS | _GRADIENTS | _OTHER_RUN for d in comparison.found)
-    return bool(outputs) and known and not differs and all(pair.actual.outputs for pair in outermost)
+    return bool(compared) and all(change.known for change in compared) and not differs
 
 
 def _outputs(comparison: Comparison) -> Iterator[Difference]:

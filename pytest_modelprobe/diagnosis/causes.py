@@ -39,6 +39,12 @@ class Cause:
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()
 
+    @property
+    def about_a_call(self) -> bool:
+        """Whether all that a response shows is that the code calls a child with something else, or does not call it."""
+        first = self.differences[0] if self.differences else None
+        return first is not None and first.kind == "response" and self.change is None and self.what == first.what
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -97,7 +103,9 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
 
     def weight(cause: Cause) -> tuple[bool, bool, int, bool]:
         silent = cause.change is None
-        return cause.kind not in ("input", "seed"), silent and cause.kind != "computation", _WEIGHT[cause.kind], silent
+        # What layers are called with, and how often, may change nothing; what a code computes otherwise does.
+        told = cause.kind == "computation" and cause.witness != "recorded" and not cause.about_a_call
+        return cause.kind not in ("input", "seed"), silent and not told, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

@@ -158,7 +158,7 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
 
 def _computation(cause: Cause, label: str) -> str:
     first = cause.differences[0] if cause.differences else None
-    if first is not None and cause.change is None and cause.what == first.what and first.kind == "response":
+    if first is not None and cause.about_a_call:
         return f"{label}: own code {_handed(first)}"
     if first is None or cause.witness != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"

@@ -1,0 +1,124 @@
+"""What a snapshot says of the upgrades of a library: written under one released version, compared under the next.
+
+    python benchmarks/history [--versions 4.40.2 4.48.3 ...] [--environments DIR]
+
+Each version gets a virtual environment of its own, kept for the next run. A pair of versions is a row of the table in
+RESULTS.md; each model of which the function changed, and each that the first line misjudges, is listed below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+VERSIONS = ["4.40.2", "4.48.3", "4.57.1", "5.17.0", "5.23.0"]
+CHANGED = 1e-5
+"""Relative change of outputs or gradients above which the function is another: reordered kernels stay below."""
+
+
+def environment(folder: Path, version: str) -> Path:
+    """Return the interpreter of an environment with that version of the library."""
+    home = folder / version
+    python = home / "bin" / "python"
+    if not (home / "ready").exists():
+        venv.create(home, clear=True, with_pip=True)
+        wanted = [f"transformers=={version}", "torch==2.13.0", "numpy", "pytest", "syrupy"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        (home / "ready").touch()
+    return python
+
+
+def run(python: Path, *arguments: object) -> None:
+    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE)))
+    settings = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [python, "-W", "ignore", HERE / "under_one_version.py", *arguments]
+    subprocess.run(list(map(str, command)), check=True, env=settings)
+
+
+def changed(row: dict[str, Any]) -> bool:
+    return any(not change <= CHANGED for change in row["really"].values())
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return what became of one model, a column of the table."""
+    if "error" in row:
+        return "not run"
+    if not changed(row):
+        return "equal" if row["same"] else "said unchanged" if row["unchanged"] else "false alarm"
+    if row["same"] or row["unchanged"]:
+        return "missed"
+    return "first line" if row["line"].partition(":")[0] in row["culprits"] else "to be read"
+
+
+COLUMNS = ["equal", "said unchanged", "false alarm", "first line", "to be read", "missed", "not run"]
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    yield "| pair | models | " + " | ".join(COLUMNS) + " |"
+    yield "|---" * (len(COLUMNS) + 2) + "|"
+    for pair, rows in results.items():
+        found = [verdict(row) for row in rows]
+        yield f"| {pair} | {len(rows)} | " + " | ".join(str(found.count(name)) for name in COLUMNS) + " |"
+
+
+def details(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    for pair, rows in results.items():
+        yield f"\n## {pair}\n"
+        yield "| model | outputs, gradients really changed by | verdict | first line |"
+        yield "|---|---|---|---|"
+        for row in rows:
+            said = verdict(row)
+            if said in ("equal", "said unchanged"):
+                continue
+            really = ", ".join(f"{change:.1g}" for change in row.get("really", {}).values())
+            line = row.get("line") or row.get("error", "")
+            yield f"| {row['model']} | {really} | {said} | {line.replace('|', '/')} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("--environments", type=Path, default=HERE.parents[1] / ".tox" / "history-environments")
+    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
+    options = parser.parse_args()
+    results = {}
+    for old, new in pairwise(options.versions):
+        snapshots, result = (options.environments / name for name in (f"snapshots-{old}", f"{old}-{new}.json"))
+        run(environment(options.environments, old), "record", snapshots)
+        run(environment(options.environments, new), "judge", snapshots, result)
+        rows = json.loads(result.read_text("utf-8"))["rows"]
+        results[f"transformers {old} → {new}"] = [{**row, "culprits": culprits(row)} for row in rows]
+    lines = [*HEAD, *table(results), *details(results)]
+    options.results.write_text("\n".join(lines) + "\n", "utf-8")
+    print("\n".join(table(results)))
+
+
+def culprits(row: dict[str, Any]) -> list[str]:
+    """Return the layers whose code, attribute or mask is a cause with a size, the largest change first."""
+    found = [(said, change) for kind, said, change in row.get("causes", []) if change and kind != "weights"]
+    found.sort(key=lambda cause: -cause[1] if math.isfinite(cause[1]) else -math.inf)
+    return [said.partition(":")[0] for said, _ in found]
+
+
+HEAD = [
+    "# Snapshots and the history of a library",
+    "",
+    "Made by `tox -e history`. A snapshot of each model is written under one released version and compared under the",
+    f"next, with the same weights. Whether the function changed (by more than {CHANGED:g}) is measured apart.",
+    "`equal` and `said unchanged` are right where it did not; `first line` says that a layer with a measured change of",
+    "its own is named first where it did: whether it is the right one was read by a person, below.",
+    "",
+]
+
+if __name__ == "__main__":
+    sys.exit(main())
