@@ -1212,3 +1212,21 @@ def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> No
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
     assert first_line(found).startswith("(root): own code changed between a and b: ")
     assert said(found.causes[1]).startswith("all weights changed by ")
+
+
+def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
+    class Cut(Flagged):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+            return self.fc(x.detach())
+
+    def other() -> nn.Module:
+        model = Scaling()
+        model.b = Cut()
+        return model
+
+    found = diagnose(
+        compare(
+            *(recorded(PROBE.build(make), PROBE.randn(4, 8), alone=False) for make in (other, Scaling)),
+        )
+    )
+    assert {cause.kind for cause in found.causes} == {"architecture", "gradient"}

@@ -44,8 +44,8 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     recorded = recorded_causes(evidence)
     explained = explained_by(evidence, recorded)
     computation, possible = computation_causes(evidence, recorded, explained)
-    gradient = gradient_causes(evidence, [*recorded, *computation], explained)
-    causes = [*(with_effect(evidence, cause) for cause in recorded), *computation, *gradient]
+    forward = [*(with_effect(evidence, cause) for cause in recorded), *computation]
+    causes = [*forward, *gradient_causes(evidence, forward, explained)]
     wanted = comparison.wanted
     if wanted is not None and any(cause.layer in wanted for cause in causes):  # else they lie before what is wanted
         causes = [cause for cause in causes if cause.layer in wanted]

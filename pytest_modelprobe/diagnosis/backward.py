@@ -36,12 +36,18 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
                 witness="isolated",
                 gradient="lost" if lost else None,
             )
-    seen = None if causes else _first_on_the_way_back(evidence)
+    seen = _first_on_the_way_back(evidence) if all(map(_changes_no_gradient, causes)) else None
     if seen is not None and seen.layer in found:
         found[seen.layer] = dataclasses.replace(found[seen.layer], witness="both")
     elif seen is not None and not found:
         found[seen.layer] = seen
     return in_order(found.values(), evidence.ran)
+
+
+def _changes_no_gradient(cause: Cause) -> bool:
+    """Whether a cause of the forward leaves gradients as they are, as another name or class does."""
+    structural = cause.kind in ("architecture", "attribute") and cause.what not in ("added", "removed")
+    return cause.change is None and (cause.about_a_call or (structural and "requires_grad" not in cause.what))
 
 
 def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
