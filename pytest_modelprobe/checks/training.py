@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_modelprobe._torch import converted
+from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
@@ -453,7 +453,7 @@ def _changing(trial: Trial) -> dict[str, Tensor]:
     """Return the floating buffers that training changes."""
     buffers = {name: x for name, x in trial.model.named_buffers() if x.is_floating_point()}
     if not trial.inputs:
-        norms = [n for n, m in trial.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        norms = [n for n, m in trial.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
         return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
     with trial.lasting():
         before = {name: x.clone() for name, x in buffers.items()}
