@@ -115,6 +115,15 @@ def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelPro
     assert found.text.startswith("the loss does not go with a part of the batch; give the targets as inputs")
 
 
+def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_same(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: self.fc(x) * 1e-6, fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), loss=lambda o: F.cross_entropy(o, torch.arange(len(o)))
+    )
+    assert found.verdict == "not applicable", found.text
+    assert found.text.startswith("the loss does not go with a part of the batch")
+
+
 def test_targets_that_are_inputs_go_with_each_part_of_the_batch(probe: ModelProbe) -> None:
     model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y), fc=nn.Linear(4, 5))
     found = checks.gradient_accumulation(probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss)
