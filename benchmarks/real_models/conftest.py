@@ -69,6 +69,7 @@ class Results:
         if report.when == "call" or report.outcome == "failed":
             self.verdicts.append(verdict_of(report))
 
+    @pytest.hookimpl(tryfirst=True)  # of a run that is interrupted, other plugins may raise
     def pytest_sessionfinish(self) -> None:
         self.path.write_text(page(self.verdicts, seconds=time.monotonic() - self.start), "utf-8")
 
