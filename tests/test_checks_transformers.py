@@ -92,7 +92,10 @@ CASES = [
             "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4
         ),
         labelled,
-        xfail={"dtype_parity": "it casts its logits to float32 whatever its own dtype is"},
+        xfail={
+            "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
+            "padding_invariant": "the state that it gives out goes on through padding behind the last word",
+        },
     ),
     case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labelled),
     case(
