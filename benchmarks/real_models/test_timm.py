@@ -32,7 +32,6 @@ SIZED: dict[str, dict[str, Any]] = {
     "sequencer2d_s": {"layers": ONE_EACH},
     "swiftformer_xs": {"layers": ONE_EACH},
     "swin_tiny_patch4_window7_224": {"depths": ONE_EACH, "embed_dim": 24},
-    "tiny_vit_5m_224": {"depths": ONE_EACH},
     "twins_svt_small": {"depths": ONE_EACH},
     "visformer_tiny": {"depth": (1, 1, 1)},
     "vit_tiny_patch16_dinov3_qkvb": {"depth": 1},
@@ -58,6 +57,7 @@ FREE: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "pvt_v2_b0": {"depths": ONE_EACH},
     "starnet_s050": {"depths": ONE_EACH},
+    "tiny_vit_5m_224": {"depths": ONE_EACH},
 }
 EXPLAINED: dict[str, dict[str, str]] = {
     "convit_tiny": {"state_unchanged_by_forward": "it makes its table of relative positions in the first forward"},
