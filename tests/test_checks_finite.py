@@ -491,6 +491,22 @@ def test_a_model_of_one_length_is_judged_by_its_mask(
     assert "padded by" not in found.text
 
 
+class Translating(Pooled):
+    """Its labels are another sequence, whose last id it begins with."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        begun = self.embed(labels.roll(1, dims=1))
+        x = self.embed(ids)
+        return self.head(self.attn(begun, x, x, key_padding_mask=self.unseen(ids))[0])
+
+
+@pytest.mark.parametrize("length", [8, 6])
+def test_a_sequence_that_is_not_padded_keeps_its_length(length: int, probe: ModelProbe, words: Tensor) -> None:
+    labels = probe.randint(1, 9, (3, length), name="labels")
+    found = checks.padding_invariant.outcome(probe, probe.build(Translating), words, pad_id=PAD, labels=labels)
+    assert found.verdict == "holds", found.text
+
+
 def test_an_id_of_padding_wants_ids(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, nn.Linear(3, 2), probe.randn(2, 8, 3), pad_id=PAD)
     assert found.text == "pad_id= is an id, and the first input holds none: it is not of integers"

@@ -137,10 +137,16 @@ def padding_invariant(
             return x[..., :kept].clone()
         return x.narrow(axis, 0, kept).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
-    if name is not None and padding is not None and trial.run(mode="eval", vary=cut).error is not None:
+    def alone(where: str, x: Tensor) -> Tensor:
+        return cut(where, x) if where in (path, name) else x
+
+    # What else is as long may be of another sequence: it is cut only where the model wants it to be as long still.
+    ways = (vary for vary in (alone, cut) if trial.run(mode="eval", vary=vary).error is None)
+    shorter = None if padding is None else next(ways, cut if name is None else None)
+    if shorter is None:
         padding = None  # it takes sequences of one length alone
     one = trial.reference(mode="eval", vary=masked)
-    two = trial.other(mode="eval", vary=replaced if padding is None else cut)
+    two = trial.other(mode="eval", vary=shorter or replaced)
     rows = batch if axis else -1
     axes_of = _axes_that_follow(trial, one, path, axis)
     pairs = _first_and_pooled(rows, kept, axes_of) if padding is None else _cut_and_pooled(rows, kept, length)

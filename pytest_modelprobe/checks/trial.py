@@ -300,7 +300,8 @@ class Trial:
         """
         trace = self.run(**options)
         if trace.error is not None:
-            raise NotApplicableError(f"the model does not run on other inputs: {trace.failure}") from trace.error
+            where = "in another run" if trace.in_backward else "the model does not run on other inputs:"
+            raise NotApplicableError(f"{where} {trace.failure}") from trace.error
         return trace
 
     def loss(self, output: Any) -> Tensor:
