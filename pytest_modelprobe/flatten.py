@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -88,6 +89,8 @@ class Flat:
                     known.add(id(tensor))
                     self.tensors.append((where, tensor))
             self.opaque.update(inside.opaque)
+            if not known and not inside.opaque and any(_is_closure(part) for part in attributes.values()):
+                self._leave(path, value)
 
     def _leave(self, path: str, value: Any, more: str = "") -> None:
         self.known = False
@@ -146,6 +149,11 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _is_means(value: Any) -> bool:
     """Whether an attribute is no result but what an object works with: a function, a class, a module."""
     return callable(value) and not _attributes(value)
+
+
+def _is_closure(value: Any) -> bool:
+    """Whether a function may hold results itself."""
+    return isinstance(value, functools.partial) or bool(getattr(value, "__closure__", None))
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:

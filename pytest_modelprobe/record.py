@@ -532,6 +532,9 @@ class Record:
             raise UnknownLayerError(unknown_layer(self, layer))
         return self.layers[layer]
 
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.layers
+
     def __str__(self) -> str:
         from .report.record import as_text
 

@@ -267,9 +267,9 @@ def test_a_router_and_a_vocabulary_are_no_attention() -> None:
 
 def test_probabilities_given_out_are_no_attention_unless_named() -> None:
     found = PROBE.run(nn.Sequential(nn.Linear(16, 5), nn.Softmax(dim=-1)), 100 * X, attention=True)
-    with pytest.raises(NothingObservedError, match="1 among them"):
+    with pytest.raises(NothingObservedError, match=r"layer '1' \(Softmax\) among them"):
         assert_attention_entropy(found)
-    with pytest.raises(AssertionError, match="head 0 of 1 attends to one key alone"):
+    with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Softmax\) attends to one key alone"):
         assert_attention_entropy(found, layers="1", low=0.9)
 
 
@@ -278,9 +278,10 @@ def test_a_softmax_over_the_wrong_axis_is_said(assertion) -> None:
     with pytest.raises(AssertionError) as caught:
         assertion(record(turned))
     assert str(caught.value) == (
-        "1 takes its softmax over another axis than its weights are multiplied into values along; 1 of 1 softmax "
-        "looked at\n\nlayer\n1\n\nThe weights of a query do not sum to 1: the softmax belongs over the keys, dim=-1 "
-        "most often. If it is meant, as where slots compete for inputs, leave the layer out with layers=."
+        "layer '1' (Attention) takes its softmax over another axis than its weights are multiplied into values "
+        "along; 1 of 1 softmax looked at\n\nlayer\nlayer '1' (Attention)\n\nThe weights of a query do not sum to 1: "
+        "the softmax belongs over the keys, dim=-1 most often. If it is meant, as where slots compete for inputs, "
+        "leave the layer out with layers=."
     )
 
 

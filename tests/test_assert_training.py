@@ -240,6 +240,19 @@ def test_a_frozen_backbone_is_sound() -> None:
                 optimizer.step()
 
 
+def test_norms_of_a_frozen_backbone_may_stay_in_evaluation_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    model[:2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+        assert_training_loop(watch)
+
+
 def test_a_model_that_is_averaged_is_sound() -> None:
     model = net(norm=True, dropout=0.1)
     averaged, optimizer = AveragedModel(model), sgd(model)

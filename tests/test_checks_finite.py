@@ -81,7 +81,7 @@ def test_a_model_of_nan_fails_the_battery_on_finiteness(probe: ModelProbe, x: Te
         checks.standard(probe, poisoned(probe), x, loss=lambda y: y.square().mean(), skip=["initialised"])
     first, *_ = str(error.value).splitlines()
     said = "last is not finite in evaluation mode: the model gives out NaN, from last.weight, which holds NaN"
-    assert first == f"{said}; 1 check of 18 broken; 1 hold, 16 are not applicable"
+    assert first == f"{said}; 1 check of 21 broken; 1 hold, 19 are not applicable"
 
 
 def test_finiteness_is_the_first_of_the_standard_checks() -> None:
@@ -173,7 +173,9 @@ def test_an_infinity_that_is_computed_is_a_break(name: str, probe: ModelProbe, x
 
 def test_what_is_not_finite_in_training_alone_is_a_break(probe: ModelProbe) -> None:
     found = checks.finite.outcome(probe, nn.Sequential(nn.Linear(3, 3), Noisy()), probe.randn(4, 3))
-    assert found.text.startswith("1 is not finite in training mode: the model gives out NaN, from torch.Tensor.sqrt at")
+    assert found.text.startswith(
+        "layer '1' (Noisy) is not finite in training mode: the model gives out NaN, from torch.Tensor.sqrt at"
+    )
 
 
 class Noisy(nn.Module):
@@ -487,6 +489,22 @@ def test_a_model_of_one_length_is_judged_by_its_mask(
     found = checks.padding_invariant.outcome(probe, model, words, kwargs={"mask": torch.ones_like(words)})
     assert found.verdict == verdict
     assert "padded by" not in found.text
+
+
+class Translating(Pooled):
+    """Its labels are another sequence, whose last id it begins with."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        begun = self.embed(labels.roll(1, dims=1))
+        x = self.embed(ids)
+        return self.head(self.attn(begun, x, x, key_padding_mask=self.unseen(ids))[0])
+
+
+@pytest.mark.parametrize("length", [8, 6])
+def test_a_sequence_that_is_not_padded_keeps_its_length(length: int, probe: ModelProbe, words: Tensor) -> None:
+    labels = probe.randint(1, 9, (3, length), name="labels")
+    found = checks.padding_invariant.outcome(probe, probe.build(Translating), words, pad_id=PAD, labels=labels)
+    assert found.verdict == "holds", found.text
 
 
 def test_an_id_of_padding_wants_ids(probe: ModelProbe) -> None:

@@ -246,4 +246,99 @@ def test_losses_statistics_and_constants_lose_no_batch(probe: ModelProbe, check:
 def test_outputs_that_are_not_along_the_batch_are_told(probe: ModelProbe) -> None:
     model = Model(lambda model, x: (model.fc(x), model.fc.weight), fc=nn.Linear(3, 5))
     found = checks.any_batch_size(probe, model, probe.randn(4, 3))
-    assert found.text == "batches of 1, 4 and 5, in 2 values of 2 layers; not along the batch: output[1]"
+    assert found.text == "batches of 1, 4 and 5, in 2 values of 2 layers; not along the batch: output[1] (5, 3)"
+
+
+def one_a_row(model: Any, x: Tensor) -> list[dict[str, Tensor]]:
+    return [{"box": row[:4], "score": row[4]} for row in model.fc(x)]
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+@pytest.mark.parametrize(
+    ("forward", "shown"),
+    [
+        (lambda model, x: model.fc(x)[:-1], "output (3, 5)"),
+        (one_a_row, "output[0].box (4,), output[0].score (), output[1].box (4,) and 5 more"),
+    ],
+    ids=["a row less", "one a row in a list"],
+)
+def test_a_model_of_which_no_output_is_along_the_batch_is_not_judged(
+    probe: ModelProbe, check: checks.Check, forward: Any, shown: str
+) -> None:
+    found = check.outcome(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
+    assert found.verdict == "not applicable"
+    assert found.text == f"nothing that the model gives out is along an axis of 4 rows: {shown}"
+
+
+def test_a_list_of_one_a_row_beside_the_batch_is_no_dependence_on_its_size(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: (model.fc(x), one_a_row(model, x)), fc=nn.Linear(3, 5))
+    assert checks.any_batch_size.outcome(probe, model, probe.randn(4, 3)).verdict == "holds"
+
+
+def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) -> None:
+    x = probe.randn(4, 3)
+    chosen = Model(lambda model, x: model.fc(x).argmax(-1), fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, of integers: output")
+    loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
+
+
+# --- outputs along positions --------------------------------------------------------------------------------------
+
+LEAKS: dict[str, Callable[[Tensor], Any]] = {
+    "flattened with the batch": lambda o: o.softmax(1).flatten(0, 1),
+    "without the first": lambda o: o.softmax(1)[:, 1:],
+    "a list over time": lambda o: list(o.softmax(1).unbind(1)),
+    "chosen": lambda o: o.softmax(1).argmax(-1),
+    "a loss": lambda o: o.softmax(1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("check", [checks.causal, checks.permutation_equivariant])
+@pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
+def test_a_model_of_which_no_output_is_along_the_positions_is_not_judged(
+    probe: ModelProbe, check: checks.Check, leak: Callable[[Tensor], Any]
+) -> None:
+    found = check.outcome(probe, Model(lambda model, x: leak(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
+    assert found.verdict == "not applicable"
+    assert "nothing that the model gives out can be compared along an axis of 6 positions" in found.text
+    assert found.text.endswith("what is inside agrees, in 1 layer")
+
+
+def test_outputs_that_are_not_along_the_positions_are_told(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: (model.fc(x), model.fc(x).mean(1)), fc=nn.Linear(4, 3))
+    found = checks.causal(probe, model, probe.randn(2, 6, 4))
+    assert found.text == "2 layers at the first 3 and the first 2 of 6 positions; not looked at: output[1] (2, 3)"
+
+
+@pytest.mark.parametrize("check", [checks.causal, checks.permutation_equivariant])
+def test_as_many_features_as_positions_are_not_taken_for_these(probe: ModelProbe, check: checks.Check) -> None:
+    """A cache may hold fewer positions than were given, and as many features."""
+    model = Model(lambda model, x: (model.fc(x), model.fc(x)[:, -3:]), fc=nn.Linear(4, 6))
+    found = check.outcome(probe, model, probe.randn(2, 6, 4))
+    assert found.verdict == "holds"
+    assert found.text.endswith("; not looked at: output[1] (2, 3, 6)")
+
+
+# --- outputs of nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "check", [checks.finite, checks.deterministic, checks.permutation_invariant, checks.dtype_parity, checks.causal]
+)
+@pytest.mark.parametrize("give", [lambda o: None, lambda o: 5, lambda o: o[:0]], ids=["None", "a number", "no rows"])
+def test_where_nothing_is_given_out_nothing_holds(
+    probe: ModelProbe, check: checks.Check, give: Callable[[Tensor], Any]
+) -> None:
+    found = check.outcome(probe, Model(lambda model, x: give(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
+    assert found.verdict == "not applicable"
+    assert found.text == "the model gives out no tensor, or none with elements: there is nothing to look at"
+
+
+def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProbe) -> None:
+    class Later:
+        def __init__(self, found: Tensor) -> None:
+            self.value = lambda: found
+
+    found = checks.causal.outcome(probe, Model(lambda _, x: Later(x.softmax(1))), probe.randn(2, 6, 4))
+    assert found.text.startswith("output cannot be looked into (")

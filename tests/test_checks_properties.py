@@ -115,6 +115,28 @@ def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelPro
     assert found.text.startswith("the loss does not go with a part of the batch; give the targets as inputs")
 
 
+def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_same(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: self.fc(x) * 1e-6, fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), loss=lambda o: F.cross_entropy(o, torch.arange(len(o)))
+    )
+    assert found.verdict == "not applicable", found.text
+    assert found.text.startswith("the loss does not go with a part of the batch")
+
+
+def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe) -> None:
+    kept: dict[str, Tensor] = {}
+    model = Code(lambda self, x: x * kept.setdefault("bias", self.fc.weight.square().sum()), fc=nn.Linear(3, 3))
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 3), loss=lambda o: o.square().mean())
+    assert found.text.startswith("in another run its backward raised RuntimeError: Trying to backward through")
+
+
+def test_what_runs_in_a_narrower_dtype_alone_is_said_to(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x + torch.full((), torch.finfo(x.dtype).min) * 0, fc=nn.Linear(3, 3))
+    found = checks.dtype_parity.outcome(probe, model, probe.randn(3, 3))
+    assert found.text.startswith("the model runs in bfloat16 and not in float64: (root) raised RuntimeError: value")
+
+
 def test_targets_that_are_inputs_go_with_each_part_of_the_batch(probe: ModelProbe) -> None:
     model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y), fc=nn.Linear(4, 5))
     found = checks.gradient_accumulation(probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss)

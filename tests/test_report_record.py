@@ -134,3 +134,9 @@ def test_a_value_without_a_gradient_says_so() -> None:
         _ = record["(root)"].output.gradient
     record = run(nn.Linear(2, 2), torch.ones(3, 2), loss=lambda out: out.sum())
     assert record["(root)"].output.gradient.rms == 1
+
+
+def test_a_layer_is_in_a_record_or_not() -> None:
+    record = ModelProbe().run(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+    assert "0" in record
+    assert "fc" not in record

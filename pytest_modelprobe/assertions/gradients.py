@@ -358,12 +358,14 @@ def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
     last: dict[tuple[str, bool], tuple[Step, float]] = {}
     said: set[int] = set()  # a container gives out what its last child does
     for step in reversed(Course(record).returned):
-        found = [(g.norm, v) for v in step.call.outputs if (g := v.gradient) is not None and g.count > 1 and g.norm]
+        arrived = [(v.backward.statistics, v) for v in step.call.outputs if v.backward is not None]
+        found = [(g.norm, value) for g, value in arrived if g is not None and g.count > 1 and g.norm]
         if found:
             norm, value = max(found, key=lambda pair: pair[0])
             end, base = last.setdefault(step.place[:2], (step, norm))
             if step.layer.name in names and (step.layer.leaf or value.tensor not in said):
-                rms = None if value.statistics is None else value.statistics.rms
+                numbers = value.forward.statistics
+                rms = None if numbers is None else numbers.rms
                 yield _Growth(step, norm, rms, end, norm / base)
             said.add(value.tensor)
 

@@ -128,7 +128,8 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
 
 
 def _modes(record: Record, training: Training) -> Iterator[_Finding]:
-    still = next((layer for layer in _called(record, training=False) if _tells_modes_apart(layer)), None)
+    kept = (layer for layer in _called(record, training=False) if _tells_modes_apart(layer))
+    still = next((layer for layer in kept if not _is_frozen(layer)), None)
     if training.evaluating and still is not None:
         yield _Finding(
             f"{still.name} is trained in evaluation mode",
@@ -159,6 +160,11 @@ def _tells_modes_apart(layer: Layer) -> bool:
     rates = ("p", "drop_prob") if "Drop" in layer.type_name else ("dropout",)
     values = (layer.attributes.get(name) for name in rates)
     return "BatchNorm" in layer.type_name or any(isinstance(rate, (int, float)) and rate > 0 for rate in values)
+
+
+def _is_frozen(layer: Layer) -> bool:
+    """Whether nothing of a layer is trained: a norm of a frozen backbone is meant to stay in evaluation mode."""
+    return bool(layer.parameters) and not any(parameter.requires_grad for parameter in layer.parameters)
 
 
 def _gathers(layer: Layer) -> bool:

@@ -209,7 +209,11 @@ class _Rows:
     final: bool
     """Whether something that the model itself gives out is along the batch."""
     elsewhere: tuple[str, ...] = ()
-    """What it gives out that is not, single numbers aside."""
+    """What it gives out that is not, with its shape; single numbers aside where something is."""
+    integers: tuple[str, ...] = ()
+    """What it gives out that is of integers, which may be chosen by rounding: it is not compared."""
+    number: bool = False
+    """Whether it gives out nothing else than single numbers, which losses are."""
     guessed: bool = False
     """Whether the model takes no batch of another size: each axis as long as the batch may be the batch's."""
 
@@ -232,9 +236,14 @@ class _Rows:
         return pairs
 
     def check_known(self) -> None:
-        """Refuse a model of which nothing is along the batch."""
+        """Refuse a model of which nothing is along the batch, or which gives out nothing that is, but for a number."""
         if not self.axes:
             raise NotApplicableError(f"no layer gives out anything along an axis of {count(self.size, 'row')}")
+        if self.elsewhere and not (self.final or self.number):
+            raise NotApplicableError(
+                f"nothing that the model gives out is along an axis of {count(self.size, 'row')}: "
+                f"{listed(list(self.elsewhere))}"
+            )
 
     def check_told(self, inside: Disagreement | None, when: str) -> None:
         """Refuse to judge what layers inside do where no output says whether it matters: a loss may compare rows."""
@@ -247,8 +256,8 @@ class _Rows:
     def told(self, inside: Disagreement | None) -> str:
         """Return what was looked at."""
         text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
-        if self.elsewhere:
-            text += f"; not along the batch: {listed(list(self.elsewhere))}"
+        for what, paths in ("not along the batch", self.elsewhere), ("not compared, of integers", self.integers):
+            text += f"; {what}: {listed(list(paths))}" if paths else ""
         if inside is not None:
             text += f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
         if self.guessed:
@@ -277,20 +286,33 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     again = {given.where: given.tensor for given in resized.trace.given}
     axes: dict[str, tuple[_Axis, ...]] = {}
     kept: list[Given] = []
-    elsewhere = []
+    integers, elsewhere = [], []
     for given in one.given:
         x, y = given.tensor, again.get(given.where)
-        if y is None or not (x.is_floating_point() or x.is_complex()):
-            continue
-        found = _longer(x, y, size, resized.n, flattened=_is_final(given))
-        if found or (_is_final(given) and x.dim() != y.dim()):
+        found = () if y is None else _longer(x, y, size, resized.n, flattened=_is_final(given))
+        if y is None or not (found or (_is_final(given) and x.dim() != y.dim())):
+            if _is_final(given):
+                elsewhere.append(given)
+        elif x.is_floating_point() or x.is_complex():
             axes[given.where] = found
             kept.append(given)
-        elif _is_final(given) and not _is_number(x) and x.shape == y.shape:
-            elsewhere.append(given.path)
+        elif _is_final(given):
+            integers.append(given.path)
     layers = frozenset(given.layer for given in kept)
     final = any(_is_final(given) for given in kept)
-    return _Rows(size, resized.inputs, axes, layers, final, tuple(elsewhere) if final else ())
+    same = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
+    number = same and all(_is_number(given.tensor) for given in elsewhere)
+    told = [f"{g.path} {tuple(g.tensor.shape)}" for g in elsewhere if not (final and _is_number(g.tensor))]
+    return _Rows(
+        size,
+        resized.inputs,
+        axes,
+        layers,
+        final,
+        elsewhere=tuple(told),
+        integers=tuple(integers),
+        number=number,
+    )
 
 
 def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tuple[_Axis, ...]:
@@ -351,7 +373,9 @@ def _is_number(x: Tensor) -> bool:
 def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Break | None:
     """Return the break of a model whose outputs depend on the inputs and are as long whatever the batch."""
     outputs, again = one.final, resized.trace.final
-    if not outputs or any(path not in again or x.shape != again[path].shape for path, x in outputs.items()):
+    if not outputs or outputs.keys() != again.keys():  # a list may hold one for each row
+        return None
+    if any(x.shape != again[path].shape for path, x in outputs.items()):
         return None
     if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
         return None
@@ -450,9 +474,12 @@ def _apart(
     """
 
     def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
-        found = disagreements(one, two, pairs=pairs_of(one), tolerance=up_to)
+        pairs = pairs_of(one)
+        found = disagreements(one, two, pairs=pairs, tolerance=up_to)
         there = {given.where for given in two.given}  # what other rows go to may not be called
-        return [one for one in found if one.given.where in there or _is_final(one.given)]
+        # Of a list of one for each row there are fewer; what is along the batch is there whatever its size.
+        along = {one.given.where for one in found if _is_final(one.given) and pairs(*[one.given.tensor] * 2)}
+        return [one for one in found if one.given.where in there | along]
 
     found = compared(*runs, tolerance)
     if any(_is_final(one.given) for one in found):

@@ -331,6 +331,13 @@ def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -
 
 
 def _by_step(trial: Trial, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
+    try:
+        inspect.signature(step).bind(trial.model, tensor, None)
+    except TypeError as error:
+        raise UsageError(f"step= is called with the model, a chunk and the state: {error}") from error
+    except ValueError:  # of some builtins nothing is known
+        pass
+
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
         found = step(trial.model, tensor.to(trial.probe.device).narrow(axis, start, n).clone(), state)
         if not isinstance(found, tuple) or len(found) != 2:

@@ -22,7 +22,18 @@ _TIMES = ("one", "two", "three")
 
 _MODES: tuple[Mode, ...] = ("eval", "train")
 
-_SLIDING = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.Unfold)
+_SLIDING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.Unfold,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

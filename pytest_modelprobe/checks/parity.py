@@ -97,7 +97,8 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     if two.error is not None:  # a dtype that is written into the code is another than any; a kernel may lack just one
         another = torch.float64 if dtype == torch.bfloat16 else torch.bfloat16
         if _in_dtype(trial, another).error is None:
-            raise NotApplicableError(f"an operation knows no {name}: {two.failure}")
+            runs = str(another).removeprefix("torch.")
+            raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
     else:
         own = {given.where: given.tensor.dtype for given in one.given}
         kept = [

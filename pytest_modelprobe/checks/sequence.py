@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.selection import nearest
 
-from .agreement import Disagreement, Pairs, broken, change, changed, disagreements, limit, upheld
+from .agreement import Pairs, broken, change, changed, disagreements, limit, upheld
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
+
+_Axes = Callable[[Tensor], list[int]]
+"""Of a tensor that a run gave out: the axes that its positions may be along."""
 
 
 @check
@@ -36,8 +40,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, model = ModelProbe(), nn.LSTM(4, 8, batch_first=True)
-    >>> print(checks.causal(probe, model, probe.randn(2, 6, 4)))
-    causal holds for LSTM: 1 layer at the first 3 and the first 2 of 6 positions
+    >>> print(checks.causal(probe, model, probe.randn(2, 6, 4)))  # doctest: +ELLIPSIS
+    causal holds for LSTM: 1 layer at the first 3 and the first 2 of 6 positions; not looked at: output[1][0] ...
     >>> print(checks.causal.outcome(probe, nn.LSTM(4, 8, batch_first=True, bidirectional=True), probe.randn(2, 6, 4)))
     ... # doctest: +ELLIPSIS
     (root) knows of later positions: ...
@@ -46,14 +50,15 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     length = tensor.shape[axis]
     half = (length + 1) // 2
     one = trial.reference(mode="eval")
-    looked_at = 0
+    pairs_of = functools.partial(_first, axes_of=_axes_that_follow(trial, one, path, axis))
     cuts = [before for before in (half, half - 1) if before]
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
             return other_from(trial, x, axis, before) if name == path else x
 
-        found, looked_at = _agreeing_at_first((one, trial.other(mode="eval", vary=vary)), (before, length), tolerance)
+        two, pairs = trial.other(mode="eval", vary=vary), pairs_of(before)
+        found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
         if found:
             return broken(
                 found,
@@ -61,7 +66,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
                 "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken "
                 "over all positions, or over those of a chunk: a norm, a mean.",
             )
-    return f"{count(looked_at, 'layer')} at {' and '.join(f'the first {n}' for n in cuts)} of {length} positions"
+    firsts = " and ".join(f"the first {n}" for n in cuts)
+    return _looked_at(one, pairs_of(cuts[-1]), length, f"at {firsts} of {length} positions")
 
 
 @check
@@ -131,24 +137,30 @@ def padding_invariant(
             return x[..., :kept].clone()
         return x.narrow(axis, 0, kept).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
-    if name is not None and padding is not None and trial.run(mode="eval", vary=cut).error is not None:
+    def alone(where: str, x: Tensor) -> Tensor:
+        return cut(where, x) if where in (path, name) else x
+
+    # What else is as long may be of another sequence: it is cut only where the model wants it to be as long still.
+    ways = (vary for vary in (alone, cut) if trial.run(mode="eval", vary=vary).error is None)
+    shorter = None if padding is None else next(ways, cut if name is None else None)
+    if shorter is None:
         padding = None  # it takes sequences of one length alone
     one = trial.reference(mode="eval", vary=masked)
-    two = trial.other(mode="eval", vary=replaced if padding is None else cut)
+    two = trial.other(mode="eval", vary=shorter or replaced)
     rows = batch if axis else -1
-    pairs = _first_and_pooled(rows, kept, length) if padding is None else _cut_and_pooled(rows, kept, length)
+    axes_of = _axes_that_follow(trial, one, path, axis)
+    pairs = _first_and_pooled(rows, kept, axes_of) if padding is None else _cut_and_pooled(rows, kept, length)
     if padding is not None:  # where nothing is masked a model may hand on no mask
         both = {given.where for given in two.given}
         one.given = [given for given in one.given if given.where in both]
     found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
-    looked_at = _looked_at(one, pairs, length)
     others = "the others"
     if name is not None:
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
     if not found:
-        return f"{count(looked_at, 'layer')} at the first {kept} of {length} positions without {others}"
+        return _looked_at(one, pairs, length, f"at the first {kept} of {length} positions without {others}")
     unused = _unused_masks(trial) if name is None and pad_id is None else []
     if unused:
         raise NotApplicableError(f"the model finds no padding without {listed(unused)}: give it, or pad_id=")
@@ -182,9 +194,10 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
 
     one, two = _reordered(trial, path, axis, order)
     back = torch.argsort(order)
+    axes_of = _axes_that_follow(trial, one, path, axis)
 
     def restored(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-        axes = _axes(x, length)
+        axes = axes_of(x)
         if not axes or x.shape != y.shape:
             return [(x, y)] if axes else []
         found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
@@ -193,9 +206,8 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
         return [*found, (x, y)]
 
     found = disagreements(one, two, pairs=restored, tolerance=tolerance)
-    looked_at = _looked_at(one, restored, length)
     if not found:
-        return f"{count(looked_at, 'layer')} of {length} elements in another order"
+        return _looked_at(one, restored, length, f"of {length} elements in another order")
     check_not_random(trial)
     return broken(
         found,
@@ -237,19 +249,9 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
 
 
-def _agreeing_at_first(
-    runs: tuple[Trace, Trace], first: tuple[int, int], tolerance: float | None
-) -> tuple[list[Disagreement], int]:
-    """Return where two runs disagree at the first positions of so many, and how many layers were looked at."""
-    (one, two), (before, length) = runs, first
-    pairs = _first(before, length)
-    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
-    return found, _looked_at(one, pairs, length)
-
-
-def _first_and_pooled(batch: int, before: int, length: int) -> Pairs:
+def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
     """Return what takes the first positions of two tensors, or all of what has no positions but one row an example."""
-    first = _first(before, length)
+    first = _first(before, axes_of)
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         pooled = one.dim() == 2 and len(one) == batch
@@ -369,11 +371,43 @@ def _axes(tensor: Tensor, length: int) -> list[int]:
     return [axis for axis, n in enumerate(tensor.shape) if n == length]
 
 
-def _first(before: int, length: int) -> Pairs:
+def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> _Axes:
+    """Return what finds the axes of positions in what a run gave out: those that are shorter in a shorter sequence.
+
+    Where the model takes none, all that are as long may be it: of features, or of a cache, there may be as many.
+
+    Args:
+        trial: The model and its inputs.
+        one: The run.
+        path: The input that has positions.
+        axis: Which of its axes they are along.
+    """
+    tensor = dict(trial.inputs)[path]
+    axis, length = axis % tensor.dim(), tensor.shape[axis]
+    for n in dict.fromkeys((length - 1, length // 2)):
+
+        def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
+            if where.endswith("mask"):
+                return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
+            return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
+
+        again = trial.run(mode="eval", vary=shorter)
+        if again.error is None:
+            there = {given.where: given.tensor.shape for given in again.given}
+            known = {
+                id(given.tensor): [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
+                for given in one.given
+                if given.tensor.dim() == len(there.get(given.where, ()))
+            }
+            return lambda x: known[id(x)] if id(x) in known else _axes(x, length)
+    return lambda x: _axes(x, length)
+
+
+def _first(before: int, axes_of: _Axes) -> Pairs:
     """Return what takes the first positions of two tensors, along each axis that may be theirs."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        axes = _axes(one, length)
+        axes = axes_of(one)
         if axes and one.shape != other.shape:
             return [(one, other)]
         return [(one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
@@ -381,9 +415,30 @@ def _first(before: int, length: int) -> Pairs:
     return pairs
 
 
-def _looked_at(trace: Trace, pairs: Pairs, length: int) -> int:
-    floating = (given for given in trace.given if given.tensor.is_floating_point())
-    layers = {given.layer for given in floating if pairs(given.tensor, given.tensor)}
+def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str) -> str:
+    """Return what was looked at, and how.
+
+    Raises:
+        NotApplicableError: No layer, or nothing that the model itself gives out, has an axis of positions.
+    """
+    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.given if _is_rounded(given.tensor)}
+    layers = {given.layer for given in trace.given if along.get(id(given))}
     if not layers:
         raise NotApplicableError(f"no layer gives out anything along an axis of {count(length, 'position')}")
-    return len(layers)
+    final = [given for given in trace.outputs if given.layer == ROOT]
+    others = [
+        f"{given.path} {tuple(given.tensor.shape)}"
+        for given in final
+        if given.tensor.dim() and not along.get(id(given))
+    ]
+    if not any(along.get(id(given)) for given in final):
+        raise NotApplicableError(
+            f"nothing that the model gives out can be compared along an axis of {count(length, 'position')}: "
+            f"{listed(others) or 'single numbers alone'}; what is inside agrees, in {count(len(layers), 'layer')}"
+        )
+    text = f"{count(len(layers), 'layer')} {how}"
+    return f"{text}; not looked at: {listed(others)}" if others else text
+
+
+def _is_rounded(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_modelprobe._torch import converted
+from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import map_tensors
 from pytest_modelprobe.record import ROOT
@@ -110,13 +110,27 @@ def _accumulated(
 
 
 def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
-    """Whether the loss is another when the rows of the output are in another order: it holds a target for each."""
+    """Whether the loss, or its gradient, is another when the rows of the output are in another order.
 
-    def rolled(x: Tensor) -> Tensor:
-        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
+    It holds a target for each. In its gradient they show where the rows of the output are still almost the same.
+    """
 
-    one, other = trial.loss(whole.output), trial.loss(map_tensors(rolled, whole.output))
-    return change(one.detach(), other.detach()) > limit(one)
+    def at(by: int) -> list[Tensor]:
+        leaves = list[Tensor]()
+
+        def leaf(x: Tensor) -> Tensor:
+            if x.dim() <= axis or x.shape[axis] != size:
+                return x
+            x = x.detach().roll(by, axis)
+            if x.is_floating_point() or x.is_complex():
+                leaves.append(x.requires_grad_())
+            return x
+
+        loss = trial.loss(map_tensors(leaf, whole.output))
+        known = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+        return [loss.detach(), *(gradient.roll(-by, axis) for gradient in known if gradient is not None)]
+
+    return any(change(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
 
 
 def _beyond_rounding(
@@ -453,7 +467,7 @@ def _changing(trial: Trial) -> dict[str, Tensor]:
     """Return the floating buffers that training changes."""
     buffers = {name: x for name, x in trial.model.named_buffers() if x.is_floating_point()}
     if not trial.inputs:
-        norms = [n for n, m in trial.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        norms = [n for n, m in trial.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
         return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
     with trial.lasting():
         before = {name: x.clone() for name, x in buffers.items()}

@@ -265,7 +265,7 @@ class Trial:
         """Return a run on the inputs as they are given, which has to succeed.
 
         Raises:
-            NotApplicableError: The model or its backward raised, or gave out what is not finite.
+            NotApplicableError: The model or its backward raised, or gave out nothing, or what is not finite.
         """
         trace = self.run(**options)
         if trace.error is not None and not (self._graph or trace.in_backward):
@@ -276,6 +276,10 @@ class Trial:
             trace = again if self._graph else trace
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        if not any(tensor.numel() for _, tensor in flatten("output", trace.output).tensors):
+            raise NotApplicableError(
+                "the model gives out no tensor, or none with elements: there is nothing to look at"
+            )
         self.judge(trace, **options)
         return trace
 
@@ -296,7 +300,8 @@ class Trial:
         """
         trace = self.run(**options)
         if trace.error is not None:
-            raise NotApplicableError(f"the model does not run on other inputs: {trace.failure}") from trace.error
+            where = "in another run" if trace.in_backward else "the model does not run on other inputs:"
+            raise NotApplicableError(f"{where} {trace.failure}") from trace.error
         return trace
 
     def loss(self, output: Any) -> Tensor:
