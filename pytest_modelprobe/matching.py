@@ -106,6 +106,16 @@ def needed(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
     return {new: old for new, old in rename.items() if found(old) or not found(new)}
 
 
+def name_before(name: str, rename: Mapping[str, str]) -> str:
+    """Return what a layer, or a tensor in it, is called by a user's ``rename``; of several rules the last counts.
+
+    >>> name_before("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
+    'encoder.layer.3.dense.weight'
+    """
+    matches = ((_pattern(new).fullmatch(name), old) for new, old in reversed(list(rename.items())))
+    return next((_filled(old, found.groups()) for found, old in matches if found), name)
+
+
 def rules(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
     """Return the ``rename`` by which `declared` would say what `match` found: one rule for all inside a layer.
 
