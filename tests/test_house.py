@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "tolerance": {"record"},
     "compare": {"exceptions", "matching", "record", "selection", "tolerance"},
     "diagnosis": {"compare", "course", "record", "tolerance"},
-    "gate": {"compare", "record"},
+    "gate": {"compare", "diagnosis", "record"},
     "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {

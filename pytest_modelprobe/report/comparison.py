@@ -80,13 +80,13 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
-    counts += _noted(diagnosis.comparison.notes)
+    counts += noted(diagnosis.comparison.notes)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
 
 
-def _noted(notes: Iterable[Difference]) -> list[str]:
+def noted(notes: Iterable[Difference]) -> list[str]:
     """Return one sentence on attributes that came or went, which by themselves fail nothing."""
     came: dict[str, int] = {}
     went: dict[str, int] = {}

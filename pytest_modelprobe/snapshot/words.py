@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
+from pytest_modelprobe.gate import needs_reason
 from pytest_modelprobe.matching import renamed, rules
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report import comparison as report
@@ -27,7 +28,8 @@ class Refusal(NamedTuple):
 def changed(diagnosis: Diagnosis, command: str, way_out: str = "") -> str:
     """Return the text of a record that is not as it was; ``command`` runs the test, its update was refused or not."""
     named = _other_names(diagnosis)
-    steps = [way_out or f"Intended? {command} --snapshot-update", f"Since when? git bisect run {command}"]
+    reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
+    steps = [way_out or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
     if named:
         steps.insert(0, f"Only other names? {named}")
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
