@@ -591,6 +591,73 @@ def test_a_log_follows_a_snapshot_that_moved(git: Git, history: None, modelprobe
     assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
 
 
+def test_a_log_compares_a_commit_with_its_parents_and_not_with_another_branch(
+    git: Git, branch: str, modelprobe: Run
+) -> None:
+    write(net(3))
+    commit(git, "Widen the net")
+    git("checkout", "-q", "-b", "other", "main")
+    write(net(mean=5.0), f"{PATH}_other")
+    write(net(act="GELU"))
+    commit(git, "Smooth the net")
+    git("checkout", "-q", "-")
+    git("merge", "-q", "-s", "ours", "--no-commit", "other")
+    write(net(3, act="GELU"))
+    commit(git, "Merge both")
+    data = json.loads(modelprobe("log", f"{PATH}.arch.json", "--format", "json")[1])
+    whats = {entry["subject"]: [row["what"] for row in entry.get("changes", [])] for entry in data}
+    assert whats["Widen the net"] == ["weight shape"]
+    assert whats["Smooth the net"] == ["type"]
+    assert "Merge both" not in whats
+
+
+def test_a_log_shows_the_reason_that_was_declared_once(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    assert modelprobe("declare", "wider for a reason")[0] == 0
+    commit(git, "Widen the net")
+    text = Path(f"{PATH}.probe.json").read_text("utf-8")
+    Path(f"{PATH}.probe.json").write_text(text + "\n", "utf-8")
+    commit(git, "Add a line")
+    out = modelprobe("log", PATH)[1]
+    assert out.count("  declared: wider for a reason") == 1
+    assert "**" in modelprobe("log", PATH, "--format", "markdown")[1]
+
+
+# --- declare ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_is_given_after_the_fact_for_the_whole_branch(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    commit(git, "Widen the net")
+    write(net(4))
+    commit(git, "Widen it further")
+    assert modelprobe("check", "--base", "main")[0] == 1
+    assert modelprobe("declare", 'wider "é"', "--base", "main") == (0, f"declared in {PATH}.arch.json\n", "")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 0
+    assert 'Declared for Net: wider "é"' in out
+    assert modelprobe("declare", "again", "--base", "main")[1].startswith("nothing to declare since main; ")
+
+
+def test_a_reason_changes_nothing_else_of_the_file(branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    before = Path(f"{PATH}.arch.json").read_text("utf-8")
+    modelprobe("declare", "wider")
+    after = Path(f"{PATH}.arch.json").read_text("utf-8")
+    assert [line for line in after.split("\n") if not line.startswith(('"reason', '"supersedes'))] == before.split("\n")
+
+
+def test_a_reason_for_what_is_deleted_is_a_trailer(git: Git, branch: str, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    code, out, _ = modelprobe("declare", "not used any more")
+    assert code == 1
+    assert "what is deleted cannot declare it" in out
+
+
+def test_an_empty_reason_is_refused(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("declare", " ") == (2, "", "modelprobe: the reason is empty: say why the snapshots changed\n")
+
+
 def test_a_log_tells_which_version_cannot_be_read(git: Git, branch: str, modelprobe: Run) -> None:
     Path(f"{PATH}.arch.json").write_text("{", "utf-8")
     commit(git, "Break it")
