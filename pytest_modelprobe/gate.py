@@ -339,18 +339,18 @@ def _causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
 
 
 def _class_of_numbers(diagnosis: Diagnosis) -> Class:
-    """Return of which class numbers are that are no weights: nothing but weights and names excuses them."""
-    moved = any(d.kind in BEHAVIOUR and d.change is not None for d in diagnosis.comparison.found)
-    if diagnosis.unchanged and not moved:
-        return "structure"
+    """Return of which class numbers are that are no weights: nothing but weights and names excuses those that moved."""
+    told = {class_of(cause, diagnosis) for cause in (*diagnosis.causes, *diagnosis.possible)}
+    sized = (c for c in (*diagnosis.causes, *diagnosis.possible) if c.change is not None)
+    if diagnosis.unchanged and told and all(class_of(cause, diagnosis) == "weights" for cause in sized):
+        return min(told, key=CLASSES.index)  # what a layer alone answers, where the run answers as before
     if diagnosis.possible or diagnosis.not_judged:
         return "behaviour"
-    kinds = {class_of(cause, diagnosis) for cause in diagnosis.causes}
-    if "weights" in kinds and kinds <= {"weights", "renamed"}:
+    if "weights" in told and told <= {"weights", "renamed"}:
         return "weights"
     # Of a layer with another name the weights are drawn by that name.
     drawn = any(d.kind == "weights" for d in diagnosis.comparison.found)
-    return "renamed" if kinds == {"renamed"} and drawn else "behaviour"
+    return "renamed" if told == {"renamed"} and drawn else "behaviour"
 
 
 def _class(difference: Difference, comparison: Comparison) -> Class:

@@ -8,7 +8,8 @@ import pytest
 
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.report.changes import finding_text
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -150,6 +151,25 @@ def test_a_layer_with_another_name_alone_is_renamed_and_needs_a_mapping_of_keys(
 def test_numbers_that_moved_beside_a_name_with_the_same_weights_are_behaviour() -> None:
     now = weighed(1.0, 1.0, 1.0, names=("a", "b", "head"), output=5.0)
     assert "behaviour" in classes(weighed(1.0, 1.0, 1.0), now)
+
+
+def answering(kind: str, answer: float) -> Record:
+    """Return a record of a model of a class whose own code answers so when it is asked alone."""
+    found = numbers(1.0)
+    (call,) = found.layers["act"].calls
+    response = Response(handed=(Handed(where="output", reading=reading(answer)),))
+    act = dataclasses.replace(found.layers["act"], type=kind, calls=(dataclasses.replace(call, response=response),))
+    return dataclasses.replace(found, layers={**found.layers, "act": act}, noise="measured")
+
+
+def test_a_refactoring_with_the_same_numbers_is_structure() -> None:
+    found = change(answering("Act", 1.0), answering("Activation", 1.0))
+    assert [finding.kind for finding in found.findings] == ["structure"]
+    assert finding_text(found.findings[0], found) == "act: Act → Activation; behaviour unchanged"
+
+
+def test_own_code_that_answers_otherwise_is_behaviour_although_the_output_is_the_same() -> None:
+    assert classes(answering("Act", 1.0), answering("Act", 3.0)) == ["behaviour"]
 
 
 def test_an_attribute_that_came_is_format() -> None:

@@ -180,6 +180,7 @@ CHANGES = {
 def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
     project.update()
     old, new, message = CHANGES[kind]
+    reason = ' --modelprobe-reason="..."' if kind in ("attribute", "architecture") else ""  # as the gate will ask for
     project.change(old, new)
     result = project.run()
     result.assert_outcomes(failed=1)
@@ -187,7 +188,7 @@ def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
         [
             f"E       AssertionError: {message}",
             "E       cause *class *changed by *",
-            "E       Intended? pytest test_net.py::test_x --snapshot-update",
+            f"E       Intended? pytest test_net.py::test_x --snapshot-update{reason}",
             "E       Since when? git bisect run pytest test_net.py::test_x",
             "E       To see its tensors: modelprobe.run(..., keep=*",
         ]
@@ -350,7 +351,7 @@ def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Pro
         [
             "compared in line 4 but not asserted: write assert ... == modelprobe_snapshot",
             "output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
-            "*Intended? pytest test_net.py::test_x --snapshot-update",
+            '*Intended? pytest test_net.py::test_x --snapshot-update --modelprobe-reason="..."',
             "FAILED test_net.py::test_x - Failed: compared in line 4 but not asserted*",
         ]
     )

@@ -176,7 +176,8 @@ def _causes_text(finding: Finding, change: Change) -> str:
         told = f"possibly {told}"
     if diagnosis is None:
         return told
-    if diagnosis.unchanged and finding.kind in ("structure", "renamed"):
+    same = diagnosis.unchanged and all(other.kind != "behaviour" for other in change.findings)
+    if same and finding.kind in ("structure", "renamed"):
         return f"{told}; behaviour unchanged"
     by = diagnosis.output if finding.kind == "behaviour" else None
     return told if by is None else f"{told}; output changed by {percent(by)}"
