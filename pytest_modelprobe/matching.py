@@ -250,6 +250,10 @@ def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple
         yield from _made_alike(gone, came, _Node.signature)
 
 
+_LONG = 200
+"""Layers above which a closer look takes too long: numbered ones are paired by number, others made alike not at all."""
+
+
 def _made_alike(
     old: Iterable[_Node], new: Iterable[_Node], key: Callable[[_Node], Hashable]
 ) -> Iterator[tuple[_Node, _Node]]:
@@ -265,7 +269,7 @@ def _made_alike(
 
 def _in_one_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
     """Whether as many layers are in the same order, so far as their names and their calls tell."""
-    if len(old) != len(new):
+    if len(old) != len(new) or len(old) > _LONG:
         return False
     if len(old) == 1:
         return True
@@ -290,9 +294,6 @@ def _likeness(name: str, other: str) -> int:
     begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
     ends = [re.search(r"\d*$", own) for own in (mine, theirs)]
     return begin + (ends[0] is not None and ends[1] is not None and bool(ends[0][0]) and ends[0][0] == ends[1][0])
-
-
-_LONG = 200  # children between the first and the last that changed, above which they are paired by number
 
 
 def _aligned(old: list[_Node], new: list[_Node]) -> Iterator[tuple[_Node, _Node]]:
