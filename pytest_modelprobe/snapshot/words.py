@@ -54,7 +54,7 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_
     >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
     no snapshot yet for test_x: 0 layers recorded, nothing dead, all finite
     <BLANKLINE>
-    no layer was called
+    no layer was recorded
     <BLANKLINE>
     Right? pytest t.py::test_x --snapshot-update, and commit what it writes.
     """
