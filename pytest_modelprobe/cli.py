@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from . import actions, gate
-from .compare import Difference, compare
-from .exceptions import ModelProbeError, SelectionError, UsageError
+from .compare import Comparison, Difference, compare
+from .exceptions import ModelProbeError, SelectionError, SnapshotError, UsageError
+from .files import with_reason
 from .files.storage import ARCH, DIRECTORY
-from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict
+from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict, superseded
 from .git import Commit, GitError, Repository
 from .record import Record
 from .report import changes, github, markdown
@@ -106,6 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         check.add_argument(f"--{level}", action="append", choices=CLASSES, default=[], metavar="CLASS", help=told)
     _add_format(check, "text", "markdown", "json", "github")
     check.set_defaults(run=_check)
+
+    declare = commands.add_parser(
+        "declare",
+        help="write the reason of a change into its snapshots, after the fact",
+        description="Write why snapshots changed since REF into them, for `check` to find; it runs no test.",
+    )
+    declare.add_argument("reason", metavar="WHY", help="the reason")
+    declare.add_argument("paths", nargs="*", metavar="PATH", help=f"what it is for; all by default: {path}")
+    declare.add_argument(
+        "--base", metavar="REF", default="HEAD", help="compare with where HEAD left this revision (default: HEAD)"
+    )
+    declare.set_defaults(run=_declare)
 
     log = commands.add_parser("log", help="print what became of a snapshot, or of one of its layers, in git")
     log.add_argument("snapshot", metavar="SNAPSHOT", help=path)
@@ -287,6 +300,36 @@ def _json(data: Any) -> str:
     return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False)
 
 
+# --- declare ------------------------------------------------------------------------------------------------------
+
+
+def _declare(options: argparse.Namespace) -> int:
+    if not options.reason.strip():
+        raise UsageError("the reason is empty: say why the snapshots changed")
+    root = Repository(Path.cwd()).root
+    verdict = _since_base(options, DEFAULTS)
+    there = [change for change in verdict.denied if change.now is not None]
+    written: dict[str, str] = {}
+    for change in there:
+        now, before = change.now, change.before
+        assert now is not None
+        digest = now.architecture if before is None else before.architecture
+        chain = None if before is None else " ".join(before.supersedes)
+        try:
+            written[now.path] = with_reason(now.text, options.reason, superseded(chain, digest, now.architecture))
+        except SnapshotError as error:
+            raise SourceError(f"{now.path}: {error}") from error
+    for path, text in written.items():
+        (root / path).write_text(text, "utf-8", newline="\n")
+        print(printable(f"declared in {path}"))
+    deleted = [change.path for change in verdict.denied if change.now is None]
+    if deleted:
+        print(printable(f"{listed(deleted)}: what is deleted cannot declare it; `modelprobe check` prints the trailer"))
+    if not written and not deleted:
+        print(f"nothing to declare since {options.base}; for the whole of a branch name what it left: --base main")
+    return DIFFERENT if deleted else SAME
+
+
 # --- log ----------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +341,8 @@ class _Entry:
     rows: list[changes.Row]
     said: str
     """Where there are no rows: that it was recorded, or cannot be read."""
+    reason: str | None = None
+    """What was declared with it."""
 
 
 def _log(options: argparse.Namespace) -> int:
@@ -333,63 +378,95 @@ def _name(repository: Repository, argument: str) -> str:
 
 
 def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_Entry]:
-    """Yield what each commit did, the newest first; a renamed snapshot is followed, and so is a renamed layer."""
-    versions = list(_versions(repository, name))
-    wanted: set[str] | None = None
-    for (commit, snapshot), older in zip(versions, [*versions[1:], (None, None)], strict=True):
-        before = older[1]
-        if isinstance(snapshot, str):
-            yield _Entry(commit, [], snapshot)
-            continue
-        if glob is not None and not wanted:
-            wanted = {layer for layer in snapshot.record.layers if Glob(glob).matches(layer)}
-        if before is None or isinstance(before, str):
-            layers = [layer for layer in snapshot.record.layers if wanted is None or layer in wanted]
-            first = "recorded" if before is None else "recorded anew"
-            yield _Entry(commit, [], f"{first}: {count(len(layers), 'layer')}" if layers else "")
-            continue
-        comparison = compare(snapshot.record, before.record)
-        found = [d for d in comparison.differences if wanted is None or d.layer in wanted or _gone(d, glob)]
-        yield _Entry(commit, changes.rows(found, comparison.actual, comparison.expected), "")
-        if wanted is not None:
-            was = {new: old for old, new in comparison.renamed.items()}
-            wanted = {was.get(layer, layer) for layer in wanted}
+    """Yield what each commit did to what its parents had, the newest first; renamed layers are followed."""
+    versions = _versions(repository, name)
+    states = {commit.name: state for commit, state in versions}
+    asked_for: dict[str, set[str]] = {}
+    """The layers that are asked for, by the names that they have after each commit."""
+    for commit, state in versions:
+        wanted = asked_for.get(commit.name, set())
+        before = [states[parent] for parent in commit.parents if parent in states]
+        found: list[Comparison] = []
+        if isinstance(state, str):
+            yield _Entry(commit, [], state)
+        else:
+            if glob is not None and not wanted:
+                wanted = {layer for layer in state.record.layers if Glob(glob).matches(layer)}
+            chosen = None if glob is None else wanted
+            found = [compare(state.record, old.record) for old in before if isinstance(old, Snapshot)]
+            yield _entry(commit, state, before, found, chosen, glob)
+        was = [comparison.names_before for comparison in found] or [{}]
+        for parent in commit.parents:
+            for names in was:
+                asked_for.setdefault(parent, set()).update(names.get(layer, layer) for layer in wanted)
+
+
+def _entry(
+    commit: Commit,
+    now: Snapshot,
+    before: Sequence[Snapshot | str],
+    found: Sequence[Comparison],
+    wanted: set[str] | None,
+    glob: str | None,
+) -> _Entry:
+    """Return what one commit did: of a merge, what neither of its parents had."""
+    given = [(old.reason, old.supersedes) for old in before if isinstance(old, Snapshot)]
+    reason = now.reason if (now.reason, now.supersedes) not in given else None
+    if not found:
+        layers = [layer for layer in now.record.layers if wanted is None or layer in wanted]
+        first = "recorded anew" if before else "recorded"
+        return _Entry(commit, [], f"{first}: {count(len(layers), 'layer')}" if layers else "", reason)
+    others = [{(d.layer, d.kind, d.what) for d in comparison.differences} for comparison in found[1:]]
+    here = [
+        d
+        for d in found[0].differences
+        if (wanted is None or d.layer in wanted or _gone(d, glob))
+        and all((d.layer, d.kind, d.what) in other for other in others)
+    ]
+    return _Entry(commit, changes.rows(here, found[0].actual, found[0].expected), "", reason)
 
 
 def _gone(difference: Difference, glob: str | None) -> bool:
     return glob is not None and difference.kind == "layer removed" and Glob(glob).matches(difference.layer)
 
 
-def _versions(repository: Repository, name: str) -> Iterator[tuple[Commit, Snapshot | str]]:
-    """Yield the commits that changed a snapshot and what it was after each, or why it cannot be read."""
+def _versions(repository: Repository, name: str) -> list[tuple[Commit, Snapshot | str]]:
+    """Return the commits that changed a snapshot and what it was after each, or why it cannot be read."""
+    found: list[tuple[Commit, Snapshot | str]] = []
     start, path = "HEAD", name
     while True:
         commits = repository.history([path + ending for ending in ENDINGS], start)
-        for commit in commits:
-            source = in_revision(repository, commit.short, commit.name).within([path])
-            if path not in source.pairs:
-                yield commit, "deleted"
-                continue
-            try:
-                yield commit, source.read([path])[path]
-            except ModelProbeError as error:
-                yield commit, str(error)
+        if found and commits:  # the commit that gave the snapshot its name came after these
+            found[-1] = (dataclasses.replace(found[-1][0], parents=(commits[0].name,)), found[-1][1])
+        found += [(commit, _after(repository, commit, path)) for commit in commits]
         old = repository.renamed_from(commits[-1].name, path + ARCH) if commits else None
         if old is None:
-            return
+            return found
         start, path = f"{commits[-1].name}^", without_ending(old)
+
+
+def _after(repository: Repository, commit: Commit, path: str) -> Snapshot | str:
+    source = in_revision(repository, commit.short, commit.name).within([path])
+    if path not in source.pairs:
+        return "deleted"
+    try:
+        return source.read([path])[path]
+    except ModelProbeError as error:
+        return str(error)
 
 
 def _plain_entry(entry: _Entry) -> dict[str, Any]:
     rows = [{"layers": row.layers, "what": row.what, "now": row.now, "was": row.was} for row in entry.rows]
     commit = {"commit": entry.commit.name, "date": entry.commit.date, "subject": entry.commit.subject}
-    return commit | ({"said": entry.said} if entry.said else {"changes": rows})
+    declared = {"reason": entry.reason} if entry.reason else {}
+    return commit | declared | ({"said": entry.said} if entry.said else {"changes": rows})
 
 
 def _entry_as_text(entry: _Entry) -> str:
     head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}")
     cells = [row.cells for row in entry.rows]
     lines = table(changes.COLUMNS, cells) if cells else [printable(entry.said)]
+    lines += [printable(f"declared: {entry.reason}")] if entry.reason else []
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
@@ -397,6 +474,7 @@ def _entry_as_markdown(entry: _Entry) -> list[str]:
     commit = entry.commit
     said = f": {markdown.escaped(entry.said)}" if entry.said else ""
     lines = [f"**{commit.date}** {commit.short} {markdown.escaped(commit.subject)}{said}", ""]
+    lines += [f"Declared: {markdown.escaped(entry.reason)}", ""] if entry.reason else []
     return [*lines, *markdown.table(changes.COLUMNS, [row.cells for row in entry.rows]), ""] if entry.rows else lines
 
 

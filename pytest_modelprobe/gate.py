@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from .compare import BEHAVIOUR, Comparison, Difference, compare
+from .diagnosis import Cause, Diagnosis, diagnose
 from .record import Parameter, Record, qualified
 
 Class = Literal[
-    "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "renamed", "new", "format"
+    "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
 ]  # fmt: skip
 """What kind of change it is, the gravest first."""
 
@@ -29,6 +30,7 @@ DEFAULTS: Mapping[Class, Level] = {
     "interface": "deny",
     "trainable": "warn",
     "behaviour": "warn",
+    "weights": "warn",
     "renamed": "warn",
     "new": "warn",
     "format": "allow",
@@ -40,8 +42,9 @@ MEANING: Mapping[Class, str] = {
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
-    "behaviour": "numbers moved beyond their tolerance",
-    "renamed": "a snapshot has another name",
+    "behaviour": "the model computes something else, or its numbers moved for what cannot be told",
+    "weights": "weights or buffers have other values, and all else agrees",
+    "renamed": "a snapshot, or layers that are made as before, have another name",
     "new": "a snapshot is new",
     "format": "the text changed, not what it says",
 }
@@ -103,6 +106,8 @@ class Finding:
     kind: Class
     level: Level
     differences: tuple[Difference, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    """What explains them, as a failure of the test says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,8 @@ class Change:
     """The gravest first."""
     comparison: Comparison | None = None
     """None where one of the two is missing."""
+    diagnosis: Diagnosis | None = None
+    """Why they differ; None where they do not, or one is missing."""
     effect: Effect = field(default_factory=Effect)
 
     @property
@@ -189,7 +196,8 @@ class Verdict:
 
 def _denied_lines(change: Change) -> Iterator[str]:
     for finding in change.denied:
-        numbers = finding.kind in ("behaviour", "format")
+        exact = change.before is None or change.now is None or change.before.architecture != change.now.architecture
+        numbers = finding.kind in ("behaviour", "weights", "renamed", "format") or not exact
         sides = (None if s is None else s.content if numbers else s.architecture for s in (change.before, change.now))
         yield "\0".join([change.path, finding.kind, *(side or "-" for side in sides)])
 
@@ -270,27 +278,88 @@ def _change(
         return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     comparison = compare(new.record, old.record, parts="all" if architecture else "behaviour")
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
-    by_class: dict[Class, list[Difference]] = {}
-    for difference in comparison.differences:
-        by_class.setdefault(_class(difference), []).append(difference)
-    if not effect.none:  # as of a layer added, whose parameters are not told one by one
-        by_class.setdefault("checkpoint", [])
+    diagnosis = diagnose(comparison)
+    by_class = _by_class(diagnosis, effect)
     if renamed:
         by_class["renamed"] = []
     if not by_class:
         by_class["format"] = []
     findings = [
-        Finding(kind=kind, level=levels[kind], differences=tuple(by_class[kind]))
+        Finding(
+            kind=kind, level=levels[kind], differences=tuple(by_class[kind]), causes=tuple(_causes_of(kind, diagnosis))
+        )
         for kind in CLASSES
         if kind in by_class
     ]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
-    return Change(before=old, now=new, findings=tuple(findings), comparison=comparison, effect=effect)
+    return Change(
+        before=old,
+        now=new,
+        findings=tuple(findings),
+        comparison=comparison,
+        diagnosis=None if comparison.same else diagnosis,
+        effect=effect,
+    )
 
 
-def _class(difference: Difference) -> Class:
+def _by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Difference]]:
+    of_numbers = _class_of_numbers(diagnosis)
+    found: dict[Class, list[Difference]] = {}
+    for difference in diagnosis.comparison.differences:
+        kind = _class(difference, diagnosis.comparison)
+        found.setdefault(of_numbers if kind == "behaviour" else kind, []).append(difference)
+    if not effect.none:  # as of a layer added, whose parameters are not told one by one
+        found.setdefault("checkpoint", [])
+    return found
+
+
+def needs_reason(diagnosis: Diagnosis) -> bool:
+    """Whether the gate, as it is by default, denies the change without a reason."""
+    found = _by_class(diagnosis, effect_on_checkpoints(diagnosis.comparison))
+    return any(DEFAULTS[kind] == "deny" for kind in found)
+
+
+def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
+    """Return of which class a cause is; what no number shows is structure where the output is what it was."""
+    if cause.kind in ("weights", "buffers"):
+        return "weights"
+    if cause.kind == "attribute":
+        return "structure"
+    if cause.kind == "architecture":
+        return _class(cause.differences[0], diagnosis.comparison) if cause.differences else "structure"
+    return "structure" if diagnosis.unchanged and cause.change is None else "behaviour"
+
+
+def _causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
+    """Yield the causes of a class; behaviour has those of any other too that are known to change a number."""
+    for cause in (*diagnosis.causes, *diagnosis.possible):
+        own = class_of(cause, diagnosis)
+        if own == kind or (kind == "behaviour" and own not in ("weights", "renamed") and cause.change is not None):
+            yield cause
+
+
+def _class_of_numbers(diagnosis: Diagnosis) -> Class:
+    """Return of which class numbers are that are no weights: nothing but weights and names excuses those that moved."""
+    told = {class_of(cause, diagnosis) for cause in (*diagnosis.causes, *diagnosis.possible)}
+    sized = (c for c in (*diagnosis.causes, *diagnosis.possible) if c.change is not None)
+    if diagnosis.unchanged and told and all(class_of(cause, diagnosis) == "weights" for cause in sized):
+        return min(told, key=CLASSES.index)  # what a layer alone answers, where the run answers as before
+    if diagnosis.possible or diagnosis.not_judged:
+        return "behaviour"
+    if "weights" in told and told <= {"weights", "renamed"}:
+        return "weights"
+    # Of a layer with another name the weights are drawn by that name.
+    drawn = any(d.kind == "weights" for d in diagnosis.comparison.found)
+    return "renamed" if told == {"renamed"} and drawn else "behaviour"
+
+
+def _class(difference: Difference, comparison: Comparison) -> Class:
+    if difference.kind in ("weights", "buffer"):
+        return "renamed" if difference.layer in comparison.names_before else "weights"
     if difference.kind in BEHAVIOUR:
         return "behaviour"
+    if difference.kind == "layer renamed":
+        return "renamed"
     if difference.kind in ("interface", "path"):
         return "interface"
     if difference.kind == "parameter trainable":

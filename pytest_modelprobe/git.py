@@ -31,6 +31,8 @@ class Commit:
     date: str
     """Day of the author, such as ``2026-01-31``."""
     subject: str
+    parents: tuple[str, ...] = ()
+    """Of a history: the commits in it that this one came after. Those left out changed nothing in between."""
 
     @property
     def short(self) -> str:
@@ -137,9 +139,12 @@ class Repository:
     def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
         """Return the commits up to ``start`` that changed one of the files, the newest first."""
         specs = (f":(top,literal){path}" for path in paths)
-        log = os.fsdecode(self._git("log", "-z", "--format=%H %as %s", start, "--", *specs))
-        fields = (entry.split(" ", 2) for entry in log.split("\0") if entry)
-        return [Commit(name=name, date=date, subject=subject) for name, date, subject in fields]
+        log = os.fsdecode(self._git("log", "-z", "--parents", "--format=%H|%P|%as|%s", start, "--", *specs))
+        fields = (entry.split("|", 3) for entry in log.split("\0") if entry)
+        return [
+            Commit(name=name, date=date, subject=subject, parents=tuple(parents.split()))
+            for name, parents, date, subject in fields
+        ]
 
     def renamed_from(self, commit: str, path: str) -> str | None:
         """Return the name that a file had before a commit gave it this one, or None."""

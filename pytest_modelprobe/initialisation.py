@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,13 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._torch import TRUNC_NORMAL, Operation, TorchDispatchMode, schema, storage_key, without_torch_function
 from .exceptions import UsageError
+from .matching import name_before
 from .memory import as_bytes, has_bytes
 from .seeding import derive, seeded
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def build(factory: Callable[[], M], *, seed: int) -> M:
+def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | None = None) -> M:
     """Make a model whose random weights are each drawn from their own name.
 
     The model is the same every time, on every device, whatever was drawn before; a layer added
@@ -43,6 +44,7 @@ def build(factory: Callable[[], M], *, seed: int) -> M:
     Args:
         factory: makes the model; called once, under random states that are put back.
         seed: the base seed.
+        rename: glob of names → glob of the names that their weights are drawn by, as `compare` takes it.
 
     Raises:
         UsageError: `factory` is not a function that returns a module.
@@ -61,7 +63,7 @@ def build(factory: Callable[[], M], *, seed: int) -> M:
         if not isinstance(model, nn.Module):
             raise UsageError(_no_factory(model, "a function that returned "))
         with torch.no_grad(), without_torch_function():
-            _Replay(log, model, seed).run()
+            _Replay(log, model, seed, rename or {}).run()
     return model
 
 
@@ -325,7 +327,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 class _Replay:
     """Runs again what the model's tensors depend on, writing into the model's own storages."""
 
-    def __init__(self, log: _RandomLog, model: nn.Module, seed: int) -> None:
+    def __init__(self, log: _RandomLog, model: nn.Module, seed: int, rename: Mapping[str, str]) -> None:
         self._seed = seed
         self._names: list[str] = []
         self._storages: dict[_Store, torch.UntypedStorage] = {}  # contents as of now
@@ -335,7 +337,7 @@ class _Replay:
                 low, high = log._view(tensor).extent()
                 self._claims.setdefault(store, []).append((low, high, len(self._names)))
                 self._storages[store] = tensor.untyped_storage()
-                self._names.append(name)
+                self._names.append(name_before(name, rename))
         self._ops = _ancestry(store.last for store in self._storages)
 
     def run(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,8 @@ def match(actual: Record, expected: Record, said: Mapping[str, str] | None = Non
     What is ``said`` of a layer, as `declared` returns it, is so. Any other is first looked for under its name. Among
     the children of one container those left over are the same if they are made of the same types and parameters in the
     same order; the numbered children of a ``Sequential`` are aligned by their types, so that one inserted layer does
-    not turn all after it into others.
+    not turn all after it into others. What has parameters and is left over then is looked for in other containers.
+    Where several could be meant and nothing tells which, none is.
 
     >>> old = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("fc", "Linear"), ("act", "ReLU")]})
     >>> new = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("head", "Linear"), ("act", "ReLU")]})
@@ -34,6 +37,8 @@ def match(actual: Record, expected: Record, said: Mapping[str, str] | None = Non
     found: dict[str, str] = {}
     for before, after in {ROOT: ROOT, **said}.items():
         _match(new[after], old[before], found)
+    _match_wrapped(new, old, found)
+    _match_across(new, old, found)
     return found
 
 
@@ -87,6 +92,76 @@ def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dic
     return found
 
 
+def needed(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
+    """Return what of a user's ``rename`` a record needs: nothing where it has the new names already.
+
+    >>> new = Record(model="Net", layers={"head": Layer(name="head", type="Linear")})
+    >>> needed({"head": "fc"}, new)
+    {}
+    """
+
+    def found(glob: str) -> bool:
+        return any(map(_pattern(glob).fullmatch, expected.layers))
+
+    return {new: old for new, old in rename.items() if found(old) or not found(new)}
+
+
+def name_before(name: str, rename: Mapping[str, str]) -> str:
+    """Return what a layer, or a tensor in it, is called by a user's ``rename``; of several rules the last counts.
+
+    >>> name_before("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
+    'encoder.layer.3.dense.weight'
+    """
+    matches = ((_pattern(new).fullmatch(name), old) for new, old in reversed(list(rename.items())))
+    return next((_filled(old, found.groups()) for found, old in matches if found), name)
+
+
+def rules(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the ``rename`` by which `declared` would say what `match` found: one rule for all inside a layer.
+
+    Args:
+        actual: The record with the new names.
+        expected: The record with the old ones.
+        names: Expected name → actual name, of the layers that have another one.
+
+    >>> old, new = (
+    ...     Record(model="Net", layers={f"{at}{i}": Layer(name=f"{at}{i}", type="Linear") for i in range(3)})
+    ...     for at in ("encoder.layer.", "layers.")
+    ... )
+    >>> rules(new, old, {f"encoder.layer.{i}": f"layers.{i}" for i in range(3)})
+    {'layers.*': 'encoder.layer.*'}
+    """
+    before = {new: old for old, new in names.items()}
+
+    def told_by_container(new: str) -> bool:
+        container, _, own = new.rpartition(".")
+        return container in before and before[new] == f"{before[container]}.{own}"
+
+    one_by_one = {new: before[new] for new in before if not told_by_container(new)}
+    stars = [_folded_rule(*rule) for rule in one_by_one.items()]
+    folded = dict(star if stars.count(star) > 1 else rule for star, rule in zip(stars, one_by_one.items(), strict=True))
+    for found in (folded, one_by_one):
+        outermost_first = dict(sorted(found.items(), key=lambda rule: rule[0].count(".")))
+        with contextlib.suppress(SelectionError):
+            if names.items() <= declared(actual, expected, outermost_first).items():
+                return outermost_first
+    return {}
+
+
+def _folded_rule(new: str, old: str) -> tuple[str, str]:
+    """Return a rule with a star for each number, where both have the same ones."""
+    if _numbers(new) != _numbers(old):
+        return new, old
+    return _NUMBER.sub("*", new), _NUMBER.sub("*", old)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(_NUMBER.findall(name))
+
+
 def _pattern(glob: str) -> re.Pattern[str]:
     parts = [re.escape(part) if i % 2 == 0 else _WILD[part] for i, part in enumerate(re.split(r"(\*\*|\*)", glob))]
     return re.compile("".join(parts) + r"(\..*)?")
@@ -123,6 +198,20 @@ class _Node:
     def kind(self) -> str:
         return "" if self.layer is None else self.layer.type_name
 
+    def inside(self) -> Iterator[_Node]:
+        """Yield the layer and all inside it."""
+        yield self
+        for child in self.children.values():
+            yield from child.inside()
+
+    def has_parameters(self) -> bool:
+        return any(node.layer is not None and node.layer.parameters for node in self.inside())
+
+    def started(self) -> int | None:
+        """When its first call began; None: that is not known."""
+        calls = () if self.layer is None else self.layer.calls
+        return min((call.started for call in calls if call.started >= 0), default=None)
+
 
 def _tree(record: Record) -> dict[str, _Node]:
     """Return the nodes by name, the root among them."""
@@ -156,17 +245,55 @@ def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple
         yield from _aligned(list(old.values()), list(new.values()))
         return
     yield from ((old[name], new[name]) for name in common)
-    left = [(node, node.signature()) for name, node in new.items() if name not in old]
-    for node in (node for name, node in old.items() if name not in new):
-        signature = node.signature()
-        for candidate in left:
-            if candidate[1] == signature:
-                left.remove(candidate)
-                yield node, candidate[0]
-                break
+    gone, came = ([node for name, node in x.items() if name not in y] for x, y in ((old, new), (new, old)))
+    if gone and came:
+        yield from _made_alike(gone, came, _Node.signature)
 
 
-_LONG = 200  # children between the first and the last that changed, above which they are paired by number
+_LONG = 200
+"""Layers above which a closer look takes too long: numbered ones are paired by number, others made alike not at all."""
+
+
+def _made_alike(
+    old: Iterable[_Node], new: Iterable[_Node], key: Callable[[_Node], Hashable]
+) -> Iterator[tuple[_Node, _Node]]:
+    """Yield the layers that have a key in common, in order: of those keys that as many have, in one order."""
+    groups: dict[Hashable, tuple[list[_Node], list[_Node]]] = {}
+    for side, nodes in enumerate((old, new)):
+        for node in nodes:
+            groups.setdefault(key(node), ([], []))[side].append(node)
+    for before, after in groups.values():
+        if _in_one_order(before, after):
+            yield from zip(before, after, strict=True)
+
+
+def _in_one_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
+    """Whether as many layers are in the same order, so far as their names and their calls tell."""
+    if len(old) != len(new) or len(old) > _LONG:
+        return False
+    if len(old) == 1:
+        return True
+    likeness = [[_likeness(a.name, b.name) for b in new] for a in old]
+    columns = list(zip(*likeness, strict=True))
+    if any(likeness[i][i] < max((*likeness[i], *columns[i])) for i in range(len(old))):
+        return False
+    called = [[node.started() for node in nodes] for nodes in (old, new)]
+    if any(None in started for started in called):
+        return True
+    ranks = (sorted(range(len(started)), key=started.__getitem__) for started in called)  # type: ignore[arg-type]
+    return next(ranks) == next(ranks)
+
+
+def _likeness(name: str, other: str) -> int:
+    """Return how much two names begin, and with their numbers end, alike.
+
+    >>> _likeness("self.query", "attn.q_proj"), _likeness("conv1", "c1"), _likeness("conv1", "c2")
+    (1, 2, 1)
+    """
+    mine, theirs = (full.rpartition(".")[2].lower() for full in (name, other))
+    begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
+    ends = [re.search(r"\d*$", own) for own in (mine, theirs)]
+    return begin + (ends[0] is not None and ends[1] is not None and bool(ends[0][0]) and ends[0][0] == ends[1][0])
 
 
 def _aligned(old: list[_Node], new: list[_Node]) -> Iterator[tuple[_Node, _Node]]:
@@ -187,6 +314,67 @@ def _alike(old: list[_Node], new: list[_Node]) -> int:
     """Return how many are of one type from the first on."""
     pairs = zip(old, new, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].kind() == pair[1].kind(), pairs))
+
+
+# --- in other containers ------------------------------------------------------------------------------------------
+
+
+def _match_wrapped(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
+    """Match a layer with the one made like it inside what has its name now (``head``, ``head.fc``), or the reverse."""
+    taken = set(found.values())
+    for before, after in list(found.items()):
+        a, e = new[after], old[before]
+        if a.said or e.said or a.kind() == e.kind() or bool(a.children) == bool(e.children):
+            continue
+        whole, inner = (e, a) if a.children else (a, e)
+        left = (node for node in inner.inside() if node.name not in (taken if inner is a else found))
+        alike = [node for node in left if not node.said and node.signature() == whole.signature()]
+        if len(alike) == 1 and whole.has_parameters():
+            del found[before]
+            _match(*((alike[0], whole) if inner is a else (whole, alike[0])), found)
+
+
+def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
+    """Match what is left by what it is made of, wherever it stands: the largest first, with all that is inside it.
+
+    The numbers in both names are the same, or one has none and there is no other layer made like it.
+    """
+    taken = set(found.values())
+    gone = [n for n in old.values() if n.name not in found and n.layer is not None and not n.said]
+    came = [n for n in new.values() if n.name not in taken and n.layer is not None and not n.said]
+    if not (gone and came):
+        return
+    made_of = {id(node): (node.signature(), node.has_parameters()) for node in (*gone, *came)}
+    sizes = {id(node): sum(1 for _ in node.inside()) for node in gone}
+    for size in sorted(set(sizes.values()), reverse=True):
+        for numbered in (True, False):
+            taken = set(found.values())
+            left = [n for n in gone if sizes[id(n)] == size and n.name not in found and made_of[id(n)][1]]
+            free = [n for n in came if n.name not in taken]
+            key = functools.partial(_made_of, made_of=made_of, numbered=numbered)
+            for group in _grouped(_made_alike(left, free, key), key):
+                if _tells(group, numbered=numbered):
+                    for before, after in group:
+                        _match(after, before, found)
+
+
+def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:
+    return made_of[id(node)], _numbers(node.name) if numbered else ()
+
+
+def _grouped(
+    pairs: Iterable[tuple[_Node, _Node]], key: Callable[[_Node], Hashable]
+) -> Iterator[list[tuple[_Node, _Node]]]:
+    for _, group in itertools.groupby(pairs, lambda pair: key(pair[0])):
+        yield list(group)
+
+
+def _tells(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
+    """Whether pairs from different containers are enough to tell: a single layer has also to be named alike."""
+    named = any(old.children or _likeness(old.name, new.name) for old, new in pairs)
+    first = pairs[0]
+    alone = len(pairs) == 1 and not all(_numbers(node.name) for node in first)
+    return named and (numbered or alone)
 
 
 # --- other names --------------------------------------------------------------------------------------------------

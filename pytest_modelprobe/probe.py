@@ -316,7 +316,7 @@ class ModelProbe:
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
 
-    def build(self, factory: Callable[[], M]) -> M:
+    def build(self, factory: Callable[[], M], *, rename: Mapping[str, str] | None = None) -> M:
         """Return the model that ``factory`` makes, each weight seeded by its own name, on the device.
 
         The model is the same in every run and order of tests, and a layer added leaves the others' weights alone.
@@ -326,8 +326,12 @@ class ModelProbe:
         >>> b = ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         >>> torch.equal(a[0].weight, b[0].weight)
         True
+
+        Args:
+            factory: Makes the model; called once.
+            rename: Glob of layers → glob of the names that they had: their weights are drawn by these, and stay.
         """
-        model = initialisation.build(factory, seed=self.seed)
+        model = initialisation.build(factory, seed=self.seed, rename=rename)
         if any(p.is_meta for p in model.parameters()):
             return model
         return model.to(self.device)

@@ -162,7 +162,7 @@ def test_numbers_that_moved_are_a_warning(branch: str, modelprobe: Run) -> None:
     write(net(mean=3.0))
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 0
-    assert re.search(r"behaviour +warning .* 1 layer moved", out)
+    assert re.search(r"behaviour +warning .*output changed by", out)
 
 
 def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
@@ -422,7 +422,7 @@ def test_a_diff_names_the_cause(modelprobe: Run, tmp_path: Path, monkeypatch: py
     write(net(act="GELU"), "new/__modelprobe__/m/t")
     code, out, _ = modelprobe("diff", "old/__modelprobe__/m/t.arch.json", "new/__modelprobe__/m/t.probe.json")
     assert code == 1
-    assert "act: ReLU → GELU; 1 cause" in out
+    assert "output unchanged; structure differs in 1 place: act: ReLU → GELU" in out
 
 
 def test_a_diff_of_the_same_is_0(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_a_diff_with_a_base_is_of_the_working_tree(branch: str, modelprobe: Run)
     write(net(act="GELU"))
     code, out, _ = modelprobe("diff", "--base", "main")
     assert code == 1
-    assert "act: ReLU → GELU; 1 cause" in out
+    assert "output unchanged; structure differs in 1 place: act: ReLU → GELU" in out
 
 
 def test_a_diff_may_be_of_two_revisions(git: Git, branch: str, modelprobe: Run) -> None:
@@ -589,6 +589,73 @@ def test_a_log_follows_a_snapshot_that_moved(git: Git, history: None, modelprobe
     commit(git, "Move the test")
     data = json.loads(modelprobe("log", "tests/__modelprobe__/test_new", "fc", "--format", "json")[1])
     assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
+
+
+def test_a_log_compares_a_commit_with_its_parents_and_not_with_another_branch(
+    git: Git, branch: str, modelprobe: Run
+) -> None:
+    write(net(3))
+    commit(git, "Widen the net")
+    git("checkout", "-q", "-b", "other", "main")
+    write(net(mean=5.0), f"{PATH}_other")
+    write(net(act="GELU"))
+    commit(git, "Smooth the net")
+    git("checkout", "-q", "-")
+    git("merge", "-q", "-s", "ours", "--no-commit", "other")
+    write(net(3, act="GELU"))
+    commit(git, "Merge both")
+    data = json.loads(modelprobe("log", f"{PATH}.arch.json", "--format", "json")[1])
+    whats = {entry["subject"]: [row["what"] for row in entry.get("changes", [])] for entry in data}
+    assert whats["Widen the net"] == ["weight shape"]
+    assert whats["Smooth the net"] == ["type"]
+    assert "Merge both" not in whats
+
+
+def test_a_log_shows_the_reason_that_was_declared_once(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    assert modelprobe("declare", "wider for a reason")[0] == 0
+    commit(git, "Widen the net")
+    text = Path(f"{PATH}.probe.json").read_text("utf-8")
+    Path(f"{PATH}.probe.json").write_text(text + "\n", "utf-8")
+    commit(git, "Add a line")
+    out = modelprobe("log", PATH)[1]
+    assert out.count("  declared: wider for a reason") == 1
+    assert "**" in modelprobe("log", PATH, "--format", "markdown")[1]
+
+
+# --- declare ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_is_given_after_the_fact_for_the_whole_branch(git: Git, branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    commit(git, "Widen the net")
+    write(net(4))
+    commit(git, "Widen it further")
+    assert modelprobe("check", "--base", "main")[0] == 1
+    assert modelprobe("declare", 'wider "é"', "--base", "main") == (0, f"declared in {PATH}.arch.json\n", "")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 0
+    assert 'Declared for Net: wider "é"' in out
+    assert modelprobe("declare", "again", "--base", "main")[1].startswith("nothing to declare since main; ")
+
+
+def test_a_reason_changes_nothing_else_of_the_file(branch: str, modelprobe: Run) -> None:
+    write(net(3))
+    before = Path(f"{PATH}.arch.json").read_text("utf-8")
+    modelprobe("declare", "wider")
+    after = Path(f"{PATH}.arch.json").read_text("utf-8")
+    assert [line for line in after.split("\n") if not line.startswith(('"reason', '"supersedes'))] == before.split("\n")
+
+
+def test_a_reason_for_what_is_deleted_is_a_trailer(git: Git, branch: str, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    code, out, _ = modelprobe("declare", "not used any more")
+    assert code == 1
+    assert "what is deleted cannot declare it" in out
+
+
+def test_an_empty_reason_is_refused(branch: str, modelprobe: Run) -> None:
+    assert modelprobe("declare", " ") == (2, "", "modelprobe: the reason is empty: say why the snapshots changed\n")
 
 
 def test_a_log_tells_which_version_cannot_be_read(git: Git, branch: str, modelprobe: Run) -> None:

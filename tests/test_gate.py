@@ -8,7 +8,8 @@ import pytest
 
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.report.changes import finding_text
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -100,6 +101,80 @@ def numbers(mean: float) -> Record:
 
 def test_numbers_that_moved_are_behaviour() -> None:
     assert classes(numbers(1.0), numbers(3.0)) == ["behaviour"]
+
+
+def test_numbers_that_moved_for_another_attribute_are_behaviour_and_structure() -> None:
+    before, now = numbers(1.0), numbers(3.0)
+    act = dataclasses.replace(now.layers["act"], attributes={"slope": 2})
+    was = dataclasses.replace(before.layers["act"], attributes={"slope": 1})
+    before, now = (dataclasses.replace(r, layers={**r.layers, "act": a}) for r, a in ((before, was), (now, act)))
+    assert classes(before, now) == ["structure", "behaviour"]
+
+
+def weighed(*values: float, names: tuple[str, ...] = ("a", "b", "c"), output: float = 1.0, **other: object) -> Record:
+    """Return a record of layers whose weights have these means, and of their output."""
+    layers = [
+        Layer(
+            name=name,
+            type="Linear",
+            parameters=(weight(2, 4, reading=reading(mean)),),
+            calls=(Call(root="(root)", root_training=False, index=0, started=i * 2 + 1, finished=i * 2 + 2),),
+        )
+        for i, (name, mean) in enumerate(zip(names, values, strict=True))
+    ]
+    call = Call(
+        root="(root)", root_training=False, index=0, started=0, finished=9, outputs=(value(4, forward=reading(output)),)
+    )
+    root = Layer(name="(root)", type="Net", leaf=False, calls=(call,))
+    return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, forwards=1, **other)
+
+
+def reading(mean: float) -> Reading:
+    return Reading(
+        statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
+        fingerprint=(mean, *[0.0] * 15),
+    )
+
+
+def test_other_weights_are_weights_and_not_every_layer_that_moved() -> None:
+    assert classes(weighed(1.0, 1.0, 1.0), weighed(2.0, 3.0, 4.0)) == ["weights"]
+
+
+def test_a_layer_with_another_name_alone_is_renamed_and_needs_a_mapping_of_keys() -> None:
+    found = change(weighed(1.0, 1.0, 1.0), weighed(1.0, 1.0, 1.0, names=("a", "b", "head")))
+    assert [finding.kind for finding in found.findings] == ["checkpoint", "renamed"]
+    assert dict(found.effect.renamed) == {"c.weight": "head.weight"}
+    assert found.diagnosis is not None
+    assert found.diagnosis.unchanged
+
+
+def test_numbers_that_moved_beside_a_name_with_the_same_weights_are_behaviour() -> None:
+    now = weighed(1.0, 1.0, 1.0, names=("a", "b", "head"), output=5.0)
+    assert "behaviour" in classes(weighed(1.0, 1.0, 1.0), now)
+
+
+def answering(kind: str, answer: float) -> Record:
+    """Return a record of a model of a class whose own code answers so when it is asked alone."""
+    found = numbers(1.0)
+    (call,) = found.layers["act"].calls
+    response = Response(handed=(Handed(where="output", reading=reading(answer)),))
+    act = dataclasses.replace(found.layers["act"], type=kind, calls=(dataclasses.replace(call, response=response),))
+    return dataclasses.replace(found, layers={**found.layers, "act": act}, noise="measured")
+
+
+def test_a_refactoring_with_the_same_numbers_is_structure() -> None:
+    found = change(answering("Act", 1.0), answering("Activation", 1.0))
+    assert [finding.kind for finding in found.findings] == ["structure"]
+    assert finding_text(found.findings[0], found) == "act: Act → Activation; behaviour unchanged"
+
+
+def test_own_code_that_answers_otherwise_is_behaviour_although_the_output_is_the_same() -> None:
+    assert classes(answering("Act", 1.0), answering("Act", 3.0)) == ["behaviour"]
+
+
+def test_an_attribute_that_came_is_format() -> None:
+    before, now = (record(Layer(name="norm", type="Norm", attributes=own)) for own in ({}, {"eps": 1}))
+    assert classes(before, now) == ["format"]
 
 
 def test_numbers_within_tolerance_are_format() -> None:

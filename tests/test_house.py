@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "flatten": {"torch", "record"},
     "memory": {"torch", "numpy"},
     "seeding": {"torch", "numpy", "memory"},
-    "initialisation": {"torch", "exceptions", "memory", "seeding"},
+    "initialisation": {"torch", "exceptions", "matching", "memory", "seeding"},
     "restoring": {"torch", "memory"},
     "layers": {"torch", "record", "exceptions"},
     "observation": {"torch", "attention", "record", "statistics"},
@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "tolerance": {"record"},
     "compare": {"exceptions", "matching", "record", "selection", "tolerance"},
     "diagnosis": {"compare", "course", "record", "tolerance"},
-    "gate": {"compare", "record"},
+    "gate": {"compare", "diagnosis", "record"},
     "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {
@@ -70,7 +70,8 @@ MAY_IMPORT = {
     "sources": {"exceptions", "files", "gate", "git", "selection"},
     "cli": {"actions", "compare", "exceptions", "files", "gate", "git", "record", "report", "selection", "sources"},
     "snapshot": {
-        "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "record", "report",
+        "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "matching", "record",
+        "report",
         "selection", "summary",
     },
     "plugin": {"pytest", "_pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},

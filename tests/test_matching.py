@@ -7,7 +7,7 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.exceptions import SelectionError
-from pytest_modelprobe.matching import declared, match, renamed
+from pytest_modelprobe.matching import declared, match, needed, renamed, rules
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Record, Response, Value
 
 
@@ -74,7 +74,31 @@ def test_layers_renamed_that_are_made_alike_keep_their_order() -> None:
     assert match(new, old) == {"q": "query", "k": "key", "v": "value"}
 
 
-def test_a_layer_that_moved_to_another_container_is_another() -> None:
+def test_layers_made_alike_that_have_another_order_by_their_names_are_not_paired() -> None:
+    old, new = record(query="Linear", key="Linear"), record(k_proj="Linear", q_proj="Linear")
+    assert match(new, old) == {}
+
+
+def test_layers_made_alike_with_other_numbers_are_not_paired() -> None:
+    assert match(record(c2="Conv", c1="Conv"), record(conv1="Conv", conv2="Conv")) == {}
+
+
+def test_layers_made_alike_that_are_called_in_another_order_are_not_paired() -> None:
+    def two(first: str, second: str, *, starts: tuple[int, int]) -> Record:
+        calls = [(Call(root="(root)", root_training=False, index=0, started=at),) for at in starts]
+        layers = (Layer(name=n, type="Linear", calls=c) for n, c in zip((first, second), calls, strict=True))
+        return Record(model="Net", layers={layer.name: layer for layer in layers})
+
+    old = two("a", "b", starts=(0, 1))
+    assert match(two("x", "y", starts=(0, 1)), old) == {"a": "x", "b": "y"}
+    assert match(two("x", "y", starts=(1, 0)), old) == {}
+
+
+def test_of_two_made_alike_that_went_none_is_the_one_that_came() -> None:
+    assert match(record(c="Linear"), record(a="Linear", b="Linear")) == {}
+
+
+def test_a_layer_without_parameters_that_moved_to_another_container_is_another() -> None:
     assert match(record(a="Block", a__fc="Linear", b="Block"), record(a="Block", b="Block", b__fc="Linear")) == {
         "a": "a",
         "b": "b",
@@ -88,6 +112,114 @@ def test_a_layer_that_took_the_name_of_a_removed_one_is_paired_by_that_name() ->
 
 def test_layers_inside_containers_that_were_not_recorded_are_matched_too() -> None:
     assert match(record(a__b__fc="Linear"), record(a__b__fc="Linear")) == {"a.b.fc": "a.b.fc"}
+
+
+# --- in other containers ------------------------------------------------------------------------------------------
+
+
+def made(**types: str | tuple[str, int]) -> Record:
+    """Return a record of layers by type, or by type and the size of a weight; ``__`` stands for a dot."""
+    layers = []
+    for name, given in types.items():
+        kind, *sizes = (given,) if isinstance(given, str) else given
+        weights = tuple(Parameter(name="weight", shape=(n,), dtype="float32", device="cpu") for n in sizes)
+        layers.append(Layer(name=name.replace("__", ".").strip("_"), type=kind, parameters=weights))
+    return Record(model="Net", layers={layer.name: layer for layer in layers})
+
+
+def blocks(container: str, *own: str, types: str = "Linear") -> dict[str, str | tuple[str, int]]:
+    found: dict[str, str | tuple[str, int]] = {container: "ModuleList"}
+    for i in range(3):
+        found[f"{container}__{i}"] = "Block"
+        found |= {f"{container}__{i}__{name}": (types, 4) for name in own}
+    return found
+
+
+def test_blocks_that_moved_out_of_a_container_are_found_with_all_inside_them() -> None:
+    old = made(encoder="Encoder", **blocks("encoder__layer", "fc"), head=("Linear", 9))
+    new = made(**blocks("layers", "fc"), head=("Linear", 9))
+    found = match(new, old)
+    assert found["encoder.layer.2.fc"] == "layers.2.fc"
+    assert "encoder" not in found
+    moved = {before: after for before, after in found.items() if before != after}
+    assert rules(new, old, moved) == {"layers": "encoder.layer"}
+
+
+def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_and_order() -> None:
+    old = made(**blocks("layer", "attention__query", "attention__key", "attention__dense"))
+    new = made(**blocks("layer", "q_proj", "k_proj", "o_proj"))
+    found = match(new, old)
+    assert found["layer.1.attention.key"] == "layer.1.k_proj"
+    moved = {before: after for before, after in found.items() if before != after}
+    assert rules(new, old, moved) == {
+        "layer.*.q_proj": "layer.*.attention.query",
+        "layer.*.k_proj": "layer.*.attention.key",
+        "layer.*.o_proj": "layer.*.attention.dense",
+    }
+
+
+def test_layers_of_blocks_in_another_order_are_not_paired() -> None:
+    old = made(**blocks("layer", "attention__query", "attention__key"))
+    new = made(**blocks("layer", "k_proj", "q_proj"))
+    assert not {name for name in match(new, old) if "attention." in name}
+
+
+def test_of_layers_of_which_one_went_none_is_paired() -> None:
+    old = made(a="A", a__fc1=("Linear", 4), a__fc2=("Linear", 4), b="B")
+    assert set(match(made(a="A", b="B", b__fc=("Linear", 4)), old)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("wrapped_now", [True, False])
+def test_a_layer_is_found_inside_what_has_its_name_now_and_the_reverse(wrapped_now: bool) -> None:
+    plain = made(head=("Linear", 4))
+    wrapped = made(head="ClassifierHead", head__pool="Pool", head__fc=("Linear", 4))
+    if wrapped_now:
+        assert match(wrapped, plain) == {"head": "head.fc"}
+        assert rules(wrapped, plain, {"head": "head.fc"}) == {"head.fc": "head"}
+    else:
+        assert match(plain, wrapped) == {"head.fc": "head"}
+
+
+def test_a_layer_is_not_found_where_two_inside_are_made_like_it() -> None:
+    new = made(head="Head", head__a=("Linear", 4), head__b=("Linear", 4))
+    assert match(new, made(head=("Linear", 4))) == {"head": "head"}
+
+
+def test_a_layer_that_came_in_another_block_is_not_the_one_that_went() -> None:
+    both = {"h__0": "Block", "h__1": "Block"}
+    found = match(made(**both, h__1__norm=("Norm", 4)), made(**both, h__0__norm=("Norm", 4)))
+    assert found == {"h.0": "h.0", "h.1": "h.1"}
+
+
+def test_a_single_layer_elsewhere_with_nothing_in_its_name_is_another() -> None:
+    found = match(made(a="A", b="B", b__out=("Linear", 4)), made(a="A", a__fc=("Linear", 4), b="B"))
+    assert found == {"a": "a", "b": "b"}
+
+
+def test_a_single_layer_that_kept_its_name_elsewhere_is_found() -> None:
+    found = match(made(enc="E", norm=("Norm", 4)), made(enc="E", enc__norm=("Norm", 4)))
+    assert found["enc.norm"] == "norm"
+
+
+def test_what_the_rules_say_is_what_was_found() -> None:
+    old = made(encoder="Encoder", **blocks("encoder__layer", "attn__query", "attn__key"))
+    new = made(**blocks("layers", "attn__query", "attn__key"))
+    found = match(new, old)
+    assert declared(new, old, {"layers": "encoder.layer"}).items() <= found.items()
+
+
+def test_what_is_said_once_has_its_number_and_what_no_rule_says_has_none() -> None:
+    old = made(h__0=("Linear", 4), h__1=("Linear", 5))
+    new = made(b__0=("Linear", 4), b__1=("Linear", 5))
+    assert rules(new, old, {"h.0": "b.0"}) == {"b.0": "h.0"}
+    assert rules(new, old, {"h.0": "b.1", "h.1": "b.0"}) == {"b.1": "h.0", "b.0": "h.1"}
+    assert rules(new, old, {"x": "y"}) == {}
+
+
+def test_a_record_with_the_new_names_needs_no_rename() -> None:
+    assert needed({"b": "a"}, made(b="B")) == {}
+    assert needed({"b": "a"}, made(a="B")) == {"b": "a"}
+    assert needed({"x": "y"}, made(b="B")) == {"x": "y"}
 
 
 # --- numbered children --------------------------------------------------------------------------------------------

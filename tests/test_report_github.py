@@ -32,7 +32,7 @@ def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
     now = snapshot(net("GELU"))
     line = now.text.split("\n").index('"act": {"type": "GELU"}') + 1
     assert github.shown(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
-        f"::error file={PATH},line={line},title=Net%3A structure::structure: act type ReLU → GELU"
+        f"::error file={PATH},line={line},title=Net%3A structure::structure: act: ReLU → GELU"
     ]
 
 

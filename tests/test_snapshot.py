@@ -73,7 +73,7 @@ def one(body: str, arguments: str = "modelprobe_snapshot", before: str = "") -> 
 
 SAME = one("assert record() == modelprobe_snapshot")
 CHANGED = one("assert record(eps=1e-3) == modelprobe_snapshot")
-FAILURE = "*AssertionError: norm.eps 1e-05 → 0.001; 1 cause"
+FAILURE = "*AssertionError: output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001"
 
 
 class Project:
@@ -180,6 +180,7 @@ CHANGES = {
 def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
     project.update()
     old, new, message = CHANGES[kind]
+    reason = ' --modelprobe-reason="..."' if kind in ("attribute", "architecture") else ""  # as the gate will ask for
     project.change(old, new)
     result = project.run()
     result.assert_outcomes(failed=1)
@@ -187,7 +188,7 @@ def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
         [
             f"E       AssertionError: {message}",
             "E       cause *class *changed by *",
-            "E       Intended? pytest test_net.py::test_x --snapshot-update",
+            f"E       Intended? pytest test_net.py::test_x --snapshot-update{reason}",
             "E       Since when? git bisect run pytest test_net.py::test_x",
             "E       To see its tensors: modelprobe.run(..., keep=*",
         ]
@@ -349,8 +350,8 @@ def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Pro
     result.stdout.fnmatch_lines(
         [
             "compared in line 4 but not asserted: write assert ... == modelprobe_snapshot",
-            "norm.eps 1e-05 → 0.001; 1 cause",
-            "*Intended? pytest test_net.py::test_x --snapshot-update",
+            "output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+            '*Intended? pytest test_net.py::test_x --snapshot-update --modelprobe-reason="..."',
             "FAILED test_net.py::test_x - Failed: compared in line 4 but not asserted*",
         ]
     )
@@ -421,7 +422,10 @@ def test_the_text_is_whole_in_a_helper_without_rewriting(project: Project) -> No
     project.write("helper", "def check(record, snapshot):\n    assert record == snapshot\n")
     project.update(test=SAME)
     project.run(test=one("import helper\nhelper.check(record(eps=1e-3), modelprobe_snapshot)")).stdout.fnmatch_lines(
-        ["E       AssertionError: norm.eps 1e-05 → 0.001; 1 cause", "E       cause *"]
+        [
+            "E       AssertionError: output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+            "E       cause *",
+        ]
     )
 
 
@@ -434,7 +438,12 @@ def test_the_text_is_there_for_those_who_catch_the_error(project: Project) -> No
 def test_a_message_of_the_users_own_stays(project: Project) -> None:
     project.update(test=SAME)
     result = project.run(test=CHANGED.replace("== modelprobe_snapshot", "== modelprobe_snapshot, 'as ever'"))
-    result.stdout.fnmatch_lines(["E       AssertionError: as ever", "E       norm.eps 1e-05 → 0.001; 1 cause"])
+    result.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: as ever",
+            "E       output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+        ]
+    )
 
 
 def test_another_assertion_keeps_its_own_text(project: Project) -> None:
@@ -673,7 +682,57 @@ def test_an_update_accepts_only_some_causes(project: Project) -> None:
     assert project.contents() != before
 
 
-@pytest.mark.parametrize("text", ["colour<1", "any<x", "any<-1", "<1", ""])
+INERT = MODELS.replace("self.drop =", "self.norm.added = 3; self.drop =")
+
+
+def test_an_attribute_that_came_fails_nothing_and_an_update_writes_it(project: Project) -> None:
+    project.update()
+    before = project.contents()
+    project.models(INERT)
+    project.run().assert_outcomes(passed=1)
+    result = project.update("--modelprobe-accept=structure")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["updated *: nothing changed", "*Also new: norm.added 3."])
+    after = project.contents()
+    assert {name for name in after if after[name] != before[name]} == set(after)
+    assert b"added" in after["test_net/test_x.arch.json"]
+    project.run().assert_outcomes(passed=1)
+    assert project.update().ret == 0
+    assert project.contents() == after
+
+
+def test_an_attribute_that_came_is_not_written_in_ci_and_fails_nothing_there(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.update()
+    before = project.contents()
+    project.models(INERT)
+    monkeypatch.setenv("CI", "true")
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_an_update_accepts_structure_only_where_the_numbers_are_the_same(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Identity()"))
+    project.update("--modelprobe-accept=structure").assert_outcomes(passed=1)
+    before = project.contents()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Tanh()"))
+    result = project.update("--modelprobe-accept=structure")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*not written: * is not covered by --modelprobe-accept='structure': the output changed by *"]
+    )
+    assert project.contents() == before
+
+
+def test_a_small_limit_accepts_what_has_no_size_where_the_output_is_the_same(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Identity()"))
+    project.update("--modelprobe-accept=any<1e-4").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("text", ["structure<1e-3", "colour<1", "any<x", "any<-1", "<1", ""])
 def test_what_cannot_be_accepted_is_a_usage_error(project: Project, text: str) -> None:
     result = project.update(f"--modelprobe-accept={text}", test=SAME)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -684,6 +743,58 @@ def test_what_cannot_be_accepted_is_a_usage_error(project: Project, text: str) -
 def test_what_is_about_an_update_needs_one(project: Project, option: str) -> None:
     result = project.run(f"--modelprobe-{option}", test=SAME)
     result.stderr.fnmatch_lines(["ERROR: --modelprobe-*is about what an update writes: add --snapshot-update"])
+
+
+# --- other names --------------------------------------------------------------------------------------------------
+
+RENAME = """
+from models import TinyNet
+
+RENAME = {"head": "fc2"}
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet, rename=RENAME)
+    record = modelprobe.run(model, modelprobe.randn(4, 8), loss="random")
+    assert record == modelprobe_snapshot(rename=RENAME)
+"""
+
+
+def test_a_layer_that_a_test_says_was_renamed_is_the_same_with_the_same_weights(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("fc2", "head"))
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*AssertionError: fc2 renamed to head: output changed by *",
+            "*Only other names? modelprobe_snapshot(rename={'head': 'fc2'}), and modelprobe.build(..., rename=...)*",
+        ]
+    )
+    project.run(test=RENAME).assert_outcomes(passed=1)
+    result = project.update()
+    result.stdout.fnmatch_lines(["*updated __modelprobe__/test_net/test_x.arch.json: fc2 is called head*"])
+    assert b'"head":' in project.contents()["test_net/test_x.arch.json"]
+    before = project.contents()
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_a_rename_says_nothing_of_a_snapshot_with_the_new_names(project: Project) -> None:
+    project.models(MODELS.replace("fc2", "head"))
+    project.update(test=RENAME)
+    project.run().assert_outcomes(passed=1)
+
+
+def test_a_rename_of_no_layer_is_an_error(project: Project) -> None:
+    project.update()
+    result = project.run(test=RENAME.replace('"head": "fc2"', '"heads": "fc9"'))
+    result.stdout.fnmatch_lines(["*SelectionError: rename: 'heads' matches no layer of the actual TinyNet"])
+
+
+@pytest.mark.parametrize("given", ["'fc'", "{'a': 1}"])
+def test_a_rename_that_is_no_mapping_of_names_is_an_error(project: Project, given: str) -> None:
+    result = project.run(test=one(f"assert record() == modelprobe_snapshot(rename={given})"))
+    result.stdout.fnmatch_lines(["*UsageError: rename= is glob of the layers now → glob of their names in the snap*"])
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .declaring import with_reason
 from .decoding import Snapshot, architecture_digest, decode, decode_architecture
 from .encoding import encode
 from .layout import Texts
@@ -21,5 +22,6 @@ __all__ = [
     "read",
     "read_texts",
     "rewritten",
+    "with_reason",
     "write",
 ]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.compare import Difference
-from pytest_modelprobe.diagnosis import diagnose
-from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict
+from pytest_modelprobe.diagnosis import Cause
+from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of
 from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
-from .comparison import percent
+from .comparison import noted, percent
 from .text import Cell, collapsed, count, failure, listed, number, pattern, printable, table
 
 TRAILER = "Modelprobe-Approve"
@@ -150,19 +150,41 @@ def finding_text(finding: Finding, change: Change) -> str:
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
     if finding.kind == "removed":
         return "the snapshot is deleted: nothing watches this model any more"
-    if finding.kind == "renamed" and change.before is not None:
+    if finding.kind == "renamed" and not finding.causes and change.before is not None:
         return f"was {change.before.path}"
     if finding.kind == "checkpoint":
         return effect_text(change.effect)
-    if finding.kind == "format" or change.comparison is None:
-        return "the same architecture, and numbers within tolerance"
-    if finding.kind == "behaviour":
+    if change.comparison is None or finding.kind == "format":
+        notes = () if change.comparison is None else change.comparison.notes
+        return " ".join(["the same architecture, and numbers within tolerance", *(f"({n})" for n in noted(notes))])
+    if finding.causes:
+        return _causes_text(finding, change)
+    if any(d.change is not None for d in finding.differences):
         layers = list(dict.fromkeys(d.layer for d in finding.differences))
         moved = max((d.change for d in finding.differences if d.change is not None), default=None)
         by = "" if moved is None else f" by up to {percent(moved)}"
         return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
     return listed([_row_text(row) for row in found], most=2)
+
+
+def _causes_text(finding: Finding, change: Change) -> str:
+    """Return the causes of a finding as a failure says them, and what becomes of the output."""
+    told = listed([_said(*pair) for pair in comparison.grouped(finding.causes)], most=2)
+    diagnosis = change.diagnosis
+    if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
+        told = f"possibly {told}"
+    if diagnosis is None:
+        return told
+    same = diagnosis.unchanged and all(other.kind != "behaviour" for other in change.findings)
+    if same and finding.kind in ("structure", "renamed"):
+        return f"{told}; behaviour unchanged"
+    by = diagnosis.output if finding.kind == "behaviour" else None
+    return told if by is None else f"{told}; output changed by {percent(by)}"
+
+
+def _said(cause: Cause, times: int) -> str:
+    return comparison.said(cause) + (f" x{times}" if times > 1 else "")
 
 
 def _row_text(row: Row) -> str:
@@ -191,7 +213,7 @@ def first_line(verdict: Verdict) -> str:
         worst = verdict.denied[0]
         more = f" ({len(verdict.denied) - 1} more below)" if len(verdict.denied) > 1 else ""
         kind = worst.denied[0].kind
-        what = _OF_SNAPSHOTS.get(kind, f"{kind} change")
+        what = _OF_SNAPSHOTS.get(kind, f"{kind} change") if not worst.denied[0].causes else f"{kind} change"
         return f"{worst.model}: {what} is not declared{more}; {changed}"
     if not verdict.changes:
         return f"no model changed; {verdict.unchanged:,} unchanged"
@@ -207,12 +229,27 @@ _OF_SNAPSHOTS: dict[Class, str] = {
 
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
-    """Return the cells of `VERDICT_COLUMNS`, one row for each class of change of each model, the gravest first."""
-    return [
-        [change.model, finding.kind, status(finding, change, verdict), change.path, finding_text(finding, change)]
-        for change in verdict.changes
-        for finding in change.findings
-    ]
+    """Return the cells of `VERDICT_COLUMNS`, the gravest first: of models that say the same of a class one row."""
+    alike: dict[tuple[str, str, str], list[tuple[Finding, Change]]] = {}
+    for change in verdict.changes:
+        for finding in change.findings:
+            key = finding.kind, status(finding, change, verdict), _unsized(finding) or finding_text(finding, change)
+            alike.setdefault(key, []).append((finding, change))
+    rows: list[list[Cell]] = []
+    for (kind, judged, _), same in alike.items():
+        worst = max(same, key=lambda pair: max((cause.change or 0.0 for cause in pair[0].causes), default=0.0))
+        models = listed(list(dict.fromkeys(change.model for _, change in same)))
+        rows.append([models, kind, judged, listed([change.path for _, change in same], most=2), finding_text(*worst)])
+    return rows
+
+
+def _unsized(finding: Finding) -> str:
+    """Return what is said of weights that all are others, whatever their number and by how much they are."""
+    return "all weights" if finding.kind == "weights" and finding.causes and _is_whole(finding.causes[0]) else ""
+
+
+def _is_whole(cause: Cause) -> bool:
+    return cause.kind == "weights" and cause.what.startswith("all ")
 
 
 VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
@@ -310,34 +347,42 @@ def text(verdict: Verdict) -> str:
     """Return the verdict of the gate as plain text."""
     if not verdict.changes:
         return first_line(verdict)
-    tables = (f"{heading}\n{_indented(table(COLUMNS, cells))}" for heading, cells in detail_tables(verdict))
+    causes = cause_rows(verdict)
     return "\n\n".join(
         [
             failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
-            *tables,
+            *(["\n".join(table(CAUSE_COLUMNS, causes))] if causes else []),
             *map(printable, reasons(verdict)),
             *("\n".join(printable(line) for line in step.split("\n")) for step in next_steps(verdict)),
         ]
     )
 
 
-def detail_tables(verdict: Verdict) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return headings and the cells of `COLUMNS`; what changed in the same way in several snapshots is one table."""
-    alike: dict[tuple[tuple[str, ...], ...], list[Change]] = {}
+CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
+
+
+def cause_rows(verdict: Verdict) -> list[list[Cell]]:
+    """Return the cells of `CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
+    alike: dict[tuple[str, Class], dict[str, float | None]] = {}
     for change in verdict.changes:
-        cells = tuple(row.cells for row in details(change))
-        if cells:
-            alike.setdefault(cells, []).append(change)
-    return [(_heading(same), list(cells)) for cells, same in alike.items()]
+        diagnosis = change.diagnosis
+        if diagnosis is None:
+            continue
+        for sure, causes in (("", diagnosis.causes), ("possibly ", diagnosis.possible)):
+            for cause, times in comparison.grouped(causes):
+                what = "all layers" if _is_whole(cause) else cause.what
+                said = sure + _said(dataclasses.replace(cause, change=None, what=what), times)
+                models = alike.setdefault((said, class_of(cause, diagnosis)), {})
+                models[change.model] = max((models.get(change.model), cause.change), key=lambda size: size or 0.0)
+    return [
+        [said, kind, percent(max(models.values(), key=lambda size: size or 0.0)), listed(list(models))]
+        for (said, kind), models in alike.items()
+    ]
 
 
 def _heading(same: Sequence[Change]) -> str:
     models = listed(list(dict.fromkeys(change.model for change in same)))
     return printable(f"{models} ({listed([change.path for change in same], most=2)})")
-
-
-def _indented(lines: Iterable[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def diff_text(verdict: Verdict) -> str:
@@ -348,8 +393,8 @@ def diff_text(verdict: Verdict) -> str:
     for change in verdict.changes:
         lines = [_heading([change])]
         lines += [printable(f"{kind}: {said}") for kind, said in _whole(change)]
-        if change.comparison is not None and change.comparison.differences:
-            lines.append(comparison.text(diagnose(change.comparison)))
+        if change.diagnosis is not None:
+            lines.append(comparison.text(change.diagnosis))
         parts.append("\n".join(lines))
     if verdict.unchanged:
         parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
@@ -359,7 +404,7 @@ def diff_text(verdict: Verdict) -> str:
 def _whole(change: Change) -> Iterator[tuple[str, str]]:
     """Yield what is to be said of a snapshot as a whole."""
     for finding in change.findings:
-        if finding.kind in ("checkpoint", "new", "removed", "renamed"):
+        if finding.kind in ("checkpoint", "new", "removed") or (finding.kind == "renamed" and not finding.causes):
             yield finding.kind, finding_text(finding, change)
 
 
@@ -404,12 +449,18 @@ def _plain_finding(finding: Finding, change: Change, verdict: Verdict) -> dict[s
 
 
 def _causes(change: Change) -> list[dict[str, str]]:
-    if change.comparison is None or not change.comparison.differences:
+    diagnosis = change.diagnosis
+    if diagnosis is None:
         return []
-    diagnosis = diagnose(change.comparison)
     sure = {True: diagnosis.causes, False: diagnosis.possible}
     return [
-        {"kind": cause.kind, "layer": cause.layer, "said": comparison.said(cause), **({} if known else {"sure": "no"})}
+        {
+            "kind": cause.kind,
+            "class": class_of(cause, diagnosis),
+            "layer": cause.layer,
+            "said": comparison.said(cause),
+            **({} if known else {"sure": "no"}),
+        }
         for known, causes in sure.items()
         for cause in causes
     ]

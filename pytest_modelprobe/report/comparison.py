@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
@@ -33,7 +33,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     if not found:
         worst = _worst(diagnosis.comparison.differences)
         if worst is None:
-            return "nothing changed"
+            return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
         moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
@@ -80,9 +80,30 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
+    counts += noted(diagnosis.comparison.notes)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
+
+
+def noted(notes: Iterable[Difference]) -> list[str]:
+    """Return one sentence on attributes that came or went, which by themselves fail nothing."""
+    came: dict[str, int] = {}
+    went: dict[str, int] = {}
+    for note in notes:
+        there, value = (went, note.expected) if note.actual is None else (came, note.actual)
+        said = f"{qualified(pattern(note.layer), note.what)} {_plain(value)}"
+        there[said] = there.get(said, 0) + 1
+    told = {"Also new": came, "Also gone": went}
+    shown = ([said + (f" x{n}" if n > 1 else "") for said, n in found.items()] for found in told.values())
+    parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
+    return [f"{'. '.join(parts)}."] if parts else []
+
+
+def _other_names(renamed: Mapping[str, str]) -> str:
+    """Return what layers are called now that a test says are the same."""
+    tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
+    return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
 
 
 def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:

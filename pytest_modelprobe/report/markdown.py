@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pytest_modelprobe.diagnosis import diagnose
 from pytest_modelprobe.gate import Verdict
 
-from . import comparison
+from . import changes, comparison
 from .changes import (
     COLUMNS,
     VERDICT_COLUMNS,
-    detail_tables,
+    cause_rows,
     details,
     finding_text,
     first_line,
@@ -78,12 +77,15 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
         tail += [escaped(said), ""] + (
             ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
         )
-    return bounded(head, [_folded(*pair) for pair in detail_tables(verdict)], tail, most_bytes)
+    causes = cause_rows(verdict)
+    parts = [causes[first : first + MOST_ROWS] for first in range(0, len(causes), MOST_ROWS)]
+    blocks = [_folded(count(len(part), "cause"), changes.CAUSE_COLUMNS, part) for part in parts]
+    return bounded(head, blocks, tail, most_bytes)
 
 
-def _folded(heading: str, rows: Sequence[Sequence[Cell]]) -> list[str]:
+def _folded(heading: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
     title = f"<details><summary>{escaped(heading)}</summary>"
-    return [title, "", *table(COLUMNS, rows), "", "</details>", ""]
+    return [title, "", *table(columns, rows, most=len(rows)), "", "</details>", ""]
 
 
 def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int) -> str:
@@ -117,10 +119,10 @@ def diff(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
     for change in verdict.changes:
         lines = [f"### {escaped(change.model)}: {escaped(change.path)}", ""]
         lines += [f"- {finding.kind}: {escaped(finding_text(finding, change))}" for finding in change.findings]
-        if change.comparison is not None and change.comparison.differences:
-            diagnosis = diagnose(change.comparison)
+        diagnosis = change.diagnosis
+        if diagnosis is not None:
             lines += ["", *table(CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible)))]
-            lines += ["", *_folded("all that differs", [row.cells for row in details(change)])]
+            lines += ["", *_folded("all that differs", COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
 

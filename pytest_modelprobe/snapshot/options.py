@@ -16,24 +16,31 @@ DIRECTORY = "__modelprobe__"
 Parts = Literal["all", "architecture", "behaviour"]
 
 
+_STRUCTURE = ("architecture", "attribute", "computation")
+
+
 @dataclasses.dataclass(frozen=True)
 class Accepted:
     """A kind of cause that an update takes over, as long as it changed less than the limit."""
 
     kind: str
-    """A kind of `diagnosis.Cause`, or ``any``."""
+    """A kind of `diagnosis.Cause`, ``any``, or ``structure``: any that has no number, where no output changed."""
     below: float = math.inf
     """Relative change; infinite: any, also one that has no size."""
 
-    def covers(self, kind: str, change: float | None) -> bool:
-        """Whether a cause may be taken over.
+    def covers(self, kind: str, change: float | None, *, unchanged: bool = False) -> bool:
+        """Whether a cause may be taken over; ``unchanged``: the run gives out what it gave out.
 
         >>> Accepted("computation", 1e-3).covers("computation", 2e-4), Accepted("any", 1e-3).covers("weights", 0.1)
         (True, False)
         >>> Accepted("attribute").covers("attribute", None), Accepted("any", 1e-3).covers("attribute", None)
         (True, False)
+        >>> [Accepted("structure").covers("attribute", None, unchanged=unchanged) for unchanged in (True, False)]
+        [True, False]
         """
-        small = self.below == math.inf or (change is not None and change < self.below)
+        if self.kind == "structure":
+            return unchanged and change is None and kind in _STRUCTURE
+        small = (change is None and unchanged) or self.below == math.inf or (change is not None and change < self.below)
         return self.kind in ("any", kind) and small
 
 
@@ -70,7 +77,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         default=None,
         metavar="KIND<LIMIT",
         help="update only snapshots all of whose causes are of a KIND (such as computation, or any) and changed less "
-        "than LIMIT; KIND alone: whatever the size; may be repeated",
+        "than LIMIT; KIND alone: whatever the size; structure: only where the numbers are the same; may be repeated",
     )
     group.addoption(
         "--modelprobe-actual",
@@ -120,13 +127,13 @@ def _path(config: pytest.Config, option: str) -> Path | None:
 def _accepted(text: str) -> Accepted:
     from pytest_modelprobe.diagnosis import CauseKind
 
-    kinds = [*get_args(CauseKind), "any"]
+    kinds = [*get_args(CauseKind), "structure", "any"]
     kind, less, limit = (part.strip() for part in text.partition("<"))
     try:
         below = float(limit) if less else math.inf
     except ValueError:
         below = math.nan
-    if kind not in kinds or not below > 0:
+    if kind not in kinds or not below > 0 or (kind == "structure" and less):
         raise pytest.UsageError(
             f"--modelprobe-accept={text}: give a kind of cause and a limit, as in 'computation<1e-3', or the kind "
             f"alone; kinds are {', '.join(kinds)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from pytest_modelprobe.files import (
 from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.matching import needed
 from pytest_modelprobe.record import Record, Rerun
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
@@ -57,6 +59,7 @@ class Options:
     tolerance: Tolerance = None
     compare: Parts = "all"
     allow: tuple[Allowed, ...] = ()
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class ModelProbeSnapshot:
@@ -78,6 +81,7 @@ class ModelProbeSnapshot:
         tolerance: Tolerance = None,
         compare: Parts | None = None,
         allow: Allowed | Iterable[Allowed] = (),
+        rename: Mapping[str, str] | None = None,
     ) -> ModelProbeSnapshot:
         """Return a snapshot with other options.
 
@@ -87,16 +91,20 @@ class ModelProbeSnapshot:
             compare: ``architecture`` (what is exact), ``behaviour`` (the numbers), or ``all``.
             allow: What may be recorded although it does not last: ``dropout`` that is active, ``nonfinite`` values.
 
+            rename: Glob of layers → glob of the names that the snapshot has for them; what is inside goes along. Once
+                an update has written the new names it says nothing any more.
+
         Raises:
             UsageError: An option is none of these.
             SelectionError: What ``tolerance`` has is no glob.
         """
         __tracebackhide__ = True
         allowed = (allow,) if isinstance(allow, str) else tuple(allow)
-        given = {"name": name, "tolerance": tolerance, "compare": compare, "allow": allowed or None}
+        given = {"name": name, "tolerance": tolerance, "compare": compare, "allow": allowed or None, "rename": rename}
         options = {key: value for key, value in given.items() if value is not None}
         _check(name, compare, allowed)
         _check_tolerance(tolerance)
+        _check_rename(rename)
         return ModelProbeSnapshot(self._comparer, dataclasses.replace(self._options, **cast(Any, options)))
 
     def __eq__(self, other: object) -> bool:
@@ -140,6 +148,13 @@ def _check_tolerance(tolerance: Any) -> None:
                 f"tolerance= is a positive number, or one for each glob of layers; got {glob!r} for a glob"
             )
         Glob(glob)
+
+
+def _check_rename(rename: Any) -> None:
+    __tracebackhide__ = True
+    texts = isinstance(rename, Mapping) and all(isinstance(t, str) for pair in rename.items() for t in pair)
+    if rename is not None and not texts:
+        raise UsageError(f"rename= is glob of the layers now → glob of their names in the snapshot; got {rename!r}")
 
 
 def _check_globs(tolerance: Tolerance, record: Record) -> None:
@@ -346,7 +361,9 @@ class Comparer:
         old, expected, complete = self._expected(outcome, parts)
         if expected is not None:
             known = parts if complete else "architecture"
-            outcome.diagnosis = _diagnosis(outcome.record, expected, known, options.tolerance)
+            diagnosis = _diagnosis(outcome.record, expected, known, options)
+            if not diagnosis.comparison.same or self._brings_up_to_date(outcome, options, diagnosis):
+                outcome.diagnosis = diagnosis
         if old is not None and complete and outcome.diagnosis is None:
             self._tell_syrupy(outcome, old)
             return
@@ -366,6 +383,11 @@ class Comparer:
             write(there.arch, self._texts(outcome, expected, old), there.probe)
         outcome.text = self._text(outcome, refusal)
         self._tell_syrupy(outcome, new)
+
+    def _brings_up_to_date(self, outcome: _Outcome, options: Options, same: Diagnosis) -> bool:
+        """Whether an update has to write attributes that came or went, or names that a test says."""
+        other = same.comparison.notes or same.comparison.renamed
+        return bool(other) and self._updates and self._refusal(outcome, options) is None
 
     def _expected(self, outcome: _Outcome, parts: Parts) -> tuple[Texts | None, Record | None, bool]:
         """Return the texts of the snapshot, its record, and whether it has all that is to be compared.
@@ -458,8 +480,9 @@ class Comparer:
             chain = parsed(old.architecture, str(outcome.place.arch)).get("supersedes")
             before, now = architecture_digest(old.architecture), architecture_digest(new.architecture)
             new = encode(record, reason=self._policy.reason, supersedes=superseded(chain, before, now))
-        differences = outcome.diagnosis.comparison.differences if outcome.diagnosis else ()
-        return rewritten(new, old, {difference.layer for difference in differences})
+        found = None if outcome.diagnosis is None else outcome.diagnosis.comparison
+        changed = () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before)
+        return rewritten(new, old, set(changed))
 
     def _text(self, outcome: _Outcome, refusal: words.Refusal | None) -> str:
         way_out = refusal.way_out if refusal else ""
@@ -508,15 +531,18 @@ class Comparer:
             raise error or SnapshotError(f"{outcome.place.arch} was not written")
 
 
-def _diagnosis(actual: Record, expected: Record, parts: Parts, tolerance: Tolerance) -> Diagnosis | None:
-    """Return why a record is not as expected; None if it is. Only if it is not is each layer called alone."""
+def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options) -> Diagnosis:
+    """Return why a record is not as expected, if it is not. Only then is each layer called alone."""
     __tracebackhide__ = True
-    found = compare(actual, expected, tolerance=tolerance, parts=parts)
+    asked = functools.partial(
+        compare, rename=needed(options.rename, expected), tolerance=options.tolerance, parts=parts
+    )
+    found = asked(actual, expected)
     if found.same:
-        return None
+        return diagnose(found)
     if parts != "architecture" and actual.rerun is not None:
         actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
-        found = compare(actual, expected, tolerance=tolerance, parts=parts)
+        found = asked(actual, expected)
     return diagnose(found)
 
 

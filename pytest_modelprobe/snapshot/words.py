@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
+from pytest_modelprobe.gate import needs_reason
+from pytest_modelprobe.matching import renamed, rules
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, layer_table, printable
@@ -25,11 +27,23 @@ class Refusal(NamedTuple):
 
 def changed(diagnosis: Diagnosis, command: str, way_out: str = "") -> str:
     """Return the text of a record that is not as it was; ``command`` runs the test, its update was refused or not."""
-    steps = [way_out or f"Intended? {command} --snapshot-update", f"Since when? git bisect run {command}"]
+    named = _other_names(diagnosis)
+    reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
+    steps = [way_out or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
+    if named:
+        steps.insert(0, f"Only other names? {named}")
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
     return "\n\n".join([report.text(diagnosis), "\n".join(printable(step) for step in steps)])
+
+
+def _other_names(diagnosis: Diagnosis) -> str:
+    """Return how a test says that layers have other names alone; empty where none has, or no rule says it."""
+    comparison = diagnosis.comparison
+    names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
+    found = rules(comparison.actual, renamed(comparison.expected, comparison.names_before), names) if names else {}
+    return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
 
 
 def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_out: str = "") -> str:
@@ -40,7 +54,7 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_
     >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
     no snapshot yet for test_x: 0 layers recorded, nothing dead, all finite
     <BLANKLINE>
-    no layer was called
+    no layer was recorded
     <BLANKLINE>
     Right? pytest t.py::test_x --snapshot-update, and commit what it writes.
     """
@@ -60,14 +74,21 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_
 def not_accepted(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
     """Return which causes are not among those that an update takes over; None if all are."""
     causes = [*diagnosis.causes, *diagnosis.possible]
+    if diagnosis.comparison.same:  # attributes that came or went, and names that the test says
+        return None
     if not causes:
         return Refusal(f"not written: the cause cannot be told, so {policy.accept_from} does not cover it")
-    others = [cause for cause in causes if not any(a.covers(cause.kind, cause.change) for a in policy.accept)]
+
+    def covered(cause: Cause) -> bool:
+        return any(a.covers(cause.kind, cause.change, unchanged=diagnosis.unchanged) for a in policy.accept)
+
+    others = [cause for cause in causes if not covered(cause)]
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     first = f"{report.said(others[0])} ({others[0].kind})"
-    return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}")
+    why = "" if diagnosis.output is None else f": the output changed by {report.percent(diagnosis.output)}"
+    return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}{why}")
 
 
 def key(cause: Cause) -> str:

@@ -32,6 +32,7 @@ class Net(nn.Module):
 
 def test_run(modelprobe: ModelProbe) -> None:
     model = modelprobe.build(Net)
+    assert_type(modelprobe.build(Net, rename={"layers": "encoder.layer"}), Net)
     assert_type(model, Net)
     record = modelprobe.run(model, modelprobe.randn(4, 8), loss=lambda out: out.pow(2).mean(), mode="eval")
     assert_type(record, Record)
@@ -75,7 +76,7 @@ def test_snapshot(modelprobe: ModelProbe, modelprobe_snapshot: ModelProbeSnapsho
     assert_type(modelprobe_snapshot == record, bool)
     named = modelprobe_snapshot(name="wide", tolerance={"blocks.*.attn": 10}, compare="architecture", allow=["dropout"])
     assert_type(named, ModelProbeSnapshot)
-    assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite")
+    assert record == modelprobe_snapshot(tolerance=3, allow="nonfinite", rename={"layers": "encoder.layer"})
 
 
 def test_checks(modelprobe: ModelProbe) -> None:
