@@ -13,7 +13,7 @@ from .exceptions import SelectionError, UsageError
 from .matching import declared, match, renamed
 from .record import ROOT, Call, Dimension, Handed, Layer, Parameter, Plain, Reading, Record, Response, Value, address
 from .selection import Glob
-from .tolerance import CAME, GONE, UNKNOWN, Change, Direction
+from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
 
 Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
@@ -21,12 +21,12 @@ Kind = Literal[
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 ]  # fmt: skip
 
 BEHAVIOUR: frozenset[Kind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 })  # fmt: skip
 """The kinds that numbers show; the others are architecture."""
 
@@ -87,6 +87,8 @@ class Comparison:
     """What differs, also in layers that were not asked for."""
     notes: tuple[Difference, ...] = ()
     """Attributes that only one of the two has: what they change, if anything, differs by itself."""
+    looser: tuple[Difference, ...] = ()
+    """Where the noise of the actual allows far more than that of the expected: it would pass what did not pass."""
     wanted: frozenset[str] | None = None
     """The layers that were asked for; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -171,6 +173,7 @@ def compare(
         expected=expected,
         found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour")),
         notes=() if parts == "behaviour" else tuple(comparer.notes),
+        looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
         renamed={**said, **moved_names},
         changes=comparer.changes,
@@ -205,8 +208,10 @@ class _Comparer:
         self.changes: dict[Place, Change] = {}
         self.pairs: list[Pair] = []
         self.notes: list[Difference] = []
+        self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
+        self.rounding = _coarsest(expected)
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
@@ -414,11 +419,21 @@ class _Comparer:
         layer, key, _, path = place
         times = self.times.of(layer)
         found = self.changes[place] = _tolerance.change(
-            a, e, direction=direction, dtype=dtype, measured=self.measured, scale=scale, times=times
+            a,
+            e,
+            direction=direction,
+            dtype=dtype,
+            measured=self.measured,
+            scale=scale,
+            times=times,
+            rounding=self.rounding,
         )
+        index = 0 if key is None else key[-1]
+        if allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
+            noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
+            self.looser.append(noise)
         if not found.differs:
             return ()
-        index = 0 if key is None else key[-1]
         numbers = {"change": found.change, "noise": found.noise, "limit": found.limit}
         return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
 
@@ -458,6 +473,15 @@ def _has_both_modes(record: Record) -> bool:
     """Whether there are forwards in training mode and in evaluation mode of one root."""
     kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
     return len(kinds) > len({root for root, _ in kinds})
+
+
+def _coarsest(record: Record) -> float:
+    """Return the largest rounding of any dtype that a run computed in."""
+    calls = [call for _, call in record.calls]
+    dtypes = {call.autocast or "" for call in calls} | {
+        v.dtype for call in calls for v in (*call.inputs, *call.outputs)
+    }
+    return max(map(_tolerance.epsilon, dtypes), default=0.0)
 
 
 def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from .compare import BEHAVIOUR, Comparison, Difference, compare
-from .record import Parameter, Record, qualified
+from .record import ROOT, Parameter, Record, qualified
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "renamed", "new", "format"
@@ -40,7 +40,7 @@ MEANING: Mapping[Class, str] = {
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
-    "behaviour": "numbers moved beyond their tolerance",
+    "behaviour": "numbers moved beyond their tolerance, or the tolerance grew",
     "renamed": "a snapshot has another name",
     "new": "a snapshot is new",
     "format": "the text changed, not what it says",
@@ -271,7 +271,7 @@ def _change(
     comparison = compare(new.record, old.record, parts="all" if architecture else "behaviour")
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     by_class: dict[Class, list[Difference]] = {}
-    for difference in comparison.differences:
+    for difference in (*comparison.differences, *_looser(comparison)):
         by_class.setdefault(_class(difference), []).append(difference)
     if not effect.none:  # as of a layer added, whose parameters are not told one by one
         by_class.setdefault("checkpoint", [])
@@ -286,6 +286,14 @@ def _change(
     ]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return Change(before=old, now=new, findings=tuple(findings), comparison=comparison, effect=effect)
+
+
+def _looser(comparison: Comparison) -> Iterator[Difference]:
+    """Yield where the noise in a file would from now on pass what did not pass before."""
+    now, before = comparison.actual.noise, comparison.expected.noise
+    if before == "measured" != now:
+        yield Difference(layer=ROOT, kind="noise", what="noise", actual=now, expected=before)
+    yield from comparison.looser
 
 
 def _class(difference: Difference) -> Class:

@@ -9,6 +9,7 @@ import pytest
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.report.changes import finding_text
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -28,7 +29,9 @@ def record(*layers: Layer, **other: object) -> Record:
 def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
     text = repr(record)
     exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
-    return Snapshot(path=path, record=record, architecture=exact, content=repr(record.layers), text=text, **other)
+    return Snapshot(
+        path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
+    )
 
 
 def change(before: Record, now: Record, **levels: str) -> Change:
@@ -89,13 +92,14 @@ def value(width: int, **other: object) -> Value:
     return Value(path="output", shape=(2, width), dtype="float32", device="cpu", **other)
 
 
-def numbers(mean: float) -> Record:
+def numbers(mean: float, *, noise: float | None = None, how: str | None = None) -> Record:
     reading = Reading(
+        noise=noise,
         statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
         fingerprint=(mean, *[0.0] * 15),
     )
     call = Call(root="act", root_training=False, index=0, started=0, finished=1, outputs=(value(4, forward=reading),))
-    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1)
+    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1, noise=how)
 
 
 def test_numbers_that_moved_are_behaviour() -> None:
@@ -104,6 +108,26 @@ def test_numbers_that_moved_are_behaviour() -> None:
 
 def test_numbers_within_tolerance_are_format() -> None:
     assert classes(numbers(1.0), numbers(1.0 + 1e-7)) == ["format"]
+
+
+@pytest.mark.parametrize("noise", [1e-5, 1e-3, 1e9, float("inf")])
+def test_noise_that_grew_tenfold_is_behaviour(noise: float) -> None:
+    before, now = (numbers(1.0, noise=x, how="measured") for x in (9e-7, noise))
+    found = change(before, now)
+    assert [finding.kind for finding in found.findings] == ["behaviour"]
+    assert finding_text(found.findings[0], found) == "the noise grew, so that more passes, in 1 layer: act"
+
+
+def test_noise_that_was_measured_anew_is_format() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-6, 4e-6))) == ["format"]
+
+
+def test_noise_below_the_floor_allows_nothing_more() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-12, 1e-7))) == ["format"]
+
+
+def test_noise_that_is_not_measured_any_more_is_behaviour() -> None:
+    assert classes(numbers(1.0, how="measured"), numbers(1.0)) == ["behaviour"]
 
 
 def test_what_came_and_what_went_have_classes_of_their_own() -> None:

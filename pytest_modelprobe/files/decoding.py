@@ -202,11 +202,16 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+_MEASURED = ("measured", "not repeatable")
+
+
 class _Numbers:
     """A parsed numbers file; its lines are checked where they are used."""
 
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
         known(data, _NUMBERS)
+        if data.get("noise", _MEASURED[0]) not in _MEASURED:
+            raise Unreadable(f"how its noise came about is {shown(data['noise'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
             or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pytest_modelprobe.record import Dimension, Reading, Statistics, Units
 
 from . import fixed_point
+from .parsing import shown
 from .wording import Unreadable, floating
 
 Role = Literal["value", "gradient", "own", "own gradient", "response", "response gradient"]
@@ -126,7 +127,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
     statistics = _statistics(mean, std, low, high, zeros or 0, shape, more) if counted else None
     rest = _rest(more, statistics) if more else {}
     if noise is not None:
-        rest["noise"] = _float(noise)
+        rest["noise"] = _noise(noise)
     return Reading(
         statistics=statistics, fingerprint=None if fingerprint is None else _fingerprint_from(fingerprint), **rest
     )
@@ -200,7 +201,7 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None) -> dict[str, A
                 raise Unreadable(f"{name!r} is no text")
             rest[name] = value
         elif name == "noise":
-            rest[name] = _float(value)
+            rest[name] = _noise(value)
         elif name == "dead" and type(value) is list and len(value) == 3:
             rest["units"] = _units(*map(_whole, value))
         elif name not in ("count", *_COUNTS, *_FIRST) or statistics is None:
@@ -255,6 +256,14 @@ def _float(data: Any) -> float:
     if kind is str and data in _NONFINITE:
         return _NONFINITE[data]
     raise Unreadable(f"{str(data)[:80]!r} is no number")
+
+
+def _noise(data: Any) -> float:
+    """Return a noise: infinite where a repeat had something else altogether, never negative."""
+    found = _float(data)
+    if found < 0:
+        raise Unreadable(f"{shown(data)} is no noise")
+    return found
 
 
 def _exact(data: Any) -> float | None:

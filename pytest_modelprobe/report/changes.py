@@ -159,6 +159,8 @@ def finding_text(finding: Finding, change: Change) -> str:
     if finding.kind == "behaviour":
         layers = list(dict.fromkeys(d.layer for d in finding.differences))
         moved = max((d.change for d in finding.differences if d.change is not None), default=None)
+        if moved is None and all(d.kind == "noise" for d in finding.differences):
+            return f"the noise grew, so that more passes, in {count(len(layers), 'layer')}: {listed(collapsed(layers))}"
         by = "" if moved is None else f" by up to {percent(moved)}"
         return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
