@@ -9,9 +9,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from . import tolerance as _tolerance
-from .exceptions import SelectionError, UsageError
+from .exceptions import NothingObservedError, SelectionError, UsageError
 from .matching import declared, match, renamed
-from .record import ROOT, Call, Dimension, Handed, Layer, Parameter, Plain, Reading, Record, Response, Value, address
+from .record import (
+    ROOT,
+    Call,
+    Dimension,
+    Handed,
+    Layer,
+    Parameter,
+    Plain,
+    Reading,
+    Record,
+    Response,
+    Value,
+    address,
+    has_numbers,
+    is_read,
+)
 from .selection import Glob
 from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
 
@@ -111,6 +126,11 @@ class Comparison:
         return not self.differences
 
     @property
+    def unknown(self) -> int:
+        """Values of which neither record has numbers: they count as the same."""
+        return sum(not change.known for change in self.changes.values())
+
+    @property
     def names_before(self) -> dict[str, str]:
         """Layers that have another name now: actual → expected."""
         return {new: old for old, new in self.renamed.items()}
@@ -142,6 +162,7 @@ def compare(
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
         UsageError: A tolerance is not a positive number.
+        NothingObservedError: Numbers alone are to be compared, and there are none.
 
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
@@ -167,6 +188,10 @@ def compare(
         *(Difference(layer=new, kind="layer renamed", actual=new, expected=old) for old, new in moved_names.items()),
         *comparer.differences(),
     ]
+    if parts == "behaviour" and not differences and all(not change.known for change in comparer.changes.values()):
+        raise NothingObservedError(
+            "nothing was compared, for neither record has numbers: run the model, or compare its architecture"
+        )
     wanted = None if layers is None else {*layers, *(removed if set(layers) >= set(actual.layers) else ())}
     return Comparison(
         actual=actual,
@@ -211,19 +236,27 @@ class _Comparer:
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
+        self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _coarsest(expected)
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
         """Yield what differs in the layers that are in both."""
         a, e = self.actual, self.expected
+        if a.forwards != e.forwards:
+            yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
         if a.forwards and e.forwards:
+            if a.backwards != e.backwards and a.loss == e.loss:
+                yield Difference(
+                    layer=ROOT, kind="forwards", what="backwards", actual=a.backwards, expected=e.backwards
+                )
             if a.seed != e.seed:
                 yield Difference(layer=ROOT, kind="seed", what="seed", actual=a.seed, expected=e.seed)
             if a.loss != e.loss:
                 yield Difference(layer=ROOT, kind="loss", what="loss", actual=a.loss, expected=e.loss)
-            if a.forwards != e.forwards:
-                yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
+            if has_numbers(a) != has_numbers(e):
+                mine, theirs = ("numbers" if has_numbers(record) else "structure alone" for record in (a, e))
+                yield Difference(layer=ROOT, kind="forwards", what="record", actual=mine, expected=theirs)
         for name, layer in a.layers.items():
             if name in e.layers:
                 yield from self._layer(layer, e.layers[name])
@@ -294,8 +327,6 @@ class _Comparer:
         return call.root, call.root_training if self.modes_apart else None, call.index
 
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
-        if not (self.actual.forwards and self.expected.forwards):
-            return
         mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
         if mine.keys() != theirs.keys():
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
@@ -416,6 +447,8 @@ class _Comparer:
         direction: Direction,
         scale: Callable[[], float] = float,
     ) -> Sequence[Difference]:
+        if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
+            return ()
         layer, key, _, path = place
         times = self.times.of(layer)
         found = self.changes[place] = _tolerance.change(
@@ -442,7 +475,7 @@ class _Comparer:
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
             return self._value(place, kind, a, e, dtype, "backward", scale)
-        if a is e:
+        if a is e or not self.both_read:
             return ()
         layer, key, _, path = place
         change = self.changes[place] = GONE if a is None else CAME

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .record import Reading, Statistics, estimated_change, estimated_share
+from .record import Reading, Statistics, estimated_change, estimated_share, is_read
 
 Direction = Literal["forward", "backward", "state"]
 
@@ -62,6 +62,7 @@ class Change(NamedTuple):
 
 
 UNKNOWN = Change(None)
+"""There is nothing to compare on either side."""
 EQUAL = Change(0.0)
 GONE = Change(1.0)
 """From something to nothing."""
@@ -80,7 +81,7 @@ def change(
     times: float = 1.0,
     rounding: float = 0.0,
 ) -> Change:
-    """Return how far ``actual`` is from ``expected``.
+    """Return how far ``actual`` is from ``expected``; what only one of the two has differs.
 
     Args:
         actual: Of the value now.
@@ -97,17 +98,19 @@ def change(
     >>> round(found.change, 6), found.limit, found.differs
     (0.007071, 0.0001, True)
     """
+    if not (is_read(actual) and is_read(expected)) or _kinds(actual) != _kinds(expected):
+        return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
     floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
     most = max(MOST[direction], MULTIPLE * rounding)
     limit = max(floor, min(noise, most)) * times
     a, e = actual.statistics, expected.statistics
     x, y = actual.fingerprint, expected.fingerprint
-    if actual.digest is not None and expected.digest is not None:
+    if expected.digest is not None:
         share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
         return Change(share, expected.noise, min(noise, MOST[direction]) * times)
     if x is None or y is None:
-        if a is None or e is None:
-            return UNKNOWN
+        assert a is not None
+        assert e is not None
         return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
     if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
         return Change(math.inf, expected.noise, limit)
@@ -148,6 +151,11 @@ def epsilon(dtype: str) -> float:
 def _floor(direction: Direction, dtype: str, measured: bool) -> float:
     floors = _FLOOR if measured else _UNMEASURED
     return max(floors[direction], _EPSILON.get(dtype, 0.0) / 4)
+
+
+def _kinds(reading: Reading) -> tuple[bool, bool]:
+    """Return which of the two that say the most a reading has."""
+    return reading.fingerprint is not None, reading.digest is not None
 
 
 def _share(actual: Reading, expected: Reading) -> float:

@@ -1140,6 +1140,13 @@ def test_numbers_that_are_missing_are_told() -> None:
         decoded(Texts(texts.architecture, None))
 
 
+def test_numbers_that_were_emptied_are_told() -> None:
+    texts = encode(small())
+    numbers = {**json.loads(texts.numbers or ""), "layers": {}, "responses": {}}
+    with pytest.raises(SnapshotError, match=r"probe.json cannot be read, it has no numbers: restore it"):
+        decoded(Texts(texts.architecture, json.dumps(numbers)))
+
+
 def test_numbers_that_should_not_be_there_are_told() -> None:
     texts = encode(model_record("structure"))
     with pytest.raises(SnapshotError, match=r"test_net.probe.json has numbers, but .*: delete .*probe.json"):

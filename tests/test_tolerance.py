@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Reading, Statistics
-from pytest_modelprobe.tolerance import EQUAL, MULTIPLE, UNKNOWN, Change, Direction, change, epsilon
+from pytest_modelprobe.tolerance import CAME, EQUAL, GONE, MULTIPLE, UNKNOWN, Change, Direction, change, epsilon
 
 
 def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:
@@ -267,8 +267,16 @@ def test_without_numbers_nothing_can_be_told() -> None:
     assert (found, found.known, found.differs) == (UNKNOWN, False, False)
 
 
-def test_with_numbers_of_one_side_alone_nothing_can_be_told() -> None:
-    assert change(reading(1.0), Reading()) == UNKNOWN
+def test_what_one_side_alone_has_differs() -> None:
+    assert (change(reading(1.0), Reading()), change(Reading(), reading(1.0))) == (CAME, GONE)
+
+
+@pytest.mark.parametrize("lacking", ["fingerprint", "digest"])
+def test_what_says_the_most_of_a_value_is_not_left_out(lacking: str) -> None:
+    whole = dataclasses.replace(reading(1.0), digest="aa")
+    less = dataclasses.replace(whole, **{lacking: None})
+    assert change(less, whole, times=100).differs
+    assert change(whole, less, times=100).differs
 
 
 def test_responses_without_moments_are_compared_by_their_fingerprints() -> None:

@@ -20,6 +20,7 @@ from pytest_modelprobe.record import (
     Response,
     Value,
     address,
+    has_numbers,
     qualified,
 )
 
@@ -106,7 +107,10 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
                 "on another device: run `pytest --snapshot-update` for this device"
             )
         with _named(there):
-            return _snapshot(structure, _Numbers(found, structure))
+            snapshot = _snapshot(structure, _Numbers(found, structure))
+            if not has_numbers(snapshot.record):
+                raise Unreadable("it has no numbers")
+            return snapshot
 
 
 def decode_architecture(text: str, *, where: str) -> Snapshot:

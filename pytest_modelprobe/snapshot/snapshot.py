@@ -487,7 +487,7 @@ class Comparer:
                 continue
             old = Place(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
             try:
-                same = compare(outcome.record, read(*old).record).same
+                same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
             except SnapshotError:
                 continue
             if same:
