@@ -148,6 +148,7 @@ def compare(
     layers: Collection[str] | None = None,
     tolerance: Tolerance = None,
     parts: Parts = "all",
+    nondeterministic: bool = False,
 ) -> Comparison:
     """Return what differs between two records.
 
@@ -158,6 +159,8 @@ def compare(
         layers: Names, in the actual, of the layers to compare; None: all.
         tolerance: Multiplies what a value may change: one number, or a number for each glob of layers.
         parts: Everything, or what numbers do not show, or what they do.
+        nondeterministic: Do not compare values that moved by more than a hundredth when the expected was repeated; they
+            are counted. Else noise allows a hundredth.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
@@ -181,6 +184,7 @@ def compare(
     original = expected
     expected = renamed(expected, names)
     comparer = _Comparer(actual, expected, _Times(tolerance, actual))
+    comparer.nondeterministic = nondeterministic and expected.noise == "not repeatable"
     moved_names = {old: new for old, new in found.items() if old != new and old not in said}
     differences = [
         *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
@@ -236,6 +240,7 @@ class _Comparer:
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
+        self.nondeterministic = False
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _coarsest(expected)
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
@@ -448,6 +453,9 @@ class _Comparer:
         scale: Callable[[], float] = float,
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
+            return ()
+        if self.nondeterministic and (e.noise or 0.0) > _tolerance.MOST[direction]:
+            self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
         times = self.times.of(layer)
