@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .compare import BEHAVIOUR, Comparison, Difference, compare
+from .compare import BEHAVIOUR, Comparison, Difference, Parts, compare
 from .record import ROOT, Parameter, Record, qualified
 
 Class = Literal[
@@ -36,7 +36,7 @@ DEFAULTS: Mapping[Class, Level] = {
 
 MEANING: Mapping[Class, str] = {
     "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
-    "removed": "a snapshot is gone: nothing watches this model any more",
+    "removed": "a snapshot or its numbers are gone: nothing watches this model any more",
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
@@ -142,12 +142,12 @@ class Change:
     @property
     def reason(self) -> str | None:
         """The reason that was declared for this very change, in the snapshot itself."""
-        if self.now is None:
+        if self.now is None or not is_said(self.now.reason):
             return None
         if self.before is None:
             return self.now.reason
-        # A reason that was there before was given for an earlier change.
-        given_before = (self.before.reason, self.before.supersedes) == (self.now.reason, self.now.supersedes)
+        # A reason that was there before was given for an earlier change, whatever it says to supersede by now.
+        given_before = self.before.reason == self.now.reason
         follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
         return self.now.reason if follows and not given_before else None
 
@@ -232,7 +232,7 @@ def judge(
     changes.sort(key=_gravity)
     verdict = Verdict(changes=tuple(changes), unchanged=same)
     given = (approval.split(None, 1) for approval in approvals)
-    reason = next((parts[1] for parts in given if len(parts) == 2 and parts[0] == verdict.digest), None)
+    reason = next((p[1] for p in given if len(p) == 2 and p[0] == verdict.digest and is_said(p[1])), None)
     return dataclasses.replace(verdict, approval=reason if verdict.denied else None)
 
 
@@ -244,13 +244,34 @@ def _gravity(change: Change) -> tuple[bool, int, int, str]:
 def _pairs(
     before: Mapping[str, Snapshot], now: Mapping[str, Snapshot]
 ) -> Iterator[tuple[Snapshot | None, Snapshot | None, bool]]:
-    """Yield what belongs together, and whether it has another name: by name, then, of what is left, by what it says."""
-    gone = {name: snapshot for name, snapshot in before.items() if name not in now}
+    """Yield what belongs together, nothing twice, and whether it has another name.
+
+    Each file belongs to its own past; of what is left, that which says the same does.
+    """
+    gone, found = dict(before), {}
     for name, new in now.items():
-        old = before.get(name)
-        yield (old, new, False) if old else (found := _take(gone, new), new, found is not None)
+        if name in before and _file(name, before[name]) == _file(name, new):
+            found[name] = gone.pop(name)
+    told = {_file(name, now[name]) for name in found}
+    for name, new in now.items():  # the numbers are of another device, the architecture is the same file
+        file = _file(name, new)
+        past = next((other for other, old in gone.items() if _file(other, old) == file), None)
+        if name not in found and file not in told and past is not None:
+            found[name] = gone.pop(past)
+            told.add(file)
+    for name, new in now.items():
+        if name in found:
+            yield found[name], new, False
+        else:
+            old = _take(gone, new)
+            yield old, new, old is not None
     for old in gone.values():
         yield old, None, False
+
+
+def _file(name: str, snapshot: Snapshot) -> str:
+    """Return the name of the architecture file of a snapshot: its own, or the one without its device."""
+    return name if snapshot.path.removesuffix(".arch.json").endswith(name) else name.rpartition(".")[0]
 
 
 def _take(gone: dict[str, Snapshot], new: Snapshot) -> Snapshot | None:
@@ -268,13 +289,20 @@ def _change(
     if old is None or new is None:
         kind: Class = "new" if old is None else "removed"
         return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
-    comparison = compare(new.record, old.record, parts="all" if architecture else "behaviour")
+    # Of another device, or of structure alone, the numbers are not those of before.
+    gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
+    parts: Parts = "architecture" if gone else "all" if architecture else "behaviour"
+    comparison = compare(new.record, old.record, parts=parts)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     by_class: dict[Class, list[Difference]] = {}
     for difference in (*comparison.differences, *_looser(comparison)):
         by_class.setdefault(_class(difference), []).append(difference)
     if not effect.none:  # as of a layer added, whose parameters are not told one by one
         by_class.setdefault("checkpoint", [])
+    if gone:
+        by_class["removed"] = []
+    elif old.numbers is None and new.numbers is not None:
+        by_class["new"] = []
     if renamed:
         by_class["renamed"] = []
     if not by_class:
@@ -346,6 +374,15 @@ def parameters(record: Record) -> int:
     """Return how many elements all parameters have, shared ones counted once."""
     own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
     return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)
+
+
+def is_said(reason: str | None) -> bool:
+    r"""Whether a reason has anything to read in it: a letter or a digit, in any script.
+
+    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("--"), is_said(None)
+    (True, False, False, False, False)
+    """
+    return reason is not None and any(map(str.isalnum, reason))
 
 
 # --- what the writer of snapshots declares ------------------------------------------------------------------------

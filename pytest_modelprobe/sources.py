@@ -46,9 +46,9 @@ class Source:
     """Paths → their contents."""
 
     @property
-    def states(self) -> dict[str, tuple[str | None, ...]]:
-        """Name → what stands for its contents."""
-        return {name: tuple(path and self.contents.get(path) for path in pair) for name, pair in self.pairs.items()}
+    def states(self) -> dict[str, tuple[object, ...]]:
+        """Name → its files and what stands for their contents: an architecture of the same text is not the same one."""
+        return {name: (pair, *(path and self.contents.get(path) for path in pair)) for name, pair in self.pairs.items()}
 
     def within(self, scopes: Iterable[str]) -> Source:
         """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""

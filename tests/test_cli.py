@@ -234,6 +234,18 @@ def test_a_snapshot_of_another_device_belongs_to_the_same_architecture(branch: s
     assert re.search(r"new +warning .* 3 layers recorded", out)
 
 
+def test_an_old_architecture_under_the_name_of_a_device_hides_no_change(git: Git, modelprobe: Run) -> None:
+    write(net())
+    Path(f"{PATH}.probe.json").rename(f"{PATH}.cuda.probe.json")
+    commit(git, "Record the net on a GPU")
+    git("switch", "-q", "-c", "branch")
+    Path(f"{PATH}.cuda.arch.json").write_bytes(Path(f"{PATH}.arch.json").read_bytes())
+    write(net(3))
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 1
+    assert re.search(r"Net +checkpoint +denied", out)
+
+
 # --- the way out that a check prints ------------------------------------------------------------------------------
 
 

@@ -160,6 +160,43 @@ def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
     assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
 
 
+def of_device(record: Record, device: str, file: str = "t.arch.json") -> Snapshot:
+    numbers = f"t.{device}.probe.json"
+    return dataclasses.replace(snapshot(dataclasses.replace(record, device=device), file), numbers=numbers)
+
+
+def kinds(before: dict[str, Snapshot], now: dict[str, Snapshot]) -> dict[str, list[str]]:
+    return {c.path: [finding.kind for finding in c.findings] for c in judge(before, now).changes}
+
+
+def test_a_file_is_compared_with_its_own_past_whatever_device_its_numbers_are_of() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t.cuda": of_device(old, "cuda")}
+    now = {"t": snapshot(new, "t.arch.json"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint", "removed"], "t.cuda.arch.json": ["new"]}
+
+
+def test_an_architecture_of_another_name_is_not_the_past_of_a_device() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t": of_device(old, "cpu"), "t.cuda": of_device(old, "cuda")}
+    now = {"t": of_device(new, "cpu"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint"], "t.cuda.arch.json": ["renamed"]}
+
+
+def test_a_device_that_is_added_is_new() -> None:
+    net = record(linear("fc", 2, 4))
+    before, now = {"t": of_device(net, "cpu")}, {"t": of_device(net, "cpu"), "t.cuda": of_device(net, "cuda")}
+    assert [[f.kind for f in c.findings] for c in judge(before, now).changes] == [["new"]]
+
+
+def test_numbers_that_are_gone_are_removed() -> None:
+    before = dataclasses.replace(snapshot(numbers(1.0)), numbers="t.probe.json")
+    (found,) = judge({"a": before}, {"a": snapshot(record(Layer(name="act", type="ReLU")))}).changes
+    assert "removed" in [finding.kind for finding in found.denied]
+    removed = next(finding for finding in found.findings if finding.kind == "removed")
+    assert finding_text(removed, found) == "its numbers are gone: there is the structure alone"
+
+
 def test_the_gravest_change_comes_first() -> None:
     small, grave = record(Layer(name="act", type="ReLU")), record(linear("fc", 2, 4))
     before = {"a": snapshot(small, "a"), "b": snapshot(grave, "b")}
@@ -253,6 +290,22 @@ def test_a_reason_for_another_change_does_not() -> None:
 def test_a_digest_without_a_reason_does_not() -> None:
     before = snapshot(BEFORE)
     assert denied(before, snapshot(NOW, supersedes=(before.architecture,)))
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "\t\n", "\u2060-", "..."])
+def test_a_reason_without_a_word_does_not(reason: str) -> None:
+    before = snapshot(BEFORE)
+    assert denied(before, snapshot(NOW, reason=reason, supersedes=(before.architecture,)))
+
+
+def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes() -> None:
+    before = snapshot(BEFORE, reason="wider", supersedes=("x",))
+    assert denied(before, snapshot(NOW, reason="wider", supersedes=("x", before.architecture)))
+
+
+def test_an_approval_without_a_word_is_none() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[f"{verdict.digest} \u200b"]).denied
 
 
 def test_a_reason_follows_several_updates_of_one_branch() -> None:

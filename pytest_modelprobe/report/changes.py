@@ -148,6 +148,10 @@ def finding_text(finding: Finding, change: Change) -> str:
     """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
+    if finding.kind == "removed" and change.now is not None:
+        device = change.either.record.device if change.now.numbers is not None else ""
+        now = f"there are those of {device}" if device else "there is the structure alone"
+        return f"its numbers are gone: {now}"
     if finding.kind == "removed":
         return "the snapshot is deleted: nothing watches this model any more"
     if finding.kind == "renamed" and change.before is not None:
