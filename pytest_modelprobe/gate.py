@@ -297,6 +297,9 @@ def _change(
     by_class: dict[Class, list[Difference]] = {}
     for difference in (*comparison.differences, *_looser(comparison)):
         by_class.setdefault(_class(difference), []).append(difference)
+    if architecture and not any(difference.kind not in BEHAVIOUR for difference in comparison.differences):
+        for difference in _besides(comparison):
+            by_class.setdefault("structure", []).append(difference)
     if not effect.none:  # as of a layer added, whose parameters are not told one by one
         by_class.setdefault("checkpoint", [])
     if gone:
@@ -322,6 +325,33 @@ def _looser(comparison: Comparison) -> Iterator[Difference]:
     if before == "measured" != now:
         yield Difference(layer=ROOT, kind="noise", what="noise", actual=now, expected=before)
     yield from comparison.looser
+
+
+def _besides(comparison: Comparison) -> Iterator[Difference]:
+    """Yield what the file says of a model besides what a comparison of two runs is about."""
+    now, before = comparison.actual, comparison.expected
+    if now.model != before.model:
+        yield Difference(layer=ROOT, kind="type", what="of the model", actual=now.model, expected=before.model)
+    for name, layer in now.layers.items():
+        if (was := before.layers.get(name)) is None:
+            continue
+        for what in ("leaf", "functional"):
+            if (x := getattr(layer, what)) != (y := getattr(was, what)):
+                yield Difference(layer=name, kind="type", what=what, actual=x, expected=y)
+        for call, other in zip(layer.calls, was.calls, strict=False):
+            for what in ("training", "inputs_known", "recomputed"):
+                if (x := getattr(call, what)) != (y := getattr(other, what)):
+                    yield Difference(layer=name, kind="calls", what=what, call=call.index, actual=x, expected=y)
+    for x, y in zip(_order(now), _order(before), strict=False):
+        if x != y:
+            yield Difference(layer=x[0], kind="calls", what="order", call=x[1], actual=x[0], expected=y[0])
+            return
+
+
+def _order(record: Record) -> list[tuple[str, int]]:
+    """Return the layers as they are called, and which call of theirs it is."""
+    calls = sorted(record.calls, key=lambda pair: (pair[1].root, pair[1].root_training, pair[1].started))
+    return [(layer.name, call.index) for layer, call in calls]
 
 
 def _class(difference: Difference) -> Class:

@@ -130,6 +130,47 @@ def test_noise_that_is_not_measured_any_more_is_behaviour() -> None:
     assert classes(numbers(1.0, how="measured"), numbers(1.0)) == ["behaviour"]
 
 
+def two(first: str, second: str, **other: object) -> Record:
+    """Return the record of two layers that are called one after the other, on the same input."""
+    layers = {}
+    for i, name in enumerate((first, second)):
+        fields = {"started": 2 * i, "finished": 2 * i + 1, "outputs": (value(4),), **other}
+        layers[name] = Layer(name=name, type="ReLU", calls=(Call(root=name, root_training=False, index=0, **fields),))
+    in_order = {
+        name: dataclasses.replace(layers[name], calls=(dataclasses.replace(layers[name].calls[0], root="r"),))
+        for name in sorted(layers)
+    }
+    return Record(model="Net", layers=in_order, forwards=1)
+
+
+def first_with(**fields: object) -> dict[str, Layer]:
+    layers = two("a", "b").layers
+    return {**layers, "a": dataclasses.replace(layers["a"], **fields)}
+
+
+EDITS = {
+    "order of the calls": (two("b", "a"), ("b", "calls", "order")),
+    "class of the model": (dataclasses.replace(two("a", "b"), model="Other"), ("(root)", "type", "of the model")),
+    "mode of a call": (two("a", "b", training=True), ("a", "calls", "training")),
+    "leaf": (
+        dataclasses.replace(two("a", "b"), layers=first_with(leaf=False)),
+        ("a", "type", "leaf"),
+    ),
+    "functional": (
+        dataclasses.replace(two("a", "b"), layers=first_with(functional=True)),
+        ("a", "type", "functional"),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_file_says_besides_is_structure(edit: str) -> None:
+    now, expected = EDITS[edit]
+    (finding,) = change(two("a", "b"), now).findings
+    first = finding.differences[0]
+    assert (finding.kind, (first.layer, first.kind, first.what)) == ("structure", expected)
+
+
 def test_what_came_and_what_went_have_classes_of_their_own() -> None:
     a, b = record(Layer(name="a", type="A")), record(Layer(name="b", type="B"))
     verdict = judge({"a": snapshot(a)}, {"b": snapshot(b)})
