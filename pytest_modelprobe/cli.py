@@ -335,6 +335,8 @@ def _name(repository: Repository, argument: str) -> str:
 def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_Entry]:
     """Yield what each commit did, the newest first; a renamed snapshot is followed, and so is a renamed layer."""
     versions = list(_versions(repository, name))
+    if not versions:
+        raise SourceError(f"{name} is in no commit yet: there is nothing to follow")
     wanted: set[str] | None = None
     for (commit, snapshot), older in zip(versions, [*versions[1:], (None, None)], strict=True):
         before = older[1]

@@ -178,7 +178,9 @@ def _statistics(
     if type(count) is not int or type(zeros) is not int:
         raise Unreadable("the number of elements is missing")
     odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
-    finite = count - sum(odd.get(name, 0) for name in _COUNTS)
+    finite = _whole(count) - sum(odd.get(name, 0) for name in _COUNTS)
+    if not 0 <= _whole(zeros) <= finite:
+        raise Unreadable(f"{shown(zeros)} zeros are among {shown(finite)} finite elements")
     deviation = 0.0 if std is None else _float(std)
     return Statistics(
         count=count,
@@ -203,15 +205,15 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None) -> dict[str, A
         elif name == "noise":
             rest[name] = _noise(value)
         elif name == "dead" and type(value) is list and len(value) == 3:
-            rest["units"] = _units(*map(_whole, value))
+            rest["units"] = _units(_whole(value[0]), _whole(value[1]), value[2])
         elif name not in ("count", *_COUNTS, *_FIRST) or statistics is None:
             raise Unreadable(f"it has an unknown field {name[:80]!r}")
     return rest
 
 
-def _units(dead: int, units: int, axis: int) -> Units:
+def _units(dead: int, units: int, axis: Any) -> Units:
     """Return as many units, of which all that is known is how many were zero: those come first, the others are NaN."""
-    if not 0 < dead <= units <= _MOST_UNITS:
+    if type(axis) is not int or abs(axis) > 64 or not 0 < dead <= units <= _MOST_UNITS:
         raise Unreadable(f"{dead} of {units} units are dead")
     numbers = (0.0,) * dead + (math.nan,) * (units - dead)
     return Units(axis=axis, low=numbers, high=numbers)
@@ -236,7 +238,7 @@ def _fingerprint_text(fingerprint: Sequence[float], precision: float) -> str:
 def _fingerprint_from(data: Any) -> tuple[float, ...]:
     if type(data) is str:
         return fixed_point.unpacked(data)
-    if type(data) is list:
+    if type(data) is list and len(data) == fixed_point.K:
         return tuple(map(_float, data))
     raise Unreadable(f"{str(data)[:80]!r} is no fingerprint")
 
@@ -272,6 +274,6 @@ def _exact(data: Any) -> float | None:
 
 
 def _whole(data: Any) -> int:
-    if type(data) is not int or abs(data) >= 1 << 63:
+    if type(data) is not int or not 0 <= data < 1 << 63:
         raise Unreadable(f"{str(data)[:80]!r} is no whole number")
     return data
