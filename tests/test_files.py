@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -190,7 +190,7 @@ def value(path: str, shape: tuple[int, ...] = (2, 4), **more: Any) -> Value:
 
 def reading(mean: float = 0.5, *, count: int = 8, noise: float | None = 2e-7, **more: Any) -> Reading:
     numbers = Statistics(count=count, mean=mean, min=mean - 1, max=mean + 1, deviations=count * 0.25)
-    fingerprint = tuple(math.sin(mean + k) for k in range(16))
+    fingerprint = tuple(max(1.0, abs(mean)) * math.sin(mean + k) for k in range(16))
     return Reading(statistics=numbers, fingerprint=fingerprint, noise=noise, **more)
 
 
@@ -761,14 +761,17 @@ def test_what_a_reading_lacks_it_lacks_afterwards(given: Reading) -> None:
 
 @given(
     st.floats(-1e30, 1e30), st.floats(1e-30, 1e20), st.sampled_from(["value", "own", "gradient", "response"]),
-    st.none() | st.floats(0, 10), st.integers(0, 8), st.lists(st.floats(-1e30, 1e30), min_size=16, max_size=16),
+    st.none() | st.floats(0, 10), st.integers(0, 8), st.lists(st.floats(-1, 1), min_size=16, max_size=16),
 )  # fmt: skip
 @settings(deadline=None)
 def test_a_reading_is_written_as_it_was_read(
-    mean: float, std: float, role: Any, noise: float | None, zeros: int, fingerprint: list[float]
+    mean: float, std: float, role: Any, noise: float | None, zeros: int, direction: list[float]
 ) -> None:
     numbers = Statistics(count=8, mean=mean, min=mean - std, max=mean + std, deviations=8 * std * std, zeros=zeros)
-    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=tuple(fingerprint))
+    length = math.hypot(*direction)
+    assume(length > 0.1)
+    fingerprint = tuple(x / length * numbers.norm for x in direction)
+    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=fingerprint)
     text = reading_text(given_reading, (2, 4), "float32", role)
     assert reading_text(reading_from(json.loads(text), (2, 4), role), (2, 4), "float32", role) == text
 
@@ -1052,6 +1055,7 @@ ARCH, PROBE = 0, 1
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,-1]]', "-1 is no noise"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
         (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
+        (PROBE, '">output":"act"', f'">output":[[1,1,1,1,{[0.01] * 16}]]', "the norm 4 and its fingerprint has 0.04"),
         (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,99]]', "99 zeros are among 8 finite elements"),

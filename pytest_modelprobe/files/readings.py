@@ -27,6 +27,10 @@ _COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 FULL: tuple[Role, ...] = ("value", "own", "response")
 """Roles that have all columns."""
 
+_APART = 8.0
+"""The two norms are alike but for chance: 0.5 to 1.7 of each other in 800 tensors of all kinds."""
+_TINY, _HUGE = 1e-30, 1e150
+
 _MOST_UNITS = 1 << 20  # more is no layer: units come back as tuples, which a short text must not make long
 
 
@@ -128,9 +132,19 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
     rest = _rest(more, statistics) if more else {}
     if noise is not None:
         rest["noise"] = _noise(noise)
-    return Reading(
-        statistics=statistics, fingerprint=None if fingerprint is None else _fingerprint_from(fingerprint), **rest
-    )
+    projections = None if fingerprint is None else _fingerprint_from(fingerprint)
+    if statistics is not None and projections is not None and "digest" not in rest:
+        _fit(statistics, projections)
+    return Reading(statistics=statistics, fingerprint=projections, **rest)
+
+
+def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
+    """Raise `Unreadable` where a fingerprint, which is compared, is not of the numbers that are shown beside it."""
+    norm, length = statistics.norm, math.hypot(*projections)
+    if statistics.nonfinite or not _TINY < norm < _HUGE:
+        return
+    if not norm / _APART < length < norm * _APART:
+        raise Unreadable(f"its numbers have the norm {norm:.3g} and its fingerprint has {length:.3g}")
 
 
 # --- what a reading has besides its columns -----------------------------------------------------------------------
