@@ -9,6 +9,9 @@ from typing import Any
 
 from .git import GitError, Repository
 
+_MOST_BYTES = 64 << 20
+"""Larger files are no events."""
+
 _NAME_IT = "name what to compare with: --base origin/main"
 
 
@@ -53,10 +56,12 @@ def _of_pull_request(repository: Repository, base: str, head: str) -> str:
 
 
 def _event(environment: Mapping[str, str]) -> Any:
-    path = environment.get("GITHUB_EVENT_PATH", "")
+    path = Path(environment.get("GITHUB_EVENT_PATH", ""))
     try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a pipe would be waited for
+            raise ValueError
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
 
 

@@ -380,6 +380,8 @@ def _name(repository: Repository, argument: str) -> str:
 def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_Entry]:
     """Yield what each commit did to what its parents had, the newest first; renamed layers are followed."""
     versions = _versions(repository, name)
+    if not versions:
+        raise SourceError(f"{name} is in no commit yet: there is nothing to follow")
     states = {commit.name: state for commit, state in versions}
     asked_for: dict[str, set[str]] = {}
     """The layers that are asked for, by the names that they have after each commit."""

@@ -9,11 +9,26 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from . import tolerance as _tolerance
-from .exceptions import SelectionError, UsageError
+from .exceptions import NothingObservedError, SelectionError, UsageError
 from .matching import declared, match, renamed
-from .record import ROOT, Call, Dimension, Handed, Layer, Parameter, Plain, Reading, Record, Response, Value, address
+from .record import (
+    ROOT,
+    Call,
+    Dimension,
+    Handed,
+    Layer,
+    Parameter,
+    Plain,
+    Reading,
+    Record,
+    Response,
+    Value,
+    address,
+    has_numbers,
+    is_read,
+)
 from .selection import Glob
-from .tolerance import CAME, GONE, UNKNOWN, Change, Direction
+from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
 
 Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
@@ -21,12 +36,12 @@ Kind = Literal[
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 ]  # fmt: skip
 
 BEHAVIOUR: frozenset[Kind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 })  # fmt: skip
 """The kinds that numbers show; the others are architecture."""
 
@@ -87,6 +102,8 @@ class Comparison:
     """What differs, also in layers that were not asked for."""
     notes: tuple[Difference, ...] = ()
     """Attributes that only one of the two has: what they change, if anything, differs by itself."""
+    looser: tuple[Difference, ...] = ()
+    """Where the noise of the actual allows far more than that of the expected: it would pass what did not pass."""
     wanted: frozenset[str] | None = None
     """The layers that were asked for; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -109,6 +126,11 @@ class Comparison:
         return not self.differences
 
     @property
+    def unknown(self) -> int:
+        """Values of which neither record has numbers: they count as the same."""
+        return sum(not change.known for change in self.changes.values())
+
+    @property
     def names_before(self) -> dict[str, str]:
         """Layers that have another name now: actual → expected."""
         return {new: old for old, new in self.renamed.items()}
@@ -126,6 +148,7 @@ def compare(
     layers: Collection[str] | None = None,
     tolerance: Tolerance = None,
     parts: Parts = "all",
+    nondeterministic: bool = False,
 ) -> Comparison:
     """Return what differs between two records.
 
@@ -136,10 +159,13 @@ def compare(
         layers: Names, in the actual, of the layers to compare; None: all.
         tolerance: Multiplies what a value may change: one number, or a number for each glob of layers.
         parts: Everything, or what numbers do not show, or what they do.
+        nondeterministic: Do not compare values that moved by more than a hundredth when the expected was repeated; they
+            are counted. Else noise allows a hundredth.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
         UsageError: A tolerance is not a positive number.
+        NothingObservedError: Numbers alone are to be compared, and there are none.
 
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
@@ -158,6 +184,7 @@ def compare(
     original = expected
     expected = renamed(expected, names)
     comparer = _Comparer(actual, expected, _Times(tolerance, actual))
+    comparer.nondeterministic = nondeterministic and expected.noise == "not repeatable"
     moved_names = {old: new for old, new in found.items() if old != new and old not in said}
     differences = [
         *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
@@ -165,12 +192,17 @@ def compare(
         *(Difference(layer=new, kind="layer renamed", actual=new, expected=old) for old, new in moved_names.items()),
         *comparer.differences(),
     ]
+    if parts == "behaviour" and not differences and all(not change.known for change in comparer.changes.values()):
+        raise NothingObservedError(
+            "nothing was compared, for neither record has numbers: run the model, or compare its architecture"
+        )
     wanted = None if layers is None else {*layers, *(removed if set(layers) >= set(actual.layers) else ())}
     return Comparison(
         actual=actual,
         expected=expected,
         found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour")),
         notes=() if parts == "behaviour" else tuple(comparer.notes),
+        looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
         renamed={**said, **moved_names},
         changes=comparer.changes,
@@ -205,20 +237,31 @@ class _Comparer:
         self.changes: dict[Place, Change] = {}
         self.pairs: list[Pair] = []
         self.notes: list[Difference] = []
+        self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
+        self.nondeterministic = False
+        self.both_read = has_numbers(actual) and has_numbers(expected)
+        self.rounding = _coarsest(expected)
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
         """Yield what differs in the layers that are in both."""
         a, e = self.actual, self.expected
+        if a.forwards != e.forwards:
+            yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
         if a.forwards and e.forwards:
+            if a.backwards != e.backwards and a.loss == e.loss:
+                yield Difference(
+                    layer=ROOT, kind="forwards", what="backwards", actual=a.backwards, expected=e.backwards
+                )
             if a.seed != e.seed:
                 yield Difference(layer=ROOT, kind="seed", what="seed", actual=a.seed, expected=e.seed)
             if a.loss != e.loss:
                 yield Difference(layer=ROOT, kind="loss", what="loss", actual=a.loss, expected=e.loss)
-            if a.forwards != e.forwards:
-                yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
+            if has_numbers(a) != has_numbers(e):
+                mine, theirs = ("numbers" if has_numbers(record) else "structure alone" for record in (a, e))
+                yield Difference(layer=ROOT, kind="forwards", what="record", actual=mine, expected=theirs)
         for name, layer in a.layers.items():
             if name in e.layers:
                 yield from self._layer(layer, e.layers[name])
@@ -289,8 +332,6 @@ class _Comparer:
         return call.root, call.root_training if self.modes_apart else None, call.index
 
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
-        if not (self.actual.forwards and self.expected.forwards):
-            return
         mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
         if mine.keys() != theirs.keys():
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
@@ -411,14 +452,29 @@ class _Comparer:
         direction: Direction,
         scale: Callable[[], float] = float,
     ) -> Sequence[Difference]:
+        if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
+            return ()
+        if self.nondeterministic and (e.noise or 0.0) > _tolerance.MOST[direction]:
+            self.changes[place] = UNKNOWN
+            return ()
         layer, key, _, path = place
         times = self.times.of(layer)
         found = self.changes[place] = _tolerance.change(
-            a, e, direction=direction, dtype=dtype, measured=self.measured, scale=scale, times=times
+            a,
+            e,
+            direction=direction,
+            dtype=dtype,
+            measured=self.measured,
+            scale=scale,
+            times=times,
+            rounding=self.rounding,
         )
+        index = 0 if key is None else key[-1]
+        if allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
+            noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
+            self.looser.append(noise)
         if not found.differs:
             return ()
-        index = 0 if key is None else key[-1]
         numbers = {"change": found.change, "noise": found.noise, "limit": found.limit}
         return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
 
@@ -427,7 +483,7 @@ class _Comparer:
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
             return self._value(place, kind, a, e, dtype, "backward", scale)
-        if a is e:
+        if a is e or not self.both_read:
             return ()
         layer, key, _, path = place
         change = self.changes[place] = GONE if a is None else CAME
@@ -458,6 +514,15 @@ def _has_both_modes(record: Record) -> bool:
     """Whether there are forwards in training mode and in evaluation mode of one root."""
     kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
     return len(kinds) > len({root for root, _ in kinds})
+
+
+def _coarsest(record: Record) -> float:
+    """Return the largest rounding of any dtype that a run computed in."""
+    calls = [call for _, call in record.calls]
+    dtypes = {call.autocast or "" for call in calls} | {
+        v.dtype for call in calls for v in (*call.inputs, *call.outputs)
+    }
+    return max(map(_tolerance.epsilon, dtypes), default=0.0)
 
 
 def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:

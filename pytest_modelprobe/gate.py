@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .compare import BEHAVIOUR, Comparison, Difference, compare
+from .compare import BEHAVIOUR, Comparison, Difference, Parts, compare
 from .diagnosis import Cause, Diagnosis, diagnose
-from .record import Parameter, Record, qualified
+from .record import ROOT, Parameter, Record, qualified
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
@@ -38,11 +38,11 @@ DEFAULTS: Mapping[Class, Level] = {
 
 MEANING: Mapping[Class, str] = {
     "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
-    "removed": "a snapshot is gone: nothing watches this model any more",
+    "removed": "a snapshot or its numbers are gone: nothing watches this model any more",
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
-    "behaviour": "the model computes something else, or its numbers moved for what cannot be told",
+    "behaviour": "the model computes something else, its numbers moved for what cannot be told, or a tolerance grew",
     "weights": "weights or buffers have other values, and all else agrees",
     "renamed": "a snapshot, or layers that are made as before, have another name",
     "new": "a snapshot is new",
@@ -149,12 +149,12 @@ class Change:
     @property
     def reason(self) -> str | None:
         """The reason that was declared for this very change, in the snapshot itself."""
-        if self.now is None:
+        if self.now is None or not is_said(self.now.reason):
             return None
         if self.before is None:
             return self.now.reason
-        # A reason that was there before was given for an earlier change.
-        given_before = (self.before.reason, self.before.supersedes) == (self.now.reason, self.now.supersedes)
+        # A reason that was there before was given for an earlier change, whatever it says to supersede by now.
+        given_before = self.before.reason == self.now.reason
         follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
         return self.now.reason if follows and not given_before else None
 
@@ -240,7 +240,7 @@ def judge(
     changes.sort(key=_gravity)
     verdict = Verdict(changes=tuple(changes), unchanged=same)
     given = (approval.split(None, 1) for approval in approvals)
-    reason = next((parts[1] for parts in given if len(parts) == 2 and parts[0] == verdict.digest), None)
+    reason = next((p[1] for p in given if len(p) == 2 and p[0] == verdict.digest and is_said(p[1])), None)
     return dataclasses.replace(verdict, approval=reason if verdict.denied else None)
 
 
@@ -252,13 +252,34 @@ def _gravity(change: Change) -> tuple[bool, int, int, str]:
 def _pairs(
     before: Mapping[str, Snapshot], now: Mapping[str, Snapshot]
 ) -> Iterator[tuple[Snapshot | None, Snapshot | None, bool]]:
-    """Yield what belongs together, and whether it has another name: by name, then, of what is left, by what it says."""
-    gone = {name: snapshot for name, snapshot in before.items() if name not in now}
+    """Yield what belongs together, nothing twice, and whether it has another name.
+
+    Each file belongs to its own past; of what is left, that which says the same does.
+    """
+    gone, found = dict(before), {}
     for name, new in now.items():
-        old = before.get(name)
-        yield (old, new, False) if old else (found := _take(gone, new), new, found is not None)
+        if name in before and _file(name, before[name]) == _file(name, new):
+            found[name] = gone.pop(name)
+    told = {_file(name, now[name]) for name in found}
+    for name, new in now.items():  # the numbers are of another device, the architecture is the same file
+        file = _file(name, new)
+        past = next((other for other, old in gone.items() if _file(other, old) == file), None)
+        if name not in found and file not in told and past is not None:
+            found[name] = gone.pop(past)
+            told.add(file)
+    for name, new in now.items():
+        if name in found:
+            yield found[name], new, False
+        else:
+            old = _take(gone, new)
+            yield old, new, old is not None
     for old in gone.values():
         yield old, None, False
+
+
+def _file(name: str, snapshot: Snapshot) -> str:
+    """Return the name of the architecture file of a snapshot: its own, or the one without its device."""
+    return name if snapshot.path.removesuffix(".arch.json").endswith(name) else name.rpartition(".")[0]
 
 
 def _take(gone: dict[str, Snapshot], new: Snapshot) -> Snapshot | None:
@@ -276,10 +297,22 @@ def _change(
     if old is None or new is None:
         kind: Class = "new" if old is None else "removed"
         return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
-    comparison = compare(new.record, old.record, parts="all" if architecture else "behaviour")
+    # Of another device, or of structure alone, the numbers are not those of before.
+    gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
+    parts: Parts = "architecture" if gone else "all" if architecture else "behaviour"
+    comparison = compare(new.record, old.record, parts=parts)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
     by_class = _by_class(diagnosis, effect)
+    for difference in _looser(comparison):
+        by_class.setdefault("behaviour", []).append(difference)
+    if architecture and not any(difference.kind not in BEHAVIOUR for difference in comparison.differences):
+        for difference in _besides(comparison):
+            by_class.setdefault("structure", []).append(difference)
+    if gone:
+        by_class["removed"] = []
+    elif old.numbers is None and new.numbers is not None:
+        by_class["new"] = []
     if renamed:
         by_class["renamed"] = []
     if not by_class:
@@ -353,6 +386,41 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
     return "renamed" if told == {"renamed"} and drawn else "behaviour"
 
 
+def _looser(comparison: Comparison) -> Iterator[Difference]:
+    """Yield where the noise in a file would from now on pass what did not pass before."""
+    now, before = comparison.actual.noise, comparison.expected.noise
+    if before == "measured" != now:
+        yield Difference(layer=ROOT, kind="noise", what="noise", actual=now, expected=before)
+    yield from comparison.looser
+
+
+def _besides(comparison: Comparison) -> Iterator[Difference]:
+    """Yield what the file says of a model besides what a comparison of two runs is about."""
+    now, before = comparison.actual, comparison.expected
+    if now.model != before.model:
+        yield Difference(layer=ROOT, kind="type", what="of the model", actual=now.model, expected=before.model)
+    for name, layer in now.layers.items():
+        if (was := before.layers.get(name)) is None:
+            continue
+        for what in ("leaf", "functional"):
+            if (x := getattr(layer, what)) != (y := getattr(was, what)):
+                yield Difference(layer=name, kind="type", what=what, actual=x, expected=y)
+        for call, other in zip(layer.calls, was.calls, strict=False):
+            for what in ("training", "inputs_known", "recomputed"):
+                if (x := getattr(call, what)) != (y := getattr(other, what)):
+                    yield Difference(layer=name, kind="calls", what=what, call=call.index, actual=x, expected=y)
+    for x, y in zip(_order(now), _order(before), strict=False):
+        if x != y:
+            yield Difference(layer=x[0], kind="calls", what="order", call=x[1], actual=x[0], expected=y[0])
+            return
+
+
+def _order(record: Record) -> list[tuple[str, int]]:
+    """Return the layers as they are called, and which call of theirs it is."""
+    calls = sorted(record.calls, key=lambda pair: (pair[1].root, pair[1].root_training, pair[1].started))
+    return [(layer.name, call.index) for layer, call in calls]
+
+
 def _class(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
         return "renamed" if difference.layer in comparison.names_before else "weights"
@@ -407,6 +475,15 @@ def parameters(record: Record) -> int:
     """Return how many elements all parameters have, shared ones counted once."""
     own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
     return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)
+
+
+def is_said(reason: str | None) -> bool:
+    r"""Whether a reason has anything to read in it: a letter or a digit, in any script.
+
+    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("--"), is_said(None)
+    (True, False, False, False, False)
+    """
+    return reason is not None and any(map(str.isalnum, reason))
 
 
 # --- what the writer of snapshots declares ------------------------------------------------------------------------

@@ -639,6 +639,28 @@ def address(layer: str, call: Indexed, path: str) -> str:
     return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"
 
 
+def has_numbers(record: Record) -> bool:
+    """Whether a record is of more than structure; numbers of parameters alone are no behaviour.
+
+    >>> has_numbers(Record(model="Net"))
+    False
+    """
+    return any(
+        call.response is not None
+        or any(is_read(r) for v in (*call.inputs, *call.outputs) for r in (v.forward, v.backward) if r is not None)
+        for _, call in record.calls
+    )
+
+
+def is_read(reading: Reading) -> bool:
+    """Whether there is anything in a reading to compare.
+
+    >>> is_read(Reading(reason="a meta tensor")), is_read(Reading(digest="0"))
+    (False, True)
+    """
+    return reading.statistics is not None or reading.fingerprint is not None or reading.digest is not None
+
+
 def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
     """Return about how far ``a`` is from ``b``, relative to ``b``: ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
 

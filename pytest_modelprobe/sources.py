@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -46,9 +47,9 @@ class Source:
     """Paths → their contents."""
 
     @property
-    def states(self) -> dict[str, tuple[str | None, ...]]:
-        """Name → what stands for its contents."""
-        return {name: tuple(path and self.contents.get(path) for path in pair) for name, pair in self.pairs.items()}
+    def states(self) -> dict[str, tuple[object, ...]]:
+        """Name → its files and what stands for their contents: an architecture of the same text is not the same one."""
+        return {name: (pair, *(path and self.contents.get(path) for path in pair)) for name, pair in self.pairs.items()}
 
     def within(self, scopes: Iterable[str]) -> Source:
         """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""
@@ -168,7 +169,10 @@ def scope_in(repository: Repository, argument: str) -> str:
     Raises:
         SourceError: it is outside.
     """
-    path = Path(argument).resolve()
+    try:
+        path = Path(argument).resolve()
+    except (OSError, RuntimeError):
+        raise SourceError(f"{argument} is a symbolic link in a circle: remove it") from None
     if not path.is_relative_to(repository.root):
         raise SourceError(f"{argument} is outside the repository {repository.root}")
     relative = path.relative_to(repository.root).as_posix()
@@ -176,15 +180,24 @@ def scope_in(repository: Repository, argument: str) -> str:
 
 
 def _of_files(files: Mapping[str, Path]) -> Source:
-    for name, path in files.items():
-        if path.stat().st_size > MOST_BYTES:
-            too_large(name, path.stat().st_size)
-    contents = {name: path.read_bytes() for name, path in files.items()}
+    contents = {name: _bytes(name, path) for name, path in files.items()}
     # As git names contents, so that what did not change needs no reading in the other revision.
     names = {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
     return Source(
         place="", pairs=_pairs(names), contents=names, load=lambda paths: {path: contents[path] for path in paths}
     )
+
+
+def _bytes(name: str, path: Path) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
+        if status.st_size > MOST_BYTES:
+            too_large(name, status.st_size)
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def _pairs(paths: Collection[str]) -> dict[str, Pair]:

@@ -2,7 +2,9 @@
 
 A change is the distance of two tensors relative to the norm of the expected one, ‖x − y‖ / ‖y‖, estimated from their
 fingerprints. It may be a small multiple of the noise that was measured with the expected, never less than a floor
-that belongs to the dtype: what the fingerprint itself and its digits in a file leave open.
+that belongs to the dtype: what the fingerprint itself and its digits in a file leave open. Whatever the noise, it
+allows a hundredth at most: a value that moves by more than that on its own is not repeatable, and no number in a file
+may say that everything is the same.
 """
 
 from __future__ import annotations
@@ -12,12 +14,19 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .record import Reading, Statistics, estimated_change, estimated_share
+from .record import Reading, Statistics, estimated_change, estimated_share, is_read
 
 Direction = Literal["forward", "backward", "state"]
 
 MULTIPLE = 4.0
 """How many times its measured noise a value may change. See benchmarks/TOLERANCE.md for the measurements."""
+
+GROWN = 10.0
+"""How many times its noise may grow, before a snapshot says something else than it did."""
+
+MOST: dict[Direction, float] = {"forward": 1e-2, "backward": 2e-2, "state": 1e-2}
+"""The most that noise allows, relative to the norm. Gradients move by a hundredth where one ReLU gate flips, and by 1.7
+hundredths in a ResNet on another CPU."""
 
 _EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
 _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
@@ -53,6 +62,7 @@ class Change(NamedTuple):
 
 
 UNKNOWN = Change(None)
+"""There is nothing to compare on either side."""
 EQUAL = Change(0.0)
 GONE = Change(1.0)
 """From something to nothing."""
@@ -69,8 +79,9 @@ def change(
     measured: bool = False,
     scale: Callable[[], float] = float,
     times: float = 1.0,
+    rounding: float = 0.0,
 ) -> Change:
-    """Return how far ``actual`` is from ``expected``.
+    """Return how far ``actual`` is from ``expected``; what only one of the two has differs.
 
     Args:
         actual: Of the value now.
@@ -80,38 +91,71 @@ def change(
         measured: Whether noise was measured with the expected record.
         scale: Returns the norm of what belongs to the value: one that is zero in exact arithmetic is judged against it.
         times: The user's tolerance.
+        rounding: The largest of any dtype that the run computed in, see `epsilon`: noise allows four of it.
 
     >>> one, two = (Reading(statistics=Statistics(count=4, mean=m), fingerprint=(m, m)) for m in (1.0, 1.01))
     >>> found = change(two, one)
     >>> round(found.change, 6), found.limit, found.differs
     (0.007071, 0.0001, True)
     """
-    limit = max(_floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)) * times
+    if not (is_read(actual) and is_read(expected)) or _kinds(actual) != _kinds(expected):
+        return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
+    floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
+    most = max(MOST[direction], MULTIPLE * rounding)
+    limit = max(floor, min(noise, most)) * times
     a, e = actual.statistics, expected.statistics
     x, y = actual.fingerprint, expected.fingerprint
-    if actual.digest is not None and expected.digest is not None:
+    if expected.digest is not None:
         share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
-        return Change(share, expected.noise, MULTIPLE * times * (expected.noise or 0.0))
+        return Change(share, expected.noise, min(noise, MOST[direction]) * times)
     if x is None or y is None:
-        if a is None or e is None:
-            return UNKNOWN
+        assert a is not None
+        assert e is not None
         return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
     if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
         return Change(math.inf, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
-    if not norm and math.isinf(limit):  # whatever noise there is, is infinitely more than nothing
-        limit = MULTIPLE * times
     found = estimated_change(x, y, norm)
-    if found > limit and norm < (least := _NOTHING * scale()):
-        found = estimated_change(x, y, least)
+    if found > limit:
+        least = _NOTHING * scale()
+        if norm < least:
+            norm, found = least, estimated_change(x, y, least)
+        if norm:  # what is nearly nothing is all noise: that is judged against the scale
+            nothing = MULTIPLE * max(least, rounding * scale()) / norm
+            limit = max(floor, min(noise, max(most, nothing))) * times
     return Change(found, expected.noise, limit)
+
+
+def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:
+    """Whether the noise of ``actual`` would allow far more than that of ``expected`` does: it grew tenfold.
+
+    >>> quiet, loud = (Reading(noise=noise) for noise in (1e-6, 1e-3))
+    >>> allows_more(loud, quiet, direction="forward", dtype="float32", measured=True)
+    True
+    """
+    floor = 0.0 if expected.digest is not None else _floor(direction, dtype, measured)
+    return MULTIPLE * (actual.noise or 0.0) > GROWN * max(floor, MULTIPLE * (expected.noise or 0.0))
+
+
+def epsilon(dtype: str) -> float:
+    """Return the rounding of a dtype, relative to a number; 0 of what is not rounded.
+
+    >>> epsilon("bfloat16"), epsilon("int64")
+    (0.0078, 0.0)
+    """
+    return _EPSILON.get(dtype, 0.0)
 
 
 @functools.cache
 def _floor(direction: Direction, dtype: str, measured: bool) -> float:
     floors = _FLOOR if measured else _UNMEASURED
     return max(floors[direction], _EPSILON.get(dtype, 0.0) / 4)
+
+
+def _kinds(reading: Reading) -> tuple[bool, bool]:
+    """Return which of the two that say the most a reading has."""
+    return reading.fingerprint is not None, reading.digest is not None
 
 
 def _share(actual: Reading, expected: Reading) -> float:

@@ -234,6 +234,49 @@ def test_a_snapshot_of_another_device_belongs_to_the_same_architecture(branch: s
     assert re.search(r"new +warning .* 3 layers recorded", out)
 
 
+def test_an_old_architecture_under_the_name_of_a_device_hides_no_change(git: Git, modelprobe: Run) -> None:
+    write(net())
+    Path(f"{PATH}.probe.json").rename(f"{PATH}.cuda.probe.json")
+    commit(git, "Record the net on a GPU")
+    git("switch", "-q", "-c", "branch")
+    Path(f"{PATH}.cuda.arch.json").write_bytes(Path(f"{PATH}.arch.json").read_bytes())
+    write(net(3))
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert code == 1
+    assert re.search(r"Net +checkpoint +denied", out)
+
+
+def test_a_snapshot_that_is_in_no_commit_has_no_history(git: Git, modelprobe: Run) -> None:
+    commit(git, "nothing")
+    write(net())
+    code, _, err = modelprobe("log", PATH)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{PATH} is in no commit yet" in err
+
+
+def test_a_link_in_a_circle_is_told(git: Git, branch: str, modelprobe: Run) -> None:
+    Path("loop").symlink_to("loop")
+    code, _, err = modelprobe("check", "loop", "--base", "main")
+    assert code == 2
+    assert "loop" in err
+
+
+@pytest.mark.parametrize("kind", ["nested", "pipe"])
+def test_an_event_that_is_none_is_told(
+    branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    event = tmp_path / "event.json"
+    if kind == "nested":
+        event.write_text("[" * 100_000)
+    else:
+        os.mkfifo(event)
+    for name, text in (("ACTIONS", "true"), ("EVENT_NAME", "pull_request"), ("EVENT_PATH", str(event))):
+        monkeypatch.setenv(f"GITHUB_{name}", text)
+    code, _, err = modelprobe("check")
+    assert code == 2
+    assert "GITHUB_EVENT_PATH names no event that can be read" in err
+
+
 # --- the way out that a check prints ------------------------------------------------------------------------------
 
 

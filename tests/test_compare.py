@@ -13,7 +13,8 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.compare import Comparison, compare
-from pytest_modelprobe.exceptions import SelectionError, UsageError
+from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
+from pytest_modelprobe.files import decode_architecture, encode
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
 
 
@@ -227,10 +228,10 @@ def test_a_difference_of_numbers_has_its_change_and_the_limit() -> None:
 
 
 def test_a_difference_of_numbers_has_the_noise_of_the_expected() -> None:
-    noisy = given("norm", forward=dataclasses.replace(reading(*Y), noise=0.01))
+    noisy = given("norm", forward=dataclasses.replace(reading(*Y), noise=0.001))
     expected = dataclasses.replace(noisy, noise="measured")
     (found,) = compare(given("norm", forward=reading(3.0, 5.0)), expected).differences
-    assert (found.noise, found.limit) == (0.01, 0.04)
+    assert (found.noise, found.limit) == (0.001, 0.004)
 
 
 @pytest.mark.parametrize(("actual", "same"), [(True, False), (1, True), (1.0, False), ("1", False), (None, False)])
@@ -378,14 +379,47 @@ def test_an_input_of_the_test_has_no_source_to_differ() -> None:
 # --- forwards, backwards, modes -----------------------------------------------------------------------------------
 
 
-def test_without_a_backward_of_one_gradients_are_not_compared() -> None:
+def test_without_a_backward_of_one_that_alone_differs() -> None:
     new = given("norm", backward=None)
-    assert compare(dataclasses.replace(new, backwards=0), OLD).same
+    assert told(compare(dataclasses.replace(new, backwards=0), OLD)) == [("(root)", "forwards", "backwards")]
 
 
-def test_without_a_forward_of_one_only_the_structure_is_compared() -> None:
+def test_a_record_without_calls_is_not_one_with_calls() -> None:
     layers = {name: dataclasses.replace(layer, calls=()) for name, layer in OLD.layers.items()}
-    assert compare(Record(model="Net", layers=layers), OLD).same
+    record = Record(model="Net", layers=layers)
+    calls = [(name, "calls", "calls") for name in OLD.layers]
+    for actual, expected in ((record, OLD), (OLD, record)):
+        assert told(compare(actual, expected)) == [("(root)", "forwards", "forwards"), *calls]
+        assert told(compare(actual, expected, parts="architecture")) == calls
+
+
+def structure(record: Record) -> Record:
+    """Return a record as its architecture file alone has it."""
+    return decode_architecture(encode(record).architecture, where="net.arch.json").record
+
+
+def test_a_record_without_numbers_is_not_one_with_numbers() -> None:
+    for actual, expected in ((structure(OLD), OLD), (OLD, structure(OLD))):
+        (found,) = compare(actual, expected).differences
+        assert (found.what, {found.actual, found.expected}) == ("record", {"numbers", "structure alone"})
+        assert compare(actual, expected, parts="architecture").same
+
+
+def test_a_value_that_one_of_two_records_lacks_differs() -> None:
+    empty = given("norm", forward=Reading())
+    assert told(compare(empty, OLD)) == [("norm", "output", "output")]
+    assert told(compare(OLD, empty)) == [("norm", "output", "output")]
+
+
+def test_a_value_that_both_lack_is_counted() -> None:
+    empty = given("norm", forward=Reading(reason="a sparse tensor"))
+    found = compare(empty, empty)
+    assert (found.same, found.unknown) == (True, 1)
+
+
+def test_where_no_numbers_are_there_to_compare_that_is_an_error() -> None:
+    with pytest.raises(NothingObservedError, match="nothing was compared, for neither record has numbers: run the mod"):
+        compare(structure(OLD), structure(OLD), parts="behaviour")
 
 
 def test_a_model_in_another_mode_was_called_all_the_same() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -190,7 +190,7 @@ def value(path: str, shape: tuple[int, ...] = (2, 4), **more: Any) -> Value:
 
 def reading(mean: float = 0.5, *, count: int = 8, noise: float | None = 2e-7, **more: Any) -> Reading:
     numbers = Statistics(count=count, mean=mean, min=mean - 1, max=mean + 1, deviations=count * 0.25)
-    fingerprint = tuple(math.sin(mean + k) for k in range(16))
+    fingerprint = tuple(max(1.0, abs(mean)) * math.sin(mean + k) for k in range(16))
     return Reading(statistics=numbers, fingerprint=fingerprint, noise=noise, **more)
 
 
@@ -747,7 +747,7 @@ def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
         Reading(reason="sparse tensor"),
         Reading(fingerprint=(0.0,) * 16),
         Reading(noise=0.5, digest="ab"),
-        Reading(fingerprint=(0.5, 0.25)),
+        Reading(fingerprint=(0.5, 0.25) * 8),
         Reading(tensors=3, statistics=Statistics(count=24, zeros=24, mean=0.0, min=0.0, max=0.0)),
         Reading(tensors=2, statistics=Statistics(count=7, mean=1.0, min=1.0, max=1.0)),
         Reading(statistics=Statistics(count=0)),
@@ -761,14 +761,17 @@ def test_what_a_reading_lacks_it_lacks_afterwards(given: Reading) -> None:
 
 @given(
     st.floats(-1e30, 1e30), st.floats(1e-30, 1e20), st.sampled_from(["value", "own", "gradient", "response"]),
-    st.none() | st.floats(0, 10), st.integers(0, 8), st.lists(st.floats(-1e30, 1e30), min_size=16, max_size=16),
+    st.none() | st.floats(0, 10), st.integers(0, 8), st.lists(st.floats(-1, 1), min_size=16, max_size=16),
 )  # fmt: skip
 @settings(deadline=None)
 def test_a_reading_is_written_as_it_was_read(
-    mean: float, std: float, role: Any, noise: float | None, zeros: int, fingerprint: list[float]
+    mean: float, std: float, role: Any, noise: float | None, zeros: int, direction: list[float]
 ) -> None:
     numbers = Statistics(count=8, mean=mean, min=mean - std, max=mean + std, deviations=8 * std * std, zeros=zeros)
-    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=tuple(fingerprint))
+    length = math.hypot(*direction)
+    assume(length > 0.1)
+    fingerprint = tuple(x / length * numbers.norm for x in direction)
+    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=fingerprint)
     text = reading_text(given_reading, (2, 4), "float32", role)
     assert reading_text(reading_from(json.loads(text), (2, 4), role), (2, 4), "float32", role) == text
 
@@ -1049,6 +1052,20 @@ ARCH, PROBE = 0, 1
         (PROBE, '">output":"act"', '">output":[["zz"]]', "'zz' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[{"x":1}]]', "unknown field 'x'"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,null,0,{"dead":[1,99999999999,0]}]]', "units are dead"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,-1]]', "-1 is no noise"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
+        (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
+        (PROBE, '">output":"act"', f'">output":[[1,1,1,1,{[0.01] * 16}]]', "the norm 4 and its fingerprint has 0.04"),
+        (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,99]]', "99 zeros are among 8 finite elements"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"count":-8}]]', "'-8' is no whole number"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"nan":9}]]', "0 zeros are among -1 finite elements"),
+        (ARCH, '"forwards": 1', '"forwards": -1', "'forwards' is -1, which counts nothing"),
+        (ARCH, '"(4, 4)"', '"(4, 2..4)"', "describes no parameter: its size varies"),
+        (ARCH, '"(4, 4)"', f'"(4, {"9" * 39})"', "are more elements than a tensor has"),
+        (ARCH, '"seed": 0', f'"seed": {"9" * 4000}', "a number of 4,000 digits stands in it"),
+        (ARCH, '"act": {', f'"a{".a" * 900}": {{', "its name has 901 parts"),
         (PROBE, '"columns": ["mean"', '"columns": ["median"', "its columns are others"),
         (PROBE, '"versions": {', '"versions": {"x": 1, ', "no object of texts"),
         (PROBE, '"architecture": "', '"architecture": "x', "do not belong together"),
@@ -1135,6 +1152,13 @@ def test_numbers_that_are_missing_are_told() -> None:
     texts = encode(small())
     with pytest.raises(SnapshotError, match=r"test_net.probe.json is missing, the numbers that belong to .*: add it"):
         decoded(Texts(texts.architecture, None))
+
+
+def test_numbers_that_were_emptied_are_told() -> None:
+    texts = encode(small())
+    numbers = {**json.loads(texts.numbers or ""), "layers": {}, "responses": {}}
+    with pytest.raises(SnapshotError, match=r"probe.json cannot be read, it has no numbers: restore it"):
+        decoded(Texts(texts.architecture, json.dumps(numbers)))
 
 
 def test_numbers_that_should_not_be_there_are_told() -> None:

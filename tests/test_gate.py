@@ -29,7 +29,9 @@ def record(*layers: Layer, **other: object) -> Record:
 def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
     text = repr(record)
     exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
-    return Snapshot(path=path, record=record, architecture=exact, content=repr(record.layers), text=text, **other)
+    return Snapshot(
+        path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
+    )
 
 
 def change(before: Record, now: Record, **levels: str) -> Change:
@@ -90,13 +92,14 @@ def value(width: int, **other: object) -> Value:
     return Value(path="output", shape=(2, width), dtype="float32", device="cpu", **other)
 
 
-def numbers(mean: float) -> Record:
+def numbers(mean: float, *, noise: float | None = None, how: str | None = None) -> Record:
     reading = Reading(
+        noise=noise,
         statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
         fingerprint=(mean, *[0.0] * 15),
     )
     call = Call(root="act", root_training=False, index=0, started=0, finished=1, outputs=(value(4, forward=reading),))
-    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1)
+    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1, noise=how)
 
 
 def test_numbers_that_moved_are_behaviour() -> None:
@@ -181,6 +184,67 @@ def test_numbers_within_tolerance_are_format() -> None:
     assert classes(numbers(1.0), numbers(1.0 + 1e-7)) == ["format"]
 
 
+@pytest.mark.parametrize("noise", [1e-5, 1e-3, 1e9, float("inf")])
+def test_noise_that_grew_tenfold_is_behaviour(noise: float) -> None:
+    before, now = (numbers(1.0, noise=x, how="measured") for x in (9e-7, noise))
+    found = change(before, now)
+    assert [finding.kind for finding in found.findings] == ["behaviour"]
+    assert finding_text(found.findings[0], found) == "the noise grew, so that more passes, in 1 layer: act"
+
+
+def test_noise_that_was_measured_anew_is_format() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-6, 4e-6))) == ["format"]
+
+
+def test_noise_below_the_floor_allows_nothing_more() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-12, 1e-7))) == ["format"]
+
+
+def test_noise_that_is_not_measured_any_more_is_behaviour() -> None:
+    assert classes(numbers(1.0, how="measured"), numbers(1.0)) == ["behaviour"]
+
+
+def two(first: str, second: str, **other: object) -> Record:
+    """Return the record of two layers that are called one after the other, on the same input."""
+    layers = {}
+    for i, name in enumerate((first, second)):
+        fields = {"started": 2 * i, "finished": 2 * i + 1, "outputs": (value(4),), **other}
+        layers[name] = Layer(name=name, type="ReLU", calls=(Call(root=name, root_training=False, index=0, **fields),))
+    in_order = {
+        name: dataclasses.replace(layers[name], calls=(dataclasses.replace(layers[name].calls[0], root="r"),))
+        for name in sorted(layers)
+    }
+    return Record(model="Net", layers=in_order, forwards=1)
+
+
+def first_with(**fields: object) -> dict[str, Layer]:
+    layers = two("a", "b").layers
+    return {**layers, "a": dataclasses.replace(layers["a"], **fields)}
+
+
+EDITS = {
+    "order of the calls": (two("b", "a"), ("b", "calls", "order")),
+    "class of the model": (dataclasses.replace(two("a", "b"), model="Other"), ("(root)", "type", "of the model")),
+    "mode of a call": (two("a", "b", training=True), ("a", "calls", "training")),
+    "leaf": (
+        dataclasses.replace(two("a", "b"), layers=first_with(leaf=False)),
+        ("a", "type", "leaf"),
+    ),
+    "functional": (
+        dataclasses.replace(two("a", "b"), layers=first_with(functional=True)),
+        ("a", "type", "functional"),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_file_says_besides_is_structure(edit: str) -> None:
+    now, expected = EDITS[edit]
+    (finding,) = change(two("a", "b"), now).findings
+    first = finding.differences[0]
+    assert (finding.kind, (first.layer, first.kind, first.what)) == ("structure", expected)
+
+
 def test_what_came_and_what_went_have_classes_of_their_own() -> None:
     a, b = record(Layer(name="a", type="A")), record(Layer(name="b", type="B"))
     verdict = judge({"a": snapshot(a)}, {"b": snapshot(b)})
@@ -209,6 +273,43 @@ def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
     before, now = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
     verdict = judge({"a": snapshot(before), "a.cuda": snapshot(before)}, {"a": snapshot(now), "a.cuda": snapshot(now)})
     assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
+
+
+def of_device(record: Record, device: str, file: str = "t.arch.json") -> Snapshot:
+    numbers = f"t.{device}.probe.json"
+    return dataclasses.replace(snapshot(dataclasses.replace(record, device=device), file), numbers=numbers)
+
+
+def kinds(before: dict[str, Snapshot], now: dict[str, Snapshot]) -> dict[str, list[str]]:
+    return {c.path: [finding.kind for finding in c.findings] for c in judge(before, now).changes}
+
+
+def test_a_file_is_compared_with_its_own_past_whatever_device_its_numbers_are_of() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t.cuda": of_device(old, "cuda")}
+    now = {"t": snapshot(new, "t.arch.json"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint", "removed"], "t.cuda.arch.json": ["new"]}
+
+
+def test_an_architecture_of_another_name_is_not_the_past_of_a_device() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t": of_device(old, "cpu"), "t.cuda": of_device(old, "cuda")}
+    now = {"t": of_device(new, "cpu"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint"], "t.cuda.arch.json": ["renamed"]}
+
+
+def test_a_device_that_is_added_is_new() -> None:
+    net = record(linear("fc", 2, 4))
+    before, now = {"t": of_device(net, "cpu")}, {"t": of_device(net, "cpu"), "t.cuda": of_device(net, "cuda")}
+    assert [[f.kind for f in c.findings] for c in judge(before, now).changes] == [["new"]]
+
+
+def test_numbers_that_are_gone_are_removed() -> None:
+    before = dataclasses.replace(snapshot(numbers(1.0)), numbers="t.probe.json")
+    (found,) = judge({"a": before}, {"a": snapshot(record(Layer(name="act", type="ReLU")))}).changes
+    assert "removed" in [finding.kind for finding in found.denied]
+    removed = next(finding for finding in found.findings if finding.kind == "removed")
+    assert finding_text(removed, found) == "its numbers are gone: there is the structure alone"
 
 
 def test_the_gravest_change_comes_first() -> None:
@@ -304,6 +405,22 @@ def test_a_reason_for_another_change_does_not() -> None:
 def test_a_digest_without_a_reason_does_not() -> None:
     before = snapshot(BEFORE)
     assert denied(before, snapshot(NOW, supersedes=(before.architecture,)))
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "\t\n", "\u2060-", "..."])
+def test_a_reason_without_a_word_does_not(reason: str) -> None:
+    before = snapshot(BEFORE)
+    assert denied(before, snapshot(NOW, reason=reason, supersedes=(before.architecture,)))
+
+
+def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes() -> None:
+    before = snapshot(BEFORE, reason="wider", supersedes=("x",))
+    assert denied(before, snapshot(NOW, reason="wider", supersedes=("x", before.architecture)))
+
+
+def test_an_approval_without_a_word_is_none() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[f"{verdict.digest} \u200b"]).denied
 
 
 def test_a_reason_follows_several_updates_of_one_branch() -> None:

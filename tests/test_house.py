@@ -71,8 +71,7 @@ MAY_IMPORT = {
     "cli": {"actions", "compare", "exceptions", "files", "gate", "git", "record", "report", "selection", "sources"},
     "snapshot": {
         "pytest", "syrupy", "assertions", "compare", "diagnosis", "exceptions", "files", "gate", "matching", "record",
-        "report",
-        "selection", "summary",
+        "report", "selection", "summary", "tolerance",
     },
     "plugin": {"pytest", "_pytest", "exceptions", "probe", "report", "seeding", "snapshot", "summary", "torch"},
 }  # fmt: skip

@@ -292,7 +292,7 @@ assert watch.record == modelprobe_snapshot
         ("name='2'", "name='2' is what the snapshots of 2 themselves end in: give another"),
         ("name='cuda'", "name='cuda' is what the snapshots of cuda themselves end in: give another"),
         ("compare='shapes'", "compare= is 'all', 'architecture' or 'behaviour'; got 'shapes'"),
-        ("allow='nan'", "allow= takes 'dropout' and 'nonfinite'; got 'nan'"),
+        ("allow='nan'", "allow= takes 'dropout', 'nonfinite' and 'nondeterministic'; got 'nan'"),
         ("tolerance='x'", "tolerance= is a positive number, or one for each glob of layers; got 'x'"),
         ("tolerance=True", "tolerance= is a positive number, or one for each glob of layers; got True"),
         ("tolerance={'norm': -1}", "tolerance= is a positive number, or one for each glob of layers; got -1"),
@@ -585,7 +585,53 @@ def test_active_dropout_is_not_recorded(project: Project) -> None:
     project.update(test=test.replace("Dropout(0.1)", "Dropout(0.1).eval()")).assert_outcomes(passed=1)
 
 
+DRAWS = """
+import numpy
+import torch
+from torch import nn
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.noise = Noise()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.noise(self.fc(x)))
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.from_numpy(numpy.random.default_rng().normal(size=x.shape)).float()
+"""
+
+
+def test_a_model_that_does_not_repeat_is_not_recorded(project: Project) -> None:
+    body = "assert modelprobe.run(Draws().eval(), modelprobe.randn(3, 4)) == modelprobe_snapshot"
+    test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
+    said = "*AssertionError: not written, for the run is not repeatable: noise output is another when it runs again *"
+    project.update(test=test).stdout.fnmatch_lines([said])
+    assert not project.snapshots.exists()
+
+
+def test_what_is_allowed_not_to_repeat_is_not_compared_and_the_rest_is(project: Project) -> None:
+    body = (
+        "torch.manual_seed(0)\n"
+        "model, x = Draws().eval(), modelprobe.randn(3, 4)\n"
+        "assert modelprobe.run(model, x) == modelprobe_snapshot(allow='nondeterministic')"
+    )
+    test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
+    project.update(test=test).assert_outcomes(passed=1)
+    project.run(test=test).assert_outcomes(passed=1)
+    project.run(test=test.replace("modelprobe.randn", "2 * modelprobe.randn")).assert_outcomes(failed=1)
+    project.run(test=test.replace("(allow='nondeterministic')", "")).assert_outcomes(failed=1)
+
+
 REFUSED = {
+    "nondeterministic": (
+        "assert modelprobe.run(Draws(), modelprobe.randn(3, 4)) == modelprobe_snapshot",
+        'Draw random numbers from the global generators, or say modelprobe_snapshot(allow="nondeterministic"), *',
+    ),
     "nonfinite": (
         "assert modelprobe.run(ReLU(), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot",
         'Mend it, or say modelprobe_snapshot(allow="nonfinite"), and run the update again.',
@@ -612,7 +658,8 @@ def test_what_was_refused_is_told_the_way_out_and_not_the_same_command(
     if why == "ci":
         monkeypatch.setenv("CI", "true")
     body, way_out = REFUSED[why]
-    result = project.update(test=one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Dropout, ReLU"))
+    before = f"{DRAWS}\nfrom torch.nn import Dropout, ReLU"
+    result = project.update(test=one(body, "modelprobe, modelprobe_snapshot", before))
     result.stdout.fnmatch_lines(["*AssertionError: not written*", f"E * {way_out}"])
     result.stdout.no_fnmatch_line("*pytest test_net.py::test_x --snapshot-update*")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Reading, Statistics
-from pytest_modelprobe.tolerance import EQUAL, MULTIPLE, UNKNOWN, Change, Direction, change
+from pytest_modelprobe.tolerance import CAME, EQUAL, GONE, MULTIPLE, UNKNOWN, Change, Direction, change, epsilon
 
 
 def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:
@@ -139,6 +139,38 @@ def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
     assert (found.limit, found.noise, found.differs) == (MULTIPLE * 1e-4, 1e-4, False)
 
 
+@pytest.mark.parametrize(("direction", "most"), [("forward", 1e-2), ("backward", 2e-2), ("state", 1e-2)])
+@pytest.mark.parametrize("noise", [0.9, 1e9, math.inf])
+def test_noise_allows_a_hundredth_at_most_whatever_a_file_says(direction: Direction, most: float, noise: float) -> None:
+    below, above = (
+        change(reading(x), reading(1.0, noise=noise), direction=direction, measured=True)
+        for x in (1 + 0.9 * most, 1 + 1.1 * most)
+    )
+    assert (below.differs, above.differs, above.limit) == (False, True, most)
+
+
+def test_where_numbers_are_rounded_coarsely_noise_allows_four_roundings() -> None:
+    expected = reading(1.0, noise=0.9)
+    assert change(reading(1.03), expected, measured=True).differs
+    assert not change(reading(1.03), expected, measured=True, rounding=epsilon("bfloat16")).differs
+    assert change(reading(1.04), expected, measured=True, rounding=epsilon("bfloat16")).differs
+
+
+@given(st.floats(0, 1e300), st.floats(1e-3, 1.0))
+def test_no_noise_makes_a_number_the_same_as_nothing(noise: float, scale: float) -> None:
+    assert change(reading(0.0), reading(1.0, noise=noise), scale=lambda: scale, measured=True).differs
+
+
+def test_what_is_zero_in_exact_arithmetic_may_be_all_noise() -> None:
+    expected = reading(2e-5, noise=2.0)
+    assert not change(reading(-1e-5), expected, scale=lambda: 1.0, measured=True).differs
+    assert change(reading(1e-4), expected, scale=lambda: 1.0, measured=True).differs
+
+
+def test_noise_that_is_not_a_number_allows_nothing() -> None:
+    assert change(reading(1.0), reading(1.0, noise=math.nan), measured=True).limit == 2e-6
+
+
 def test_noise_below_the_floor_is_not_asked() -> None:
     assert change(reading(1.0), reading(1.0, noise=1e-9), measured=True).limit == 2e-6
 
@@ -210,8 +242,13 @@ def test_integers_may_not_change_at_all_where_they_do_not_by_themselves() -> Non
 
 
 def test_integers_that_tip_over_by_themselves_may_change_by_a_multiple_of_that() -> None:
-    found = change(integers("aa", 1.0), integers("bb", 1.0, noise=0.01))
-    assert (found.change, found.limit, found.differs) == (0.01, MULTIPLE * 0.01, False)
+    found = change(integers("aa", 1.0, count=1000), integers("bb", 1.0, count=1000, noise=0.001))
+    assert (found.change, found.limit, found.differs) == (0.001, MULTIPLE * 0.001, False)
+
+
+def test_of_integers_too_no_more_than_a_hundredth_may_change_by_itself() -> None:
+    found = change(integers("aa", 2.0), integers("bb", 0.0, noise=1e9))
+    assert (found.change, found.limit, found.differs) == (0.02, 1e-2, True)
 
 
 def test_real_integers_differ_by_about_their_share() -> None:
@@ -230,8 +267,16 @@ def test_without_numbers_nothing_can_be_told() -> None:
     assert (found, found.known, found.differs) == (UNKNOWN, False, False)
 
 
-def test_with_numbers_of_one_side_alone_nothing_can_be_told() -> None:
-    assert change(reading(1.0), Reading()) == UNKNOWN
+def test_what_one_side_alone_has_differs() -> None:
+    assert (change(reading(1.0), Reading()), change(Reading(), reading(1.0))) == (CAME, GONE)
+
+
+@pytest.mark.parametrize("lacking", ["fingerprint", "digest"])
+def test_what_says_the_most_of_a_value_is_not_left_out(lacking: str) -> None:
+    whole = dataclasses.replace(reading(1.0), digest="aa")
+    less = dataclasses.replace(whole, **{lacking: None})
+    assert change(less, whole, times=100).differs
+    assert change(whole, less, times=100).differs
 
 
 def test_responses_without_moments_are_compared_by_their_fingerprints() -> None:

@@ -20,6 +20,7 @@ from pytest_modelprobe.record import (
     Response,
     Value,
     address,
+    has_numbers,
     qualified,
 )
 
@@ -106,7 +107,10 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
                 "on another device: run `pytest --snapshot-update` for this device"
             )
         with _named(there):
-            return _snapshot(structure, _Numbers(found, structure))
+            snapshot = _snapshot(structure, _Numbers(found, structure))
+            if not has_numbers(snapshot.record):
+                raise Unreadable("it has no numbers")
+            return snapshot
 
 
 def decode_architecture(text: str, *, where: str) -> Snapshot:
@@ -202,11 +206,16 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+_MEASURED = ("measured", "not repeatable")
+
+
 class _Numbers:
     """A parsed numbers file; its lines are checked where they are used."""
 
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
         known(data, _NUMBERS)
+        if data.get("noise", _MEASURED[0]) not in _MEASURED:
+            raise Unreadable(f"how its noise came about is {shown(data['noise'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
             or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS

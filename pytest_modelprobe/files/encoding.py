@@ -18,11 +18,11 @@ from pytest_modelprobe.record import (
     Operation,
     Parameter,
     Plain,
-    Reading,
     Record,
     Response,
     Value,
     address,
+    has_numbers,
     qualified,
 )
 
@@ -82,7 +82,7 @@ def encode(record: Record, *, reason: str | None = None, supersedes: str | None 
     }
     """
     lines = forward_order(record)
-    numbers = _has_numbers(record)
+    numbers = has_numbers(record)
     header, usual = _header(record, lines, numbers)
     if reason is not None:
         header["reason"] = reason
@@ -159,23 +159,6 @@ def _numbers_header(record: Record, digest: str) -> dict[str, Any]:
 
 def _operation(operation: Operation | None) -> list[str | None] | None:
     return None if operation is None else [operation.name, operation.location, operation.detail]
-
-
-def _has_numbers(record: Record) -> bool:
-    """Whether a record is of more than structure; numbers of parameters alone are no behaviour."""
-    for layer in record.layers.values():
-        for call in layer.calls:
-            if call.response is not None:
-                return True
-            if any(_filled(r) for v in (*call.inputs, *call.outputs) for r in (v.forward, v.backward)):
-                return True
-    return False
-
-
-def _filled(reading: Reading | None) -> bool:
-    return reading is not None and (
-        reading.statistics is not None or reading.fingerprint is not None or reading.digest is not None
-    )
 
 
 # --- the exact part -----------------------------------------------------------------------------------------------

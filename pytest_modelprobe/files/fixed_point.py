@@ -69,10 +69,12 @@ def unpacked(text: str) -> tuple[float, ...]:
     if not text:
         return _ZEROS
     bits = _BITS_OF.get(len(text))
+    if bits is None:
+        raise Unreadable(f"{text[:80]!r} is no fingerprint")
     try:
         exponent = (_DIGITS[text[0]] << 6 | _DIGITS[text[1]]) - _BIAS
         whole = int.from_bytes(binascii.a2b_base64(text[2:] + "==", strict_mode=False), "big")
-        if bits is None or not _LOWEST <= exponent <= 1024:
+        if not _LOWEST <= exponent <= 1024:
             raise Unreadable
         scale = math.ldexp(1.0, exponent)
         most = (1 << (bits - 1)) - 1

@@ -16,6 +16,9 @@ from .wording import Unreadable
 MOST_BYTES = 64 << 20
 """Larger files are no snapshots."""
 
+_MOST_DIGITS = 300
+"""More than any attribute has that is a number."""
+
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
 _OURS = re.compile(r"^<{7} ?(.*)$", re.MULTILINE)
@@ -44,7 +47,7 @@ def parsed(text: str, where: str) -> dict[str, Any]:
             "(`git checkout --ours` or `--theirs`) of both its files and run `pytest --snapshot-update`"
         )
     try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant, parse_int=_integer)
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()):
             raise SnapshotError(f"{where} is cut off in line {error.lineno}: {RESTORE}") from None
@@ -82,6 +85,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Unreadable(f"{shown(twice)} stands twice in one object")
     return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise Unreadable(f"a number of {len(text):,} digits stands in it")
+    return int(text)
 
 
 def _constant(name: str) -> NoReturn:

@@ -29,6 +29,8 @@ _CALL: dict[str, type | UnionType] = {
     "autocast": str | None, "recomputed": int, "inputs": dict, "inputs_known": bool, "arguments": dict,
     "outputs": dict,
 }  # fmt: skip
+_DEEPEST = 256
+"""Parts of a layer's name: Python calls no module that lies deeper."""
 _MODES = {"train": True, "eval": False}
 
 Named = list[tuple[str, Worded]]
@@ -72,6 +74,7 @@ class Structure:
 
     def __init__(self, data: dict[str, Any]) -> None:
         known(data, _HEADER)
+        _count(data, "forwards", "backwards")
         if "model" not in data or data.get("mode") not in _MODES:
             raise Unreadable("the model or its mode is missing")
         self.data = data
@@ -88,6 +91,8 @@ class Structure:
             if type(line) is not dict or "type" not in line:
                 raise Unreadable("it describes no layer")
             known(line, _LAYER)
+            if name.count(".") >= _DEEPEST:
+                raise Unreadable(f"its name has {name.count('.') + 1:,} parts")
             training = line.get("training", self.training)
             inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
             functional = line.get("functional", False)
@@ -135,6 +140,7 @@ class Structure:
             elif type(line) is not dict:
                 raise Unreadable(f"{shown(line)} is no call")
             known(line, _CALL)
+            _count(line, "index", "forwards", "recomputed")
             if line.get("mode", "eval") not in _MODES:
                 raise Unreadable(f"{shown(line['mode'])} is no mode")
             kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
@@ -170,6 +176,13 @@ class Structure:
         for timeline in events(order, self.calls):
             for position, (i, j, end) in enumerate(timeline):
                 self.places[i, j] = (self.places[i, j][0], position) if end else (position, -1)
+
+
+def _count(data: Mapping[str, Any], *names: str) -> None:
+    """Raise `Unreadable` unless what is counted is a number that a run can reach."""
+    for name in names:
+        if not 0 <= data.get(name, 0) < 1 << 63:
+            raise Unreadable(f"{shown(name)} is {shown(data[name])}, which counts nothing")
 
 
 def _attributes(data: Any) -> dict[str, Plain]:

@@ -6,6 +6,7 @@ imports do, so that lines of repeated blocks are alike, and a renamed parent cha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -46,6 +47,7 @@ def floating(dtype: str) -> bool:
 
 
 _MOST_DIMENSIONS = 64  # as torch has
+_MOST_ELEMENTS = 1 << 63
 
 
 # --- values and parameters ----------------------------------------------------------------------------------------
@@ -111,6 +113,8 @@ def worded_parameter(text: str, usual: Usual, trainable: bool) -> Worded:
     if found is None:
         raise Unreadable(f"{text[:80]!r} describes no parameter")
     shape, dtype, grad, tied_to = found.groups()
+    if ".." in shape:
+        raise Unreadable(f"{text[:80]!r} describes no parameter: its size varies")
     requires_grad = grad == " trainable" if grad else trainable
     return Worded(_shape(shape), dtype or usual.dtype, requires_grad, False, tied_to)
 
@@ -122,12 +126,15 @@ def _shape_text(shape: tuple[Dimension, ...]) -> str:
 def _shape(text: str) -> tuple[Dimension, ...]:
     if text.count(",") >= _MOST_DIMENSIONS:
         raise Unreadable(f"{text[:80]!r} are too many sizes")
-    return tuple(map(_dimension, text.split(", "))) if text else ()
+    shape = tuple(map(_dimension, text.split(", "))) if text else ()
+    if math.prod(d if isinstance(d, int) else d[1] for d in shape) >= _MOST_ELEMENTS:
+        raise Unreadable(f"{text[:80]!r} are more elements than a tensor has")
+    return shape
 
 
 def _dimension(text: str) -> Dimension:
     low, between, high = text.partition("..")
-    if not (low.isdecimal() and len(text) < 40 and (high.isdecimal() if between else True)):
+    if not (low.isdecimal() and len(text) <= 40 and (high.isdecimal() if between else True)):
         raise Unreadable(f"{text[:80]!r} is no size")
     return (int(low), int(high)) if between else int(low)
 

@@ -148,6 +148,10 @@ def finding_text(finding: Finding, change: Change) -> str:
     """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
+    if finding.kind == "removed" and change.now is not None:
+        device = change.either.record.device if change.now.numbers is not None else ""
+        now = f"there are those of {device}" if device else "there is the structure alone"
+        return f"its numbers are gone: {now}"
     if finding.kind == "removed":
         return "the snapshot is deleted: nothing watches this model any more"
     if finding.kind == "renamed" and not finding.causes and change.before is not None:
@@ -162,6 +166,8 @@ def finding_text(finding: Finding, change: Change) -> str:
     if any(d.change is not None for d in finding.differences):
         layers = list(dict.fromkeys(d.layer for d in finding.differences))
         moved = max((d.change for d in finding.differences if d.change is not None), default=None)
+        if moved is None and all(d.kind == "noise" for d in finding.differences):
+            return f"the noise grew, so that more passes, in {count(len(layers), 'layer')}: {listed(collapsed(layers))}"
         by = "" if moved is None else f" by up to {percent(moved)}"
         return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)

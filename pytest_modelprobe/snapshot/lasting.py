@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
 from pytest_modelprobe.exceptions import NothingObservedError
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, address
 from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.tolerance import MOST
 
 
 def nonfinite(record: Record) -> str | None:
@@ -37,6 +39,38 @@ def active_dropout(record: Record) -> str | None:
     """
     found = [(layer, p) for layer in record.layers.values() if (p := _dropped(layer))]
     return listed([f"{layer.name} ({layer.type_name}, {p:g})" for layer, p in found]) if found else None
+
+
+def nondeterministic(record: Record) -> str | None:
+    """Return the first value that moved by more than noise may, when the run was repeated from the same seed.
+
+    A rounding that differs, as sums in another order leave it, is none; None where nothing moved, or nothing was
+    repeated.
+
+    >>> nondeterministic(Record(model="Net", noise="not repeatable"))
+    """
+    if record.noise != "not repeatable":
+        return None
+    calls = sorted(record.calls, key=lambda pair: pair[1].finished)  # what a layer calls ends before it
+    made = ((address(layer.name, call, value.path), call, value) for layer, call in calls for value in call.outputs)
+    values = list(made)
+    forward = (where for where, _, value in values if _moves(value.forward, MOST["forward"]))
+    # What is next to nothing is all rounding, whoever adds it up.
+    backward = (
+        f"the gradient of {where}"
+        for where, call, value in reversed(values)
+        if _moves(value.backward, MOST["backward"]) and _is_of_size(value.backward, call)
+    )
+    return next(chain(forward, backward), None)
+
+
+def _moves(reading: Reading | None, most: float) -> bool:
+    return reading is not None and (reading.noise or 0.0) > most
+
+
+def _is_of_size(reading: Reading | None, call: Call) -> bool:
+    norms = [r.statistics.norm for v in (*call.inputs, *call.outputs) if (r := v.backward) and r.statistics]
+    return reading is not None and reading.statistics is not None and reading.statistics.norm > 1e-3 * max(norms)
 
 
 def _dropped(layer: Layer) -> float:

@@ -35,7 +35,7 @@ from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.matching import needed
-from pytest_modelprobe.record import Record, Rerun
+from pytest_modelprobe.record import Record, Rerun, has_numbers
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 from pytest_modelprobe.selection import Glob, nearest
@@ -43,12 +43,12 @@ from pytest_modelprobe.summary import findings
 
 from . import words
 from .extension import ModelProbeExtension, Place, tell
-from .lasting import active_dropout, is_training, nonfinite, structure_of
+from .lasting import active_dropout, is_training, nondeterministic, nonfinite, structure_of
 from .names import DEVICES, folder_of, kind, stem_of
 from .session import SnapshotSession
 from .summary import shown_path
 
-Allowed = Literal["dropout", "nonfinite"]
+Allowed = Literal["dropout", "nonfinite", "nondeterministic"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,8 @@ class ModelProbeSnapshot:
             name: What tells it from the other snapshots of the test, instead of its number.
             tolerance: Multiplies the change that still counts as the same: a number, or glob of layers → number.
             compare: ``architecture`` (what is exact), ``behaviour`` (the numbers), or ``all``.
-            allow: What may be recorded although it does not last: ``dropout`` that is active, ``nonfinite`` values.
+            allow: What may be recorded although it does not last: ``dropout`` that is active, ``nonfinite`` values, or
+                what is ``nondeterministic`` from one run to the next; such values are then not compared.
 
             rename: Glob of layers → glob of the names that the snapshot has for them; what is inside goes along. Once
                 an update has written the new names it says nothing any more.
@@ -132,7 +133,7 @@ def _check(name: object, compare: object, allow: Iterable[object]) -> None:
         raise UsageError(f"compare= is 'all', 'architecture' or 'behaviour'; got {compare!r}")
     unknown = [one for one in allow if one not in get_args(Allowed)]
     if unknown:
-        raise UsageError(f"allow= takes 'dropout' and 'nonfinite'; got {unknown[0]!r}")
+        raise UsageError(f"allow= takes {listed([repr(one) for one in get_args(Allowed)])}; got {unknown[0]!r}")
 
 
 def _check_tolerance(tolerance: Any) -> None:
@@ -374,13 +375,16 @@ class Comparer:
         refusal = self._refusal(outcome, options) if updating else None
         new = Texts("", None)
         if updating and refusal is None:
-            new = self._texts(outcome, expected, old)
+            record = self._measured(outcome, expected)
+            refusal = _nondeterministic(record, options)
+        if updating and refusal is None:
+            new = self._texts(outcome, record, old)
             outcome.verdict = "updated" if outcome.diagnosis else "created"
             outcome.declared = bool(self._policy.reason) and old is not None
         elif self._policy.actual:
             folder, root = self._policy.actual, self._item.config.rootpath
             there = Place(*(folder / _below(path, root) for path in outcome.place))
-            write(there.arch, self._texts(outcome, expected, old), there.probe)
+            write(there.arch, self._texts(outcome, self._measured(outcome, expected), old), there.probe)
         outcome.text = self._text(outcome, refusal)
         self._tell_syrupy(outcome, new)
 
@@ -402,9 +406,9 @@ class Comparer:
         data = parsed(texts.architecture, str(arch))
         if parts == "architecture":
             return texts, _structure(data, arch), True
-        has_numbers = data.get("numbers") is not False
-        if not _has_numbers(outcome.record):
-            if has_numbers:
+        told = data.get("numbers") is not False
+        if not has_numbers(outcome.record):
+            if told:
                 raise SnapshotError(
                     f"{shown_path(arch, self._item.config)} has numbers, and the record is of the structure alone: "
                     'compare it with modelprobe_snapshot(compare="architecture"), or run the model'
@@ -412,7 +416,7 @@ class Comparer:
             return texts, _structure(data, arch), True
         old = parsed(texts.numbers, str(probe)).get("architecture") if texts.numbers is not None else None
         fits = old == architecture_digest(texts.architecture)
-        if not has_numbers or texts.numbers is None or (self._updates and not fits):
+        if not told or texts.numbers is None or (self._updates and not fits):
             return Texts(texts.architecture, None), _structure(data, arch), False
         return texts, decode(*texts, where=str(arch), numbers_at=str(probe)).record, True
 
@@ -454,7 +458,7 @@ class Comparer:
                 'Mend it, or say modelprobe_snapshot(allow="nonfinite"), and run the update again.',
             )
         dropped = None if "dropout" in options.allow else active_dropout(outcome.record)
-        if dropped and options.compare != "architecture" and _has_numbers(outcome.record):
+        if dropped and options.compare != "architecture" and has_numbers(outcome.record):
             return words.Refusal(
                 f"not written, for dropout was active: {dropped}; other platforms drop other values. Run in eval mode, "
                 'set p to 0, or say modelprobe_snapshot(allow="dropout")',
@@ -464,15 +468,19 @@ class Comparer:
             words.not_accepted(outcome.diagnosis, self._policy) if outcome.diagnosis and self._policy.accept else None
         )
 
-    def _texts(self, outcome: _Outcome, expected: Record | None, old: Texts | None) -> Texts:
-        """Return what the files should hold: lines of what changed are new, measured, each layer called alone."""
+    def _measured(self, outcome: _Outcome, expected: Record | None) -> Record:
+        """Return what the files should hold: measured, each layer called alone."""
         record = outcome.record
         if outcome.compare == "architecture":
-            record = structure_of(record)
-        elif (rerun := outcome.rerun) is not None:
-            if not any(call.response for _, call in record.calls):
-                record = rerun.isolated(record, like=expected)
-            record = rerun.measured(record)
+            return structure_of(record)
+        if (rerun := outcome.rerun) is None:
+            return record
+        if not any(call.response for _, call in record.calls):
+            record = rerun.isolated(record, like=expected)
+        return rerun.measured(record)
+
+    def _texts(self, outcome: _Outcome, record: Record, old: Texts | None) -> Texts:
+        """Return the files that hold a record: lines of what changed are new."""
         new = encode(record)
         if old is None:
             return new
@@ -510,7 +518,7 @@ class Comparer:
                 continue
             old = Place(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
             try:
-                same = compare(outcome.record, read(*old).record).same
+                same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
             except SnapshotError:
                 continue
             if same:
@@ -531,11 +539,29 @@ class Comparer:
             raise error or SnapshotError(f"{outcome.place.arch} was not written")
 
 
+def _nondeterministic(record: Record, options: Options) -> words.Refusal | None:
+    """Return why a record of a run that did not repeat is not written, unless that is allowed."""
+    where = None if "nondeterministic" in options.allow else nondeterministic(record)
+    if where is None:
+        return None
+    return words.Refusal(
+        f"not written, for the run is not repeatable: {where} is another when it runs again from the same seed. Draw "
+        "random numbers from the global generators of torch, numpy or random, which are seeded, or say "
+        'modelprobe_snapshot(allow="nondeterministic")',
+        'Draw random numbers from the global generators, or say modelprobe_snapshot(allow="nondeterministic"), and run '
+        "the update again.",
+    )
+
+
 def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options) -> Diagnosis:
     """Return why a record is not as expected, if it is not. Only then is each layer called alone."""
     __tracebackhide__ = True
     asked = functools.partial(
-        compare, rename=needed(options.rename, expected), tolerance=options.tolerance, parts=parts
+        compare,
+        rename=needed(options.rename, expected),
+        tolerance=options.tolerance,
+        parts=parts,
+        nondeterministic="nondeterministic" in options.allow,
     )
     found = asked(actual, expected)
     if found.same:
@@ -544,11 +570,6 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options)
         actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
         found = asked(actual, expected)
     return diagnose(found)
-
-
-def _has_numbers(record: Record) -> bool:
-    values = (value for _, call in record.calls for value in (*call.inputs, *call.outputs))
-    return any(value.forward.statistics is not None for value in values)
 
 
 def _structure(data: Mapping[str, Any], arch: Path) -> Record:
