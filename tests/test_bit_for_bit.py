@@ -267,7 +267,13 @@ def test_evaluation_without_gradient_is_the_same(case):
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 @pytest.mark.parametrize("case", [mlp, resnet, gpt2, lstm, attention, structured, functional])
 def test_a_context_of_the_user_changes_nothing(case, context):
-    assert_same(trace(case, watched=True, context=context), trace(case, watched=False, context=context))
+    try:
+        expected = trace(case, watched=False, context=context)
+    except RuntimeError as error:
+        if "primitive descriptor" in str(error):  # oneDNN has no LSTM in bfloat16 on some processors
+            pytest.skip(f"this processor runs no {case.__name__} so, watched or not: {error}")
+        raise
+    assert_same(trace(case, watched=True, context=context), expected)
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "llama", "shared", "functional", "reentrant checkpoint"])

@@ -162,7 +162,14 @@ def built(name: str) -> Record:
 def gpt2(blocks: int, *, noise: bool = True) -> Record:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=blocks, n_head=4, n_embd=64, vocab_size=128, n_positions=64, bos_token_id=None, eos_token_id=None
+        n_layer=blocks,
+        n_head=4,
+        n_embd=64,
+        vocab_size=128,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,  # a cache that is given out is recorded with all its keys and values
     )
     with ModelProbe(device="cpu", seed=0) as probe:
         model = probe.build(lambda: transformers.GPT2LMHeadModel(config)).eval()
