@@ -90,8 +90,8 @@ def worst_first(found: Sequence[Difference]) -> list[Difference]:
 
 
 _WEIGHT: Mapping[CauseKind, int] = {
-    "input": 0, "seed": 0, "computation": 1, "attribute": 2, "architecture": 2, "gradient": 3, "buffers": 4,
-    "weights": 5,
+    "seed": 0, "input": 1, "computation": 2, "attribute": 3, "architecture": 3, "gradient": 4, "buffers": 5,
+    "weights": 6,
 }  # fmt: skip
 
 
@@ -105,7 +105,8 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
         silent = cause.change is None
         # What layers are called with, and how often, may change nothing; what a code computes otherwise does.
         told = cause.kind == "computation" and cause.witness != "recorded" and not cause.about_a_call
-        return cause.kind not in ("input", "seed"), silent and not told, _WEIGHT[cause.kind], silent
+        given = cause.kind in ("input", "seed")
+        return not given, silent and not (told or given), _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

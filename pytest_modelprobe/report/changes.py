@@ -163,11 +163,11 @@ def finding_text(finding: Finding, change: Change) -> str:
         return " ".join(["the same architecture, and numbers within tolerance", *(f"({n})" for n in noted(notes))])
     if finding.causes:
         return _causes_text(finding, change)
+    layers = list(dict.fromkeys(d.layer for d in finding.differences))
+    if finding.differences and all(d.kind == "noise" for d in finding.differences):
+        return f"the noise grew, so that more passes, in {count(len(layers), 'layer')}: {listed(collapsed(layers))}"
     if any(d.change is not None for d in finding.differences):
-        layers = list(dict.fromkeys(d.layer for d in finding.differences))
         moved = max((d.change for d in finding.differences if d.change is not None), default=None)
-        if moved is None and all(d.kind == "noise" for d in finding.differences):
-            return f"the noise grew, so that more passes, in {count(len(layers), 'layer')}: {listed(collapsed(layers))}"
         by = "" if moved is None else f" by up to {percent(moved)}"
         return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
