@@ -70,17 +70,22 @@ tracing_state: Callable[[], object] = _private(
 transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter_stack", lambda: "perhaps one")
 """Return the transform of `torch.func` that runs, None where none does; something where that cannot be told."""
 
-function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack", lambda: 1)
+_NO_MODES = "functionals=True and attention=True are not possible"
+_FUNCTION_MODES = "torch._C._len_torch_function_stack"
+_count_function_modes: Callable[[], int] | None = _private(_FUNCTION_MODES)
+
+function_modes: Callable[[], int] = _count_function_modes or (lambda: 1)
 """Return how many function modes are active; 1 where that cannot be told."""
 
-pop_function_mode: Callable[[], Any] = _private(
-    "torch.overrides._pop_mode", cannot="functionals=True and attention=True are not possible"
+count_function_modes: Callable[[], int] = _count_function_modes or functools.partial(
+    _refuse, _FUNCTION_MODES, _NO_MODES
 )
+"""Return how many function modes are active."""
+
+pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", cannot=_NO_MODES)
 """Take the topmost function mode off the stack, and return it."""
 
-push_function_mode: Callable[[Any], None] = _private(
-    "torch.overrides._push_mode", cannot="functionals=True and attention=True are not possible"
-)
+push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", cannot=_NO_MODES)
 """Put a function mode on top of the stack."""
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ._torch import default_device_mode, function_modes, pop_function_mode, push_function_mode
+from ._torch import count_function_modes, default_device_mode, pop_function_mode, push_function_mode
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -66,7 +66,7 @@ def leave(modes: Sequence[ForwardMode]) -> None:
 
 def _taken_off(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:
     """Take everything off the stack; return what is not among the modes, the bottom first."""
-    stack = [pop_function_mode() for _ in range(function_modes())]
+    stack = [pop_function_mode() for _ in range(count_function_modes())]
     return [mode for mode in reversed(stack) if not any(mode is one for one in modes)]
 
 

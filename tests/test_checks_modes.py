@@ -19,7 +19,7 @@ def named(outcome: Outcome) -> str | None:
     """Return the layer that is told of, first thing in the message."""
     assert outcome.verdict == "broken", outcome
     assert outcome.layer
-    assert str(outcome).startswith(outcome.layer)
+    assert str(outcome).startswith((outcome.layer, f"layer '{outcome.layer}' ("))
     return outcome.layer
 
 
@@ -215,7 +215,9 @@ def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, 
     found = checks.modes_agree.outcome(probe, model, rows)
     assert named(found) == "2"
     first = str(found).splitlines()[0]
-    assert first.startswith("2 makes something else of the same inputs in training mode than in evaluation, without ")
+    assert first.startswith(
+        "layer '2' (Own) makes something else of the same inputs in training mode than in evaluation"
+    )
 
 
 def test_dropout_that_is_scaled_twice_by_hand_is_named(probe: ModelProbe, rows: Tensor) -> None:
@@ -364,7 +366,7 @@ def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Ten
     found = checks.dropout_scaled.outcome(probe, between(DropPath(power=0)), rows)
     assert named(found) == "2"
     first, _, columns, row, _, advice = str(found).splitlines()
-    assert first.startswith("2 keeps 8")
+    assert first.startswith("layer '2' (DropPath) keeps 8")
     assert " of its values in training and multiplies them by 1: the mean is 8" in first
     assert first.endswith(" % of what evaluation gives out")
     assert columns.split() == ["layer", "keeps", "times", "mean"]

@@ -685,7 +685,7 @@ def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe, code: A
     model = nn.Sequential(nn.Identity(), Code(code), nn.Identity())
     found = checks.inputs_unchanged_by_forward.outcome(probe, model, probe.randn(2, 3))
     assert found.layer == "1"
-    assert found.text.startswith("1 writes into input, which the caller may use again\n")
+    assert found.text.startswith("layer '1' (Code) writes into input, which the caller may use again\n")
 
 
 def popping(self: Any, given: dict[str, Any]) -> Tensor:

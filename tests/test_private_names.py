@@ -171,6 +171,7 @@ CANNOT = {
     "torch._C.DisableTorchFunction": {"functionals", "device"},
     "torch.utils._python_dispatch._disable_current_modes": {"dispatch", "architecture"},
     "torch._C._DisableFuncTorch": {"transform"},
+    "torch._C._len_torch_function_stack": {"functionals"},
     "torch.overrides._pop_mode": {"functionals"},
     "torch.overrides._push_mode": {"functionals"},
     "torch.utils._python_dispatch.TorchDispatchMode": {"build", "architecture"},
