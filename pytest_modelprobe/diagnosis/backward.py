@@ -46,7 +46,7 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
 
 def _changes_no_gradient(cause: Cause) -> bool:
     """Whether a cause of the forward leaves gradients as they are, as another name or class does."""
-    structural = cause.kind in ("architecture", "attribute") and cause.what not in ("added", "removed")
+    structural = cause.kind in ("architecture", "attribute") and cause.what not in ("added", "removed", "path")
     return cause.change is None and (cause.about_a_call or (structural and "requires_grad" not in cause.what))
 
 
