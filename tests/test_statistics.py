@@ -591,6 +591,14 @@ def test_a_tensor_that_cannot_be_read_gives_the_reason(make, reason):
     assert reading.statistics is None
 
 
+def test_reading_in_a_transform_under_autocast_leaves_transforms_as_they_are():
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.func.vmap(lambda x: (read(x), x)[1])(torch.ones(2, 3))
+    seen = []
+    torch.func.jvp(lambda x: (seen.append(read(x).reason), x)[1], (torch.ones(3),), (torch.ones(3),))
+    assert seen == ["tensor of a torch.func transform"]
+
+
 @pytest.mark.parametrize(
     "transform",
     [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -50,27 +51,28 @@ def plainly() -> AbstractContextManager[object]:
     ...     (torch.eye(2) @ torch.eye(2)).dtype
     torch.float32
     """
-    needed: list[AbstractContextManager[object]] = []
+    needed: list[Callable[[], AbstractContextManager[object]]] = []
     if function_modes():
-        needed.append(without_torch_function())
+        needed.append(without_torch_function)
     if dispatch_modes():
-        needed.append(without_dispatch_modes())
+        needed.append(without_dispatch_modes)
     if any_autocast():
-        needed.append(without_autocast())
+        needed.append(without_autocast)
     if torch.is_inference_mode_enabled():
-        needed.append(torch.inference_mode(False))
+        needed.append(functools.partial(torch.inference_mode, False))
     if transform() is not None:
-        needed.append(without_transforms())
+        needed.append(without_transforms)
     if len(needed) > 1:
         return _all_of(needed)
-    return needed[0] if needed else NOTHING
+    return needed[0]() if needed else NOTHING
 
 
 @contextlib.contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+def _all_of(contexts: Sequence[Callable[[], AbstractContextManager[object]]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for context in contexts:
-            stack.enter_context(context)
+            # Made only now: those of torch take effect as they are made, and each puts back what it found.
+            stack.enter_context(context())
         yield
 
 
