@@ -98,6 +98,8 @@ def change(
     >>> round(found.change, 6), found.limit, found.differs
     (0.007071, 0.0001, True)
     """
+    if direction == "state" and actual.reason is not None:
+        return UNKNOWN  # of weights that changed since the forward nothing can be said
     if not (is_read(actual) and is_read(expected)) or _kinds(actual) != _kinds(expected):
         return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
     floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
