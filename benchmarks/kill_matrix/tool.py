@@ -8,18 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from faults import Answer, Cause, Trial
+from torch import nn
 
 from pytest_modelprobe import ModelProbe, diagnosis, files
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.diagnosis import Diagnosis, diagnose
 from pytest_modelprobe.record import Record
 
+_PROBES: WeakKeyDictionary[nn.Module, list[ModelProbe]] = WeakKeyDictionary()
+
 
 def record(trial: Trial, loss: Any = "own") -> Record:
     """Run the model as a test does."""
+    # The probe keeps what a run needs to be repeated, and is kept as long as the model.
     probe = ModelProbe(seed=trial.seed)
+    _PROBES.setdefault(trial.model, []).append(probe)
     return probe.run(trial.model, *trial.inputs, loss=trial.loss if loss == "own" else loss)
 
 
