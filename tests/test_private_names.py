@@ -242,5 +242,5 @@ def test_a_syrupy_that_tells_less_still_compares_and_writes(pytester: pytest.Pyt
             assert modelprobe.run(model, modelprobe.randn(3, 2)) == modelprobe_snapshot
         """
     )
-    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("--snapshot-update", "--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
