@@ -183,8 +183,7 @@ def compare(
     kept = set(found.values())
     original = expected
     expected = renamed(expected, names)
-    comparer = _Comparer(actual, expected, _Times(tolerance, actual))
-    comparer.nondeterministic = nondeterministic and expected.noise == "not repeatable"
+    comparer = _Comparer(actual, expected, _Times(tolerance, actual), nondeterministic=nondeterministic)
     moved_names = {old: new for old, new in found.items() if old != new and old not in said}
     differences = [
         *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
@@ -231,7 +230,7 @@ class _Times:
 
 
 class _Comparer:
-    def __init__(self, actual: Record, expected: Record, times: _Times) -> None:
+    def __init__(self, actual: Record, expected: Record, times: _Times, *, nondeterministic: bool) -> None:
         self.actual, self.expected = actual, expected
         self.times = times
         self.changes: dict[Place, Change] = {}
@@ -240,7 +239,7 @@ class _Comparer:
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
-        self.nondeterministic = False
+        self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _coarsest(expected)
         self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)

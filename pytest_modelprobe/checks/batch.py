@@ -17,7 +17,7 @@ from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Given, Trace, Trial, Vary
+from .trial import Given, Trace, Trial, Vary, widened
 
 _ROUNDING = 1e-6
 """How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
@@ -488,7 +488,7 @@ def _apart(
         return [], None
     try:
         model = trial.copied(torch.float64)
-        wide = [trial.other(mode="eval", model=model, vary=_wide(vary)) for vary in varied]
+        wide = [trial.other(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
         found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
     except NotApplicableError:  # it runs in its own dtype alone
         pass
@@ -497,11 +497,5 @@ def _apart(
     return [], found[0] if found else None
 
 
-def _wide(vary: Vary) -> Vary:
-    """Return what makes the same in double precision."""
-
-    def widened(path: str, x: Tensor) -> Tensor:
-        x = vary(path, x)
-        return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
-
-    return widened
+def _in_double_precision(vary: Vary) -> Vary:
+    return lambda path, x: widened(vary(path, x))

@@ -27,7 +27,7 @@ from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_as_it_is
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial
+from .trial import Trace, Trial, widened
 
 _TARGETS = (
     "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
@@ -87,7 +87,7 @@ def _accumulated(
     for i in range(size):
 
         def part(path: str, x: Tensor, i: int = i) -> Tensor:
-            x = x if model is None else _wide(path, x)
+            x = x if model is None else widened(x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
         with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def _beyond_rounding(
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
+    return widened(x)
 
 
 @check
@@ -169,7 +169,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     if step <= 0:
         raise UsageError(f"step= is how far the loss is looked at from there: more than 0; got {step}")
     model = trial.copied()
-    converted(model, lambda x: _wide("", x))  # .double() leaves complex ones in single precision
+    converted(model, widened)  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
     try:
         one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
@@ -184,7 +184,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
-            x = _wide(where, x)
+            x = widened(x)
             return x + by * direction if where == path else x
 
         parameter = parameters.get(tensor_name or "")
@@ -204,7 +204,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    inputs = {path: _wide(path, x.detach().to(trial.probe.device)) for path, x in trial.inputs}
+    inputs = {path: widened(x.detach().to(trial.probe.device)) for path, x in trial.inputs}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
         known = parameters[name] if name else inputs[path or ""]

@@ -464,6 +464,17 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a floating or complex tensor in double precision; any other as it is.
+
+    >>> widened(torch.ones(1)).dtype, widened(torch.ones(1, dtype=torch.int32)).dtype
+    (torch.float64, torch.int32)
+    """
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def distinct(tensor: Tensor) -> Tensor:
     """Return what can be written into of a tensor: of an expanded one its first elements, which are the others too.
 

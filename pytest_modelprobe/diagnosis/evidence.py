@@ -57,6 +57,7 @@ class Evidence:
             self._inside.setdefault(step.around, []).append(step)
         by_call = {id(pair.actual): pair for pair in comparison.calls}
         self._pairs = {step: by_call[id(step.call)] for step in self.course if id(step.call) in by_call}
+        self._steps = {id(pair): step for step, pair in self._pairs.items()}
         self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
         self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
         """Layers that are no more, as `compare` names them in the expected."""
@@ -93,6 +94,10 @@ class Evidence:
     def inside(self, step: Step | None) -> Sequence[Step]:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
+
+    def calls_nothing(self, pair: Pair) -> bool:
+        """Whether a call makes no other."""
+        return not self._inside.get(self._steps.get(id(pair)))
 
     def pair(self, step: Step | None) -> Pair | None:
         """Return a call with what it was then; None if it was not."""

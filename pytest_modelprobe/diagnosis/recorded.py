@@ -55,9 +55,8 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
-    step = next((step for step in evidence.course if evidence.pair(step) is pair), None)
     # What a layer calls may have changed by itself.
-    moved = evidence.change(pair, "output") if evidence.inputs(pair).match and not evidence.inside(step) else None
+    moved = evidence.change(pair, "output") if evidence.inputs(pair).match and evidence.calls_nothing(pair) else None
     if moved is None or evidence.of_call(pair, "interface", side="output"):
         return cause  # of another shape there is no change to tell
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
