@@ -77,16 +77,23 @@ _count_function_modes: Callable[[], int] | None = _private(_FUNCTION_MODES)
 function_modes: Callable[[], int] = _count_function_modes or (lambda: 1)
 """Return how many function modes are active; 1 where that cannot be told."""
 
-count_function_modes: Callable[[], int] = _count_function_modes or functools.partial(
-    _refuse, _FUNCTION_MODES, _NO_MODES
-)
-"""Return how many function modes are active."""
-
 pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", cannot=_NO_MODES)
 """Take the topmost function mode off the stack, and return it."""
 
 push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", cannot=_NO_MODES)
 """Put a function mode on top of the stack."""
+
+
+def _missing_of_stack() -> Callable[[], int] | None:
+    refusing = (f for f in (pop_function_mode, push_function_mode) if isinstance(f, functools.partial))
+    return next(refusing, None)
+
+
+# Refuses wherever one of the three is missing, as it is asked first: a mode must not be taken off and then lost.
+count_function_modes: Callable[[], int] = (
+    _missing_of_stack() or _count_function_modes or functools.partial(_refuse, _FUNCTION_MODES, _NO_MODES)
+)
+"""Return how many function modes are active."""
 
 
 _DEFAULT_DEVICE: Any = _private("torch._GLOBAL_DEVICE_CONTEXT")

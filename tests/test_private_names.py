@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +40,11 @@ class Net(nn.Module):
 
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Nothing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -193,6 +199,16 @@ def test_without_a_private_name_the_package_works_or_says_what_it_cannot_do(
     assert changed.keys() == CANNOT.get(path, set())
     for outcome in changed.values():
         assert outcome.startswith(f"torch {torch.__version__} has no {path}, without which ")
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("path", ["torch.overrides._pop_mode", "torch.overrides._push_mode"])
+def test_a_mode_of_the_user_stays_where_the_stack_cannot_be_changed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = fresh(monkeypatch, without=path)
+    with Nothing() as mode:
+        with pytest.raises(importlib.import_module(f"{PACKAGE}.exceptions").ModelProbeError, match=path):
+            ran_with_functionals(package)
+        assert torch.overrides._get_current_function_mode_stack() == [mode]
 
 
 # --- of pytest and of syrupy ------------------------------------------------------------------------------------------
