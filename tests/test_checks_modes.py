@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -366,9 +367,11 @@ def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Ten
     found = checks.dropout_scaled.outcome(probe, between(DropPath(power=0)), rows)
     assert named(found) == "2"
     first, _, columns, row, _, advice = str(found).splitlines()
-    assert first.startswith("layer '2' (DropPath) keeps 8")
-    assert " of its values in training and multiplies them by 1: the mean is 8" in first
-    assert first.endswith(" % of what evaluation gives out")
+    assert re.fullmatch(  # a share of 0.8, within five standard errors of 3,000 calls
+        r"layer '2' \(DropPath\) keeps (7[6789]|8[0123])(\.\d)? % of its values in training and multiplies them by 1: "
+        r"the mean is (7[6789]|8[0123])(\.\d)? % of what evaluation gives out",
+        first,
+    )
     assert columns.split() == ["layer", "keeps", "times", "mean"]
     assert row.startswith("2 ")
     assert advice == "What is kept of a share q is to be divided by q, once, in training."
