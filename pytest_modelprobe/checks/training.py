@@ -153,7 +153,8 @@ def _wide(_: str, x: Tensor) -> Tensor:
 def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> Break | str:
     """Check each parameter's gradient, and each floating input's, against differences of the loss, in float64.
 
-    Along one random direction each: ``(loss(x + step d) - loss(x - step d)) / 2 step`` is to be the gradient times d.
+    Along one direction each: ``(loss(x + step d) - loss(x - step d)) / 2 step`` is to be the gradient times d. Half
+    of d is the gradient's own direction, so that a wrong size shows, and half is random.
 
     Args:
         trial: The model and its inputs.
@@ -213,6 +214,9 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         looked_at += 1
         direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
+        if gradient is not None and gradient.norm() > 0:
+            direction = direction + gradient / gradient.norm()
+            direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
         exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
         scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
