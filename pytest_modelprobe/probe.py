@@ -23,10 +23,10 @@ from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors, unseen
 from .isolation import isolate, noisy
 from .layers import Layers, attributes, check_supported
-from .memory import as_real
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
+from .random_loss import random_loss
 from .record import Layer, Reading, Record, Response, with_rerun
 from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
 from .selection import Selector, nearest, select
@@ -205,7 +205,7 @@ class ModelProbe:
             model: The model.
             *args: Its positional arguments; tensors in them are moved to the device.
             loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
-                output, which no normalisation makes constant. None: no backward.
+                output but a cache, which no normalisation makes constant. None: no backward.
             mode: ``"train"`` or ``"eval"``; None: as the model is.
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
@@ -696,27 +696,15 @@ class _Run:
         __tracebackhide__ = True
         with torch.enable_grad():
             output = self._forward(move)
-            loss = self.loss(output) if callable(self.loss) else self._random_loss(output)
-            return _check_loss(loss)
-
-    def _random_loss(self, output: Any) -> torch.Tensor:
-        """Return the sum of every floating output times numbers seeded by its path, over the root of its size.
-
-        A complex output counts as its real and imaginary parts.
-        """
-        total: torch.Tensor | None = None
-        for path, given in flatten("output", output).tensors:
-            tensor = as_real(given)
-            if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
-                weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
-                term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
-                total = term if total is None else total + term
-        if total is None:
-            raise UsageError(
-                'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, or '
-                "its output detached?"
-            )
-        return total
+            if callable(self.loss):
+                return _check_loss(self.loss(output))
+            loss = random_loss(output, seed=self.seed)
+            if loss is None:
+                raise UsageError(
+                    'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, '
+                    "or its output detached?"
+                )
+            return loss
 
     def _with_origins(self, record: Record) -> Record:
         """Look up the operation where something non-finite began, by running once more."""
