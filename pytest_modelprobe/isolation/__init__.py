@@ -27,10 +27,13 @@ from pytest_modelprobe.restoring import preserved
 
 from .alone import Key, Perturb, Session
 from .contexts import is_ours, quietly, without_hooks
+from .forwards import Again, Forwards, merged, recipes_of
 from .noting import Notes
 from .recipes import fits, kind_of, synthetic
 
-__all__ = ["Key", "Perturb", "fits", "isolate", "kind_of", "noisy", "synthetic"]
+__all__ = [
+    "Again", "Forwards", "Key", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
+]  # fmt: skip
 
 
 def isolate(

@@ -124,7 +124,7 @@ class Notes:
             parent=parent,
             shape=tuple(flat.tensors[0][1].shape) if flat.tensors else None,
             alone=name in self._selected and self._is_new(name, module, flat),
-            autocast=_autocast(),
+            autocast=active_autocast(),
             error=sys.exc_info()[1],
         )
         self._counts[name] += 1
@@ -228,7 +228,8 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
         return copy.deepcopy(value, dict(kept))
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def active_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the devices under autocast, each with its dtype."""
     if not any_autocast():
         return ()
     devices = (d for d in _AUTOCAST if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
-from pytest_modelprobe.record import Plain, label_of, qualified
+from pytest_modelprobe.record import Plain, Record, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table
 
@@ -81,9 +81,16 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
     counts += noted(diagnosis.comparison.notes)
+    counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
+
+
+def _lacking(actual: Record, expected: Record) -> list[str]:
+    """Return sentences on what was not looked at, and why."""
+    notes = dict.fromkeys((*actual.notes, *expected.notes))
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
 def noted(notes: Iterable[Difference]) -> list[str]:
