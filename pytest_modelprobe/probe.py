@@ -161,7 +161,7 @@ class Watch:
         return record
 
     def isolated(
-        self, record: Record, which: Which, like: Record, names: Mapping[str, str] | None, layers: Collection[str]
+        self, record: Record, which: Which, like: Record, names: Mapping[str, str] | None, only: Collection[str] | None
     ) -> Record:
         """Call each layer alone, in the forwards that are kept, as the model is by now."""
         assert self._forwards is not None
@@ -178,7 +178,7 @@ class Watch:
                 if call.response is not None and (call.root, call.root_training) == again.kind
             }
             try:
-                responses = self._alone(again, recipes, names, layers, gradient=bool(record.backwards))
+                responses = self._alone(again, record, recipes, names, only)
             except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
                 what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 record = _noted(record, f"no layer was called alone in forward {number} of {again.kind[0]}: {what}")
@@ -190,22 +190,22 @@ class Watch:
     def _alone(
         self,
         again: Again,
-        recipes: Mapping[tuple[str, int], Mapping[str, str]],
+        record: Record,
+        recipes: Mapping[Key, Mapping[str, str]],
         names: Mapping[str, str] | None,
-        layers: Collection[str],
-        *,
-        gradient: bool,
-    ) -> dict[tuple[str, int], Response]:
+        only: Collection[str] | None,
+    ) -> dict[Key, Response]:
         assert self._forwards is not None
         changed = self._forwards.changed()
         with self._forwards.prepared(self.model, again):
             responses = isolate(
                 self.model,
                 functools.partial(self._forwards.run, again),
-                layers=layers,
+                layers=_modules(record),
+                only=only,
                 recipes=recipes,
                 names=names,
-                gradient=gradient,
+                gradient=bool(record.backwards),
             )
         return {
             key: Response(reason="tensors that it keeps were changed since") if key[0] in changed else response
@@ -507,14 +507,13 @@ class _Watched:
         record: Record,
         like: Record | None = None,
         names: Mapping[str, str] | None = None,
-        layers: Collection[str] | None = None,
+        only: Collection[str] | None = None,
     ) -> Record:
         watch = self._watch()
         if watch is None:
             gone = "the watch is gone: keep it in a variable until the record is compared"
             return with_rerun(_noted(record, f"no layer was called alone: {gone}"), self)
-        layers = _modules(record) if layers is None else layers
-        return with_rerun(watch.isolated(record, self._which, like or record, names, layers), self)
+        return with_rerun(watch.isolated(record, self._which, like or record, names, only), self)
 
     def measured(self, record: Record) -> Record:
         return record  # weights have changed: no other run would be like it
@@ -531,12 +530,12 @@ class _Asked:
         record: Record,
         like: Record | None = None,
         names: Mapping[str, str] | None = None,
-        layers: Collection[str] | None = None,
+        only: Collection[str] | None = None,
     ) -> Record:
         run = self._run()
         if run is None:
             return self._answer(_noted(record, f"no layer was called alone: {_FORGOTTEN}"))
-        return self._answer(run.isolated(record, like or record, names, _modules(record) if layers is None else layers))
+        return self._answer(run.isolated(record, like or record, names, only))
 
     def measured(self, record: Record) -> Record:
         run = self._run()
@@ -599,16 +598,17 @@ class _Run:
     # --- asked of the record later --------------------------------------------------------------------------------
 
     def isolated(
-        self, record: Record, like: Record, names: Mapping[str, str] | None, layers: Collection[str]
+        self, record: Record, like: Record, names: Mapping[str, str] | None, only: Collection[str] | None
     ) -> Record:
-        """Fill in the `Response` of each call of ``layers``, see `Rerun`."""
+        """Fill in the `Response` of each call, see `Rerun`."""
         if not self.isolate:
             return record
         model = self._model()  # held until the end
-        reason = self._obstacle(record, model)
+        # Of a few layers no noise is measured, and weights do not matter: to read them all would be most of the time.
+        reason = self._obstacle(None if only else record, model)
         if reason is not None:
             return _noted(record, f"no layer was called alone: {reason}")
-        return _of_one_forward(record, self._isolate(_responses(like), layers, names=names))
+        return _of_one_forward(record, self._isolate(record, _responses(like), names=names, only=only))
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response; see `noise`."""
@@ -638,8 +638,7 @@ class _Run:
         if not responses:
             return measured
         handed, gradients = (
-            noisy(responses, [self._isolate(responses, _modules(record), move) for move in moves])
-            for moves in (near, far)
+            noisy(responses, [self._isolate(record, responses, move) for move in moves]) for moves in (near, far)
         )
         return _of_one_forward(
             measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}
@@ -647,27 +646,29 @@ class _Run:
 
     def _isolate(
         self,
+        record: Record,
         like: Mapping[Key, Response],
-        layers: Collection[str],
         move: noise.Move | None = None,
         names: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
     ) -> dict[Key, Response]:
-        with self._prepared():
+        with self._prepared(values=False):
             return isolate(
                 self.model,
                 self._forward,
-                layers=layers,
+                layers=_modules(record),
+                only=only,
                 recipes={key: response.recipes for key, response in like.items()},
                 names=names,
                 gradient=self.loss is not None,
                 perturb=move,
             )
 
-    def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:
-        """Return why the run cannot be repeated, if so."""
+    def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:
+        """Return why the run cannot be repeated, if so; without a record, but for what parameters are now."""
         if model is None:
             return "the model is gone: keep it in a variable until the record is compared"
-        if self._settings != self._settings_now() or not self._has_parameters_of(record):
+        if self._settings != self._settings_now() or not (record is None or self._has_parameters_of(record)):
             return "the model or an input was changed after the run: compare the record before that"
         return None
 
@@ -682,7 +683,7 @@ class _Run:
 
     def _has_parameters_of(self, record: Record) -> bool:
         """Whether parameters and buffers are those that the record was made with: read again, for ``.data`` is mute."""
-        with self._prepared(), self._watch() as watch:
+        with self._prepared(values=False), self._watch() as watch:
             now = assemble(watch._capture)
         return all(
             [p.reading for p in (*layer.parameters, *layer.buffers)]
@@ -717,12 +718,15 @@ class _Run:
         )
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """The model as a run finds it, from the seed; everything is put back afterwards."""
+    def _prepared(self, *, values: bool = True) -> Iterator[None]:
+        """The model as a run finds it, from the seed; everything is put back afterwards.
+
+        Without ``values``, but for what parameters and buffers hold: for what does not change it, or puts it back.
+        """
         __tracebackhide__ = True
         with ExitStack() as contexts:
             contexts.enter_context(lazy_preserved(self.model))
-            contexts.enter_context(preserved(self.model))
+            contexts.enter_context(preserved(self.model, values=values))
             contexts.enter_context(hooks_preserved(self.model))
             contexts.enter_context(self._seeded())
             for context in self._contexts():

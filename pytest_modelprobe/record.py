@@ -460,12 +460,12 @@ class Rerun(Protocol):
         record: Record,
         like: Record | None = None,
         names: Mapping[str, str] | None = None,
-        layers: Collection[str] | None = None,
+        only: Collection[str] | None = None,
     ) -> Record:
         """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
 
         That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
-        are others. ``layers``: only these.
+        are others. ``only``: of these layers alone; None: of all.
         """
 
     def measured(self, record: Record) -> Record:
@@ -528,7 +528,7 @@ class Record:
 
     @property
     def rerun(self) -> Rerun | None:
-        """How more can be asked of its run or watch. Those are kept elsewhere: a record knows no model and no tensor."""
+        """How more can be asked of its run or watch. They are kept elsewhere: a record knows no model and no tensor."""
         return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:

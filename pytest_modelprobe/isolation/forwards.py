@@ -108,10 +108,14 @@ class Forwards:
 
     @contextlib.contextmanager
     def prepared(self, model: nn.Module, again: Again) -> Iterator[None]:
-        """The model in the modes of a forward, with the buffers of the first; everything is put back afterwards."""
+        """The model in the modes of a forward, with the buffers of the first; everything is put back afterwards.
+
+        But for what a forward writes into parameters and buffers: `isolate` puts that back.
+        """
         with contextlib.ExitStack() as stack:
-            for context in (lazy_preserved, preserved, hooks_preserved):
-                stack.enter_context(context(model))
+            stack.enter_context(lazy_preserved(model))
+            stack.enter_context(preserved(model, values=False))
+            stack.enter_context(hooks_preserved(model))
             stack.enter_context(seeding.seeded(0))
             for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
                 module.training = training
