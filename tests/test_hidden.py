@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pytest_modelprobe import ModelProbe, assert_same_behaviour
-from pytest_modelprobe.diagnosis import hidden
+from pytest_modelprobe.compare import compare
+from pytest_modelprobe.diagnosis import diagnose, hidden, tells_of_code
+from pytest_modelprobe.files import decode, encode
 
 
 class LoRA(nn.Module):
@@ -87,6 +91,40 @@ def test_a_bias_that_is_forgotten_is_named_although_it_is_zero() -> None:
     x = probe.randn(3, 4)
     with pytest.raises(AssertionError, match=r"output unchanged; layer '1' \(Biased\): own code changed"):
         assert_same_behaviour(probe.run(new, x), probe.run(old, x))
+
+
+def test_a_bias_of_gpt2_that_is_forgotten_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = ModelProbe()
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = probe.build(lambda: transformers.GPT2LMHeadModel(config)).eval()
+    ids = probe.randint(0, 50, (2, 6))
+    record = probe.run(model, ids)
+    expected = decode(*encode(record.rerun.measured(record.rerun.isolated(record))), where="snapshot").record
+    assert_same_behaviour(probe.run(model, ids), record)
+
+    def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+    monkeypatch.setattr(Conv1D, "forward", forward)
+    changed = probe.run(model, ids)
+    assert compare(changed, expected).same
+    assert len(hidden(changed)) == 4  # of each kind of Conv1D one, for two blocks
+    alone = changed.rerun.isolated(changed, like=expected, only=hidden(changed))
+    diagnosis = diagnose(compare(alone, expected))
+    assert tells_of_code(diagnosis)
+    assert {cause.layer for cause in diagnosis.causes} == set(hidden(changed))
+
+
+def test_of_some_layers_the_responses_are_those_that_they_have_among_all() -> None:
+    probe = ModelProbe()
+    model, x = probe.build(lambda: net(Modulated)), probe.randn(3, 4)
+    record = probe.run(model, x, loss="random")
+    every, some = (record.rerun.isolated(record, only=only) for only in (None, ["2", "2.fc"]))
+    for name, layer in some.layers.items():
+        (call,), (other,) = layer.calls, every[name].calls
+        assert call.response == (other.response if name in ("2", "2.fc") else None), name
 
 
 def test_which_layers_a_zero_may_hide() -> None:
