@@ -83,6 +83,7 @@ def test_what_a_zero_hides_is_named(kind: Callable[..., nn.Module]) -> None:
         assert_same_behaviour(probe.run(new, x), probe.run(old, x))
     said = str(raised.value)
     assert said.startswith(f"output unchanged; layer '2' ({kind.__name__}): own code changed after "), said
+    assert "\nThe run does not show it: what that code computes is multiplied by zero, or not used.\n" in said
 
 
 def test_a_bias_that_is_forgotten_is_named_although_it_is_zero() -> None:

@@ -80,6 +80,8 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
+    if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
+        counts.append(_HIDDEN)
     counts += noted(diagnosis.comparison.notes)
     counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
@@ -300,6 +302,7 @@ def _worst(differences: Iterable[Difference]) -> Difference | None:
     return max(differences, key=lambda d: d.change or 0.0, default=None)
 
 
+_HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."
 _REDRAWN = (
     "All random weights are other ones and all else agrees: perhaps the model was built outside the seed. "
     "modelprobe.build(Net) gives the same weights in every run."
