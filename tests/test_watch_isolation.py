@@ -66,6 +66,14 @@ def test_the_first_step_of_a_training_names_the_layer_whose_code_changed() -> No
     assert failure(changed.first, expected).startswith("layer '2' (Block): own code changed ")
 
 
+def test_two_changes_in_a_training_are_told_apart() -> None:
+    probe = ModelProbe()
+    expected = stored(train(probe, probe.build(lambda: net(1, 1, 1, 1))).first)
+    said = failure(train(probe, probe.build(lambda: net(1, 1.5, 1, 2.5))).first, expected)
+    assert said.startswith("layers '*': own code changed after fc x2: ") or "4: own code changed after fc" in said, said
+    assert "possibl" not in said.lower()
+
+
 def test_each_call_answers_as_before_although_the_weights_are_others() -> None:
     probe = ModelProbe()
     models = [probe.build(lambda: net(1, 1)) for _ in range(2)]
@@ -254,6 +262,47 @@ def test_a_run_whose_probe_nobody_keeps_says_so_in_the_failure() -> None:
         raised.value
     )
     assert "No noise was measured: the probe of the record is closed or gone, or made 8 runs since" in str(raised.value)
+
+
+def test_one_of_several_processes_runs_no_forward_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    with Watch(model) as watch:
+        model(torch.ones(1, 2))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert watch.record.rerun.isolated(watch.record).notes == (
+        "no layer was called alone: the model is one of 4, which may wait for each other in a forward",
+    )
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_forward_runs_again_as_it_ran(mode: Any) -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: net(1, 1)).eval()
+    with mode():
+        x = torch.ones(3, 4) / 3
+        watch = probe.watch(model)
+        model(x)
+    expected = stored(watch.record)
+    assert {call.response.reason for _, call in expected.calls} == {None}
+    model[2]._by[0] = 2.0
+    watch = probe.watch(model)
+    with mode():
+        model(x)
+    assert "2: own code changed after fc" in failure(watch.record, expected)
+
+
+def test_parts_of_a_model_that_run_by_themselves_are_run_again_by_themselves() -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: net(1, 1)).eval()
+    watch = probe.watch(model)
+    model[1](probe.randn(2, 8))
+    model(probe.randn(3, 4))
+    record = watch.record.rerun.isolated(watch.record)
+    roots = {call.root: call.response for call in record["1"].calls}
+    assert set(roots) == {"1", "(root)"}
+    shapes = {root: response.recipes["input"].partition(" ")[0] for root, response in roots.items()}
+    assert shapes == {"1": "2x8", "(root)": "3x8"}
 
 
 def test_inputs_that_cannot_be_copied_are_told() -> None:

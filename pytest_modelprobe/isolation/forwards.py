@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pytest_modelprobe import seeding, statistics
@@ -136,6 +137,8 @@ class Forwards:
 
     def obstacle(self) -> str | None:
         """Return why no forward can be run again without changing what the model holds, if so."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
         known: set[int] = set()
         for name, module in self._layers.modules.items():
             for key, value in _attributes(module):
