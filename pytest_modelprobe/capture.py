@@ -50,6 +50,7 @@ from .observation import (
     Contents,
     Forward,
     Identity,
+    Kind,
     Observed,
     ObservedCall,
     ParameterGradient,
@@ -90,6 +91,7 @@ class Capture:
         keep: Names of those whose output tensors of the newest forward are kept.
         functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
         attention: Whether to look at attention weights.
+        begins: Told of each forward before it runs: its kind and its arguments.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Capture:
         keep: Collection[str] = (),
         functionals: bool = False,
         attention: bool = False,
+        begins: Callable[[Kind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
+        self._begins = begins
         self.layers = layers
         self.selected = frozenset(selected)
         self.keep = frozenset(keep)
@@ -260,6 +264,8 @@ class Capture:
             return
         if not self._stack:
             self._begin_forward(name, module)
+            if self._begins is not None:
+                self._begins((name, module.training), args, kwargs)
         elif self._thread != threading.get_ident():
             self.notes["forwards ran in several threads at once; one of them was recorded"] = None
             return

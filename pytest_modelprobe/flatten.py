@@ -56,12 +56,12 @@ class Flat:
         elif isinstance(value, _NAMED):
             self.plain[path] = str(value)
         else:
-            parts = None if self._depth == _DEEPEST else _parts(value)
-            if parts is None:
+            inside = None if self._depth == _DEEPEST else parts(value)
+            if inside is None:
                 self._look_into(path, value)
                 return
             self._depth += 1
-            for suffix, part in parts:
+            for suffix, part in inside:
                 self._left -= 1
                 if self._left < 0:
                     self._leave(path, value, " of too many parts")
@@ -105,7 +105,7 @@ def _exactly(value: Any) -> Plain:
     return None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]] | None:
+def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
     """Return the (path suffix, part) pairs of a container; None for what is no container."""
     if isinstance(value, Mapping):
         return ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in value.items())

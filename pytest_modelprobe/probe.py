@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
@@ -21,12 +22,12 @@ from .assembly import Which, assemble
 from .capture import Capture
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .flatten import flatten, map_tensors, unseen
-from .isolation import isolate, noisy
+from .isolation import Again, Forwards, Key, isolate, merged, noisy, recipes_of
 from .layers import Layers, attributes, check_supported
-from .memory import as_real
 from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
+from .random_loss import random_loss
 from .record import Layer, Reading, Record, Response, with_rerun
 from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
 from .selection import Selector, nearest, select
@@ -35,10 +36,15 @@ M = TypeVar("M", bound=nn.Module)
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 Mode = Literal["train", "eval"]
 
+_Place = tuple[str, bool, str, int]
+"""Of a call: the forward's kind, the layer, and the number of the call."""
+
 _MODELS = 2  # kept for `Record.rerun` where the test keeps none: run(build(Net), x) == snapshot
 _REPEATS = 3
 _REMEMBERED = 8  # sources kept for `record` and the summary, inputs for `Record.rerun`: a test may run a thousand times
-_FORGOTTEN = f"the probe of the record is closed, or made {_REMEMBERED} runs since: compare the record before that"
+_FORGOTTEN = (
+    f"the probe of the record is closed or gone, or made {_REMEMBERED} runs since: compare the record before that"
+)
 
 
 class Watch:
@@ -53,6 +59,8 @@ class Watch:
         keep: Which layers' output tensors of the newest forward to keep.
         functionals: Whether to record functional calls (``F.relu``) too.
         attention: Whether to look at attention weights.
+        isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to tell whose own
+            code changed. For that the inputs of the first forwards are copied.
         seed: Stored in the record.
 
     >>> from torch import nn
@@ -73,6 +81,7 @@ class Watch:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        isolate: bool = True,
         seed: int | None = None,
     ) -> None:
         found = Layers(model)
@@ -84,12 +93,14 @@ class Watch:
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}
+        self._forwards = Forwards(found) if isolate else None
         self._capture = Capture(
             found,
             select(found.modules, layers),
             keep=() if _is_empty(keep) else select(found.modules, keep),
             functionals=functionals,
             attention=attention,
+            begins=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
@@ -144,8 +155,62 @@ class Watch:
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed, loss=self._loss)
+            if self._forwards is not None:
+                with_rerun(record, _Watched(self, which))
             self._records[which] = now, record
         return record
+
+    def isolated(
+        self, record: Record, which: Which, like: Record, names: Mapping[str, str] | None, only: Collection[str] | None
+    ) -> Record:
+        """Call each layer alone, in the forwards that are kept, as the model is by now."""
+        assert self._forwards is not None
+        one = {"first": self._forwards.first, "last": self._forwards.newest}
+        kept = self._forwards.kept.values() if which == "all" else [[again] for again in [one[which]] if again]
+        reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
+        if reason is not None:
+            return _noted(record, f"no layer was called alone: {reason}")
+        found: dict[_Place, dict[int, Response]] = {}
+        for number, again in (pair for forwards in kept for pair in enumerate(forwards, 1)):
+            recipes = {
+                (layer.name, call.index): recipes_of(call.response, number)
+                for layer, call in like.calls
+                if call.response is not None and (call.root, call.root_training) == again.kind
+            }
+            try:
+                responses = self._alone(again, record, recipes, names, only)
+            except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
+                what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                record = _noted(record, f"no layer was called alone in forward {number} of {again.kind[0]}: {what}")
+                continue
+            for key, response in responses.items():
+                found.setdefault((*again.kind, *key), {})[number] = response
+        return _with_responses(record, {place: merged(numbered) for place, numbered in found.items()})
+
+    def _alone(
+        self,
+        again: Again,
+        record: Record,
+        recipes: Mapping[Key, Mapping[str, str]],
+        names: Mapping[str, str] | None,
+        only: Collection[str] | None,
+    ) -> dict[Key, Response]:
+        assert self._forwards is not None
+        changed = self._forwards.changed()
+        with self._forwards.prepared(self.model, again):
+            responses = isolate(
+                self.model,
+                functools.partial(self._forwards.run, again),
+                layers=_modules(record),
+                only=only,
+                recipes=recipes,
+                names=names,
+                gradient=bool(record.backwards),
+            )
+        return {
+            key: Response(reason="tensors that it keeps were changed since") if key[0] in changed else response
+            for key, response in responses.items()
+        }
 
 
 class ModelProbe:
@@ -205,7 +270,7 @@ class ModelProbe:
             model: The model.
             *args: Its positional arguments; tensors in them are moved to the device.
             loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
-                output, which no normalisation makes constant. None: no backward.
+                output but a cache, which no normalisation makes constant. None: no backward.
             mode: ``"train"`` or ``"eval"``; None: as the model is.
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
@@ -264,6 +329,7 @@ class ModelProbe:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        isolate: bool = True,
     ) -> Watch:
         """Observe whatever the test does with the model, until the watch or the probe is closed.
 
@@ -290,6 +356,7 @@ class ModelProbe:
             keep=keep,
             functionals=functionals,
             attention=attention,
+            isolate=isolate,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]
@@ -428,17 +495,47 @@ class ModelProbe:
             )
 
 
+class _Watched:
+    """Asks more of a `Watch`, which it does not keep: it is the `Rerun` of its records."""
+
+    def __init__(self, watch: Watch, which: Which) -> None:
+        self._watch = weakref.ref(watch)
+        self._which = which
+
+    def isolated(
+        self,
+        record: Record,
+        like: Record | None = None,
+        names: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
+    ) -> Record:
+        watch = self._watch()
+        if watch is None:
+            gone = "the watch is gone: keep it in a variable until the record is compared"
+            return with_rerun(_noted(record, f"no layer was called alone: {gone}"), self)
+        return with_rerun(watch.isolated(record, self._which, like or record, names, only), self)
+
+    def measured(self, record: Record) -> Record:
+        return record  # weights have changed: no other run would be like it
+
+
 class _Asked:
     """Asks more of a `_Run` while its probe keeps it, and keeps nothing itself: it is the `Rerun` of its records."""
 
     def __init__(self, run: _Run) -> None:
         self._run = weakref.ref(run)
 
-    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
+    def isolated(
+        self,
+        record: Record,
+        like: Record | None = None,
+        names: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
+    ) -> Record:
         run = self._run()
         if run is None:
             return self._answer(_noted(record, f"no layer was called alone: {_FORGOTTEN}"))
-        return self._answer(run.isolated(record, like, names))
+        return self._answer(run.isolated(record, like or record, names, only))
 
     def measured(self, record: Record) -> Record:
         run = self._run()
@@ -500,19 +597,18 @@ class _Run:
 
     # --- asked of the record later --------------------------------------------------------------------------------
 
-    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
-        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
-
-        That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
-        are others.
-        """
+    def isolated(
+        self, record: Record, like: Record, names: Mapping[str, str] | None, only: Collection[str] | None
+    ) -> Record:
+        """Fill in the `Response` of each call, see `Rerun`."""
         if not self.isolate:
             return record
         model = self._model()  # held until the end
-        reason = self._obstacle(record, model)
+        # Of a few layers no noise is measured, and weights do not matter: to read them all would be most of the time.
+        reason = self._obstacle(None if only else record, model)
         if reason is not None:
             return _noted(record, f"no layer was called alone: {reason}")
-        return _with_responses(record, self._isolate(record, _responses(like or record), names=names))
+        return _of_one_forward(record, self._isolate(record, _responses(like), names=names, only=only))
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response; see `noise`."""
@@ -544,35 +640,35 @@ class _Run:
         handed, gradients = (
             noisy(responses, [self._isolate(record, responses, move) for move in moves]) for moves in (near, far)
         )
-        return _with_responses(
+        return _of_one_forward(
             measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}
         )
 
     def _isolate(
         self,
         record: Record,
-        like: Mapping[tuple[str, int], Response],
+        like: Mapping[Key, Response],
         move: noise.Move | None = None,
         names: Mapping[str, str] | None = None,
-    ) -> dict[tuple[str, int], Response]:
-        layers = [name for name, layer in record.layers.items() if not layer.functional]
-        recipes = {key: response.recipes for key, response in like.items()}
-        with self._prepared():
+        only: Collection[str] | None = None,
+    ) -> dict[Key, Response]:
+        with self._prepared(values=False):
             return isolate(
                 self.model,
                 self._forward,
-                layers=layers,
-                recipes=recipes,
+                layers=_modules(record),
+                only=only,
+                recipes={key: response.recipes for key, response in like.items()},
                 names=names,
                 gradient=self.loss is not None,
                 perturb=move,
             )
 
-    def _obstacle(self, record: Record, model: nn.Module | None) -> str | None:
-        """Return why the run cannot be repeated, if so."""
+    def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:
+        """Return why the run cannot be repeated, if so; without a record, but for what parameters are now."""
         if model is None:
             return "the model is gone: keep it in a variable until the record is compared"
-        if self._settings != self._settings_now() or not self._has_parameters_of(record):
+        if self._settings != self._settings_now() or not (record is None or self._has_parameters_of(record)):
             return "the model or an input was changed after the run: compare the record before that"
         return None
 
@@ -587,7 +683,7 @@ class _Run:
 
     def _has_parameters_of(self, record: Record) -> bool:
         """Whether parameters and buffers are those that the record was made with: read again, for ``.data`` is mute."""
-        with self._prepared(), self._watch() as watch:
+        with self._prepared(values=False), self._watch() as watch:
             now = assemble(watch._capture)
         return all(
             [p.reading for p in (*layer.parameters, *layer.buffers)]
@@ -617,16 +713,20 @@ class _Run:
             keep=keep,
             functionals=self.functionals,
             attention=self.attention,
+            isolate=False,
             seed=self.seed,
         )
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """The model as a run finds it, from the seed; everything is put back afterwards."""
+    def _prepared(self, *, values: bool = True) -> Iterator[None]:
+        """The model as a run finds it, from the seed; everything is put back afterwards.
+
+        Without ``values``, but for what parameters and buffers hold: for what does not change it, or puts it back.
+        """
         __tracebackhide__ = True
         with ExitStack() as contexts:
             contexts.enter_context(lazy_preserved(self.model))
-            contexts.enter_context(preserved(self.model))
+            contexts.enter_context(preserved(self.model, values=values))
             contexts.enter_context(hooks_preserved(self.model))
             contexts.enter_context(self._seeded())
             for context in self._contexts():
@@ -696,27 +796,15 @@ class _Run:
         __tracebackhide__ = True
         with torch.enable_grad():
             output = self._forward(move)
-            loss = self.loss(output) if callable(self.loss) else self._random_loss(output)
-            return _check_loss(loss)
-
-    def _random_loss(self, output: Any) -> torch.Tensor:
-        """Return the sum of every floating output times numbers seeded by its path, over the root of its size.
-
-        A complex output counts as its real and imaginary parts.
-        """
-        total: torch.Tensor | None = None
-        for path, given in flatten("output", output).tensors:
-            tensor = as_real(given)
-            if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
-                weights = seeding.randn(tensor.shape, seed=self.seed, name=f"loss {path}", device=tensor.device)
-                term = (tensor.float() * weights).sum() / tensor.numel() ** 0.5
-                total = term if total is None else total + term
-        if total is None:
-            raise UsageError(
-                'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, or '
-                "its output detached?"
-            )
-        return total
+            if callable(self.loss):
+                return _check_loss(self.loss(output))
+            loss = random_loss(output, seed=self.seed)
+            if loss is None:
+                raise UsageError(
+                    'loss="random" needs a floating output that requires grad, and there is none: is the model frozen, '
+                    "or its output detached?"
+                )
+            return loss
 
     def _with_origins(self, record: Record) -> Record:
         """Look up the operation where something non-finite began, by running once more."""
@@ -745,16 +833,28 @@ def _contexts(device: torch.device) -> Callable[[], list[Any]]:
     return again
 
 
-def _responses(record: Record) -> dict[tuple[str, int], Response]:
+def _responses(record: Record) -> dict[Key, Response]:
+    """Return the responses of a record of one forward."""
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
 
 
-def _with_responses(record: Record, responses: Mapping[tuple[str, int], Response]) -> Record:
+def _with_responses(record: Record, found: Mapping[_Place, Response]) -> Record:
     def layer(one: Layer) -> Layer:
-        calls = (dataclasses.replace(call, response=responses.get((one.name, call.index))) for call in one.calls)
+        places = ((call, (call.root, call.root_training, one.name, call.index)) for call in one.calls)
+        calls = (dataclasses.replace(call, response=found.get(place)) for call, place in places)
         return dataclasses.replace(one, calls=tuple(calls))
 
     return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
+
+
+def _of_one_forward(record: Record, found: Mapping[Key, Response]) -> Record:
+    places = {(call.root, call.root_training, layer.name, call.index) for layer, call in record.calls}
+    return _with_responses(record, {place: found[place[2:]] for place in places if place[2:] in found})
+
+
+def _modules(record: Record) -> list[str]:
+    """Return the layers that are modules, which can be called."""
+    return [name for name, layer in record.layers.items() if not layer.functional]
 
 
 def _noted(record: Record, note: str) -> Record:

@@ -12,7 +12,7 @@ import math
 import types
 import typing
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -455,11 +455,17 @@ class Training:
 class Rerun(Protocol):
     """Asks more of the run that made a record. Each answer is the record with more filled in."""
 
-    def isolated(self, record: Record, like: Record | None = None, names: Mapping[str, str] | None = None) -> Record:
+    def isolated(
+        self,
+        record: Record,
+        like: Record | None = None,
+        names: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
+    ) -> Record:
         """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
 
         That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
-        are others.
+        are others. ``only``: of these layers alone; None: of all.
         """
 
     def measured(self, record: Record) -> Record:
@@ -522,7 +528,7 @@ class Record:
 
     @property
     def rerun(self) -> Rerun | None:
-        """How more can be asked of a `run`. It is kept by the probe: the record knows of no model and no tensor."""
+        """How more can be asked of its run or watch. They are kept elsewhere: a record knows no model and no tensor."""
         return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:

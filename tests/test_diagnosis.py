@@ -1214,6 +1214,27 @@ def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> No
     assert said(found.causes[1]).startswith("all weights changed by ")
 
 
+def redrawn(model: nn.Module) -> nn.Module:
+    """Draw all weights anew, so that norms are as fresh as they were."""
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def test_norms_as_fresh_as_they_were_are_no_exception_among_weights_drawn_anew() -> None:
+    ids = PROBE.randint(0, 32, (2, 6))
+    old = recorded(PROBE.build(Net), ids)
+    (weights,) = diagnose(compare(recorded(redrawn(PROBE.build(Net)), ids), old)).causes
+    assert said(weights).startswith("all weights changed by ")
+    assert weights.what == "all 8 layers"
+
+    changed = redrawn(PROBE.build(Net))
+    nn.init.constant_(changed.blocks[2].norm.weight, 3.0)
+    causes = diagnose(compare(recorded(changed, ids), old)).causes
+    assert [(cause.kind, cause.layer) for cause in causes] == [("weights", "blocks.2.norm"), ("weights", "(root)")]
+
+
 def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
     class Cut(Flagged):
         def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

@@ -43,13 +43,14 @@ MAY_IMPORT = {
     "origin": {"torch", "flatten", "record"},
     "architecture": {"torch", "assembly", "capture", "flatten", "layers", "record", "restoring", "seeding"},
     "noise": {"torch", "numpy", "memory", "record", "seeding"},
+    "random_loss": {"torch", "flatten", "memory", "seeding"},
     "isolation": {
         "torch", "numpy", "flatten", "layers", "memory", "noise", "record", "restoring", "seeding", "statistics",
     },
     "probe": {
         "torch", "architecture", "assembly", "capture", "exceptions", "flatten", "initialisation", "isolation",
-        "layers", "memory", "noise", "observation", "origin", "owned", "record", "restoring", "seeding",
-        "selection",
+        "layers", "memory", "noise", "observation", "origin", "owned", "random_loss", "record", "restoring",
+        "seeding", "selection",
     },
     "files": {"exceptions", "record"},
     "course": {"record"},
@@ -61,8 +62,8 @@ MAY_IMPORT = {
     "report": {"compare", "diagnosis", "gate", "record", "selection"},
     "assertions": {"compare", "course", "diagnosis", "exceptions", "record", "report", "selection", "shapes"},
     "checks": {
-        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "origin", "probe", "record",
-        "report", "restoring", "seeding", "selection",
+        "pytest", "torch", "capture", "exceptions", "flatten", "layers", "memory", "origin", "probe", "random_loss",
+        "record", "report", "restoring", "seeding", "selection",
     },
     "summary": {"assertions", "record", "report"},
     "git": {"exceptions"},

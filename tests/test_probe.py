@@ -907,7 +907,7 @@ def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
     record, gone = run()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    forgotten = "the probe of the record is closed, or made 8 runs since: compare the record before that"
+    forgotten = "the probe of the record is closed or gone, or made 8 runs since: compare the record before that"
     assert rerun(record).measured(record).notes == (f"no noise was measured: {forgotten}",)
     assert rerun(record).isolated(record).notes == (f"no layer was called alone: {forgotten}",)
 

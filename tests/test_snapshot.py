@@ -268,6 +268,85 @@ def test_what_is_no_record_is_an_error_with_the_way_out(project: Project, other:
     result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
 
 
+TWO_BLOCKS = """
+import torch
+from torch import nn
+
+class A(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.relu(self.fc(x))
+
+class B(A):
+    def forward(self, x):
+        return x - torch.tanh(self.fc(x))
+
+class TinyNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), A(), B())
+"""
+
+
+def test_the_first_step_of_a_training_loop_names_whose_code_changed(project: Project) -> None:
+    project.models(TWO_BLOCKS)
+    project.test = """
+import torch
+from models import TinyNet
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet)
+    watch = modelprobe.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(modelprobe.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.first == modelprobe_snapshot
+"""
+    project.update().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+    project.models(TWO_BLOCKS.replace("relu", "sigmoid").replace("tanh", "sin"))
+    result = project.run()
+    result.stdout.fnmatch_lines(["E*AssertionError: layers '[*]': own code changed after fc x2: by *"])
+    result.stdout.no_fnmatch_line("E*ossibl*")
+
+
+GATED = """
+import torch
+from torch import nn
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return x + self.gate * torch.relu(self.fc(x))
+
+class TinyNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), Gated(), Gated())
+"""
+
+
+@pytest.mark.parametrize("loss", ["None", "'random'"])
+def test_what_changes_behind_a_gate_that_is_shut_is_named(project: Project, loss: str) -> None:
+    project.models(GATED)
+    project.test = TEST.replace("'random'", loss).replace('"random"', loss)
+    project.update().assert_outcomes(passed=1)
+    before = project.contents()
+    project.run().assert_outcomes(passed=1)
+    project.models(GATED.replace("self.gate * torch.relu(", "self.gate * torch.sigmoid("))
+    project.run().stdout.fnmatch_lines(["E*AssertionError: *layers '[*]': own code changed after fc x2*"])
+    project.models(GATED)
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
 def test_a_training_loop_cannot_be_compared(project: Project) -> None:
     before = "import torch"
     body = """

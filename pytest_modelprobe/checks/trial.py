@@ -23,8 +23,8 @@ from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors, unseen
 from pytest_modelprobe.layers import Layers, check_supported
-from pytest_modelprobe.memory import as_real
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.random_loss import random_loss
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
 from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
 
@@ -311,7 +311,9 @@ class Trial:
             NotApplicableError: Nothing in the output has a gradient.
             UsageError: The loss that was given raised, or returned something else than a number.
         """
-        found = self._taken_of(output) if self._loss is not None else self._projection(output)
+        found = self._taken_of(output) if self._loss is not None else random_loss(output, seed=self.probe.seed)
+        if found is None:
+            raise NotApplicableError("no floating output requires a gradient")
         if not found.requires_grad:
             raise NotApplicableError("the loss has no gradient: the model is frozen, or its output detached")
         return found
@@ -423,17 +425,6 @@ class Trial:
             what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise UsageError(f"loss= takes what the model gives out, returns a tensor of one real number; got {what}")
         return found
-
-    def _projection(self, output: Any) -> Tensor:
-        terms = []
-        for path, given in flatten("output", output).tensors:
-            tensor = as_real(given)
-            if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
-                weights = seeding.randn(tensor.shape, seed=self.probe.seed, name=f"loss {path}", device=tensor.device)
-                terms.append((tensor * weights.to(tensor.dtype)).sum() / tensor.numel() ** 0.5)
-        if not terms:
-            raise NotApplicableError("no floating output requires a gradient")
-        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
     def _wake_up(self) -> None:
         for name, module in self.layers.modules.items():

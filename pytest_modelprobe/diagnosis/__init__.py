@@ -16,10 +16,11 @@ from .backward import gradient_causes
 from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness, most_telling_first
 from .computation import computation_causes
 from .evidence import Evidence
+from .hidden import hidden, tells_of_code
 from .hints import hints
 from .recorded import all_redrawn, explained_by, folded, recorded_causes, with_effect
 
-__all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hints"]
+__all__ = ["Cause", "CauseKind", "Diagnosis", "Witness", "diagnose", "hidden", "hints", "tells_of_code"]
 
 _OUTPUTS: frozenset[Kind] = frozenset({"output", "state"})
 _GRADIENTS: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})

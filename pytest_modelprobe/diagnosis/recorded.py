@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pytest_modelprobe.compare import Difference, Kind
-from pytest_modelprobe.record import ROOT, Plain, Reading
+from pytest_modelprobe.record import ROOT, Layer, Plain, Reading
 
 from .causes import Cause, CauseKind, cause_of, worst_first
 from .evidence import STRUCTURE, Evidence
@@ -66,22 +66,16 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
     """Whether weights are all that is to blame, and every layer that has random ones has others."""
     if not causes or any(cause.kind != "weights" or (cause.change or 0.0) < _ANOTHER_DRAW for cause in causes):
         return False
-    random = {
-        layer.name
-        for layer in evidence.comparison.actual.layers.values()
-        if any(
-            p.requires_grad and p.reading.statistics is not None and p.reading.statistics.std for p in layer.parameters
-        )
-    }
+    random = {name for name, layer in evidence.comparison.actual.layers.items() if _is_drawn(layer)}
     return random <= {cause.layer for cause in causes}
 
 
 def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
-    weights = [cause for cause in causes if cause.kind == "weights"]
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
-    owning = [name for name, layer in now.items() if name in then and any(p.requires_grad for p in layer.parameters)]
-    if len(owning) < _MANY or not {cause.layer for cause in weights} >= set(owning):
+    owning = [name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))]
+    weights = [cause for cause in causes if cause.kind == "weights" and cause.layer in owning]
+    if len(owning) < _MANY or len({cause.layer for cause in weights}) < len(owning):
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
     both = (_rms(p.reading for name in owning for p in layers[name].parameters) for layers in (then, now))
@@ -92,7 +86,13 @@ def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
         hints=("rms {:.3g} → {:.3g}".format(*both),),
         differences=tuple(difference for cause in weights for difference in cause.differences),
     )
-    return [*(cause for cause in causes if cause.kind != "weights"), whole]
+    return [*(cause for cause in causes if cause not in weights), whole]
+
+
+def _is_drawn(layer: Layer) -> bool:
+    """Whether a layer has trainable weights that are not constant, as those of a fresh norm are."""
+    own = (p.reading.statistics for p in layer.parameters if p.requires_grad)
+    return any(numbers is not None and numbers.std for numbers in own)
 
 
 def _rms(readings: Iterable[Reading]) -> float:

@@ -27,10 +27,13 @@ from pytest_modelprobe.restoring import preserved
 
 from .alone import Key, Perturb, Session
 from .contexts import is_ours, quietly, without_hooks
+from .forwards import Again, Forwards, merged, recipes_of
 from .noting import Notes
 from .recipes import fits, kind_of, synthetic
 
-__all__ = ["Key", "Perturb", "fits", "isolate", "kind_of", "noisy", "synthetic"]
+__all__ = [
+    "Again", "Forwards", "Key", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
+]  # fmt: skip
 
 
 def isolate(
@@ -38,6 +41,7 @@ def isolate(
     forward: Callable[[], object],
     *,
     layers: Collection[str] | None = None,
+    only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
@@ -52,6 +56,7 @@ def isolate(
         model: The model, in the mode in which it is to be judged.
         forward: Runs it once.
         layers: Names of those to call; None: all.
+        only: Names of some of these, to leave the others out; their responses are the same as with the others.
         recipes: How synthetic tensors were made for other responses, `Response.recipes`: they are made alike where
             shape and dtype allow it.
         names: Names of layers → those that they had when these recipes were made, where they are others.
@@ -79,15 +84,15 @@ def isolate(
         stack.enter_context(without_hooks(model.modules(), is_ours))
         if found.compiled or "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        notes = stack.enter_context(Notes(found, layers))
+        notes = stack.enter_context(Notes(found, layers, only))
         with torch.set_grad_enabled(gradient):
             forward()
-        calls = notes.finish()
+        calls = [call for call in notes.finish() if call.alone]
         stack.enter_context(quietly(gradient))
         session = stack.enter_context(
-            Session(found, notes, recipes or {}, names=names or {}, gradient=gradient, perturb=perturb)
+            Session(found, notes, recipes or {}, calls, names=names or {}, gradient=gradient, perturb=perturb)
         )
-        return {(call.layer, call.index): session.response(call) for call in calls if call.alone}
+        return {(call.layer, call.index): session.response(call) for call in calls}
 
 
 def noisy(responses: Mapping[Key, Response], repeats: Sequence[Mapping[Key, Response]]) -> dict[Key, Response]:

@@ -40,6 +40,7 @@ class Session:
         layers: Layers,
         notes: Notes,
         recipes: Mapping[Key, Mapping[str, str]],
+        calls: Iterable[Noted],
         *,
         names: Mapping[str, str],
         gradient: bool,
@@ -59,6 +60,9 @@ class Session:
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of each layer's own weights, and of those below it that have no response of their own."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
+        # Of all that a call may use, also in a layer inside that it does not call.
+        modules = {id(call.module): call.module for call in calls}.values()
+        self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
@@ -115,7 +119,9 @@ class Session:
             buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
-                    if not has_bytes(tensor) or not (tensor.is_floating_point() or tensors is buffers):
+                    if id(tensor) not in self._used or not has_bytes(tensor):
+                        continue
+                    if not (tensor.is_floating_point() or tensors is buffers):
                         continue
                     if type(tensor) not in (Tensor, nn.Parameter):
                         continue  # a shard of a whole that no process has

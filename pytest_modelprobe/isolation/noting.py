@@ -77,12 +77,13 @@ class Noted:
 class Notes:
     """Hooks that note each call, until `finish`."""
 
-    def __init__(self, layers: Layers, selected: Collection[str] | None) -> None:
+    def __init__(self, layers: Layers, selected: Collection[str] | None, only: Collection[str] | None = None) -> None:
         self.layers = layers
         self.modules: dict[int, Any] = {id(m): m for root in layers.modules.values() for m in root.modules()}
         """By id: an object that holds one is copied, the module is not."""
         self.called: set[str] = set()
-        """Layers that are to be called alone."""
+        """Layers that can be called alone."""
+        self._only = only
         self._selected = layers.modules.keys() if selected is None else frozenset(selected)
         self._calls: list[Noted] = []
         self._stack: list[Noted] = []
@@ -117,14 +118,17 @@ class Notes:
             return  # recomputed by activation checkpointing: no call of its own
         flat = flatten_call(args, kwargs)
         parent = self._stack[-1] if self._stack else None
+        new = name in self._selected and self._is_new(name, module, flat)
+        if new:
+            self.called.add(name)
         call = Noted(
             layer=name,
             index=self._counts[name],
             module=module,
             parent=parent,
             shape=tuple(flat.tensors[0][1].shape) if flat.tensors else None,
-            alone=name in self._selected and self._is_new(name, module, flat),
-            autocast=_autocast(),
+            alone=new and (self._only is None or name in self._only),
+            autocast=active_autocast(),
             error=sys.exc_info()[1],
         )
         self._counts[name] += 1
@@ -133,7 +137,6 @@ class Notes:
         if parent is not None:
             parent.calls.append(call)
         if call.alone:
-            self.called.add(name)
             call.inputs = self._template(call, "takes", (args, kwargs), flat)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -228,7 +231,8 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
         return copy.deepcopy(value, dict(kept))
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def active_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the devices under autocast, each with its dtype."""
     if not any_autocast():
         return ()
     devices = (d for d in _AUTOCAST if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
-from pytest_modelprobe.record import Plain, label_of, qualified
+from pytest_modelprobe.record import Plain, Record, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table
 
@@ -80,10 +80,19 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
+    if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
+        counts.append(_HIDDEN)
     counts += noted(diagnosis.comparison.notes)
+    counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
+
+
+def _lacking(actual: Record, expected: Record) -> list[str]:
+    """Return sentences on what was not looked at, and why."""
+    notes = dict.fromkeys((*actual.notes, *expected.notes))
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
 def noted(notes: Iterable[Difference]) -> list[str]:
@@ -293,6 +302,7 @@ def _worst(differences: Iterable[Difference]) -> Difference | None:
     return max(differences, key=lambda d: d.change or 0.0, default=None)
 
 
+_HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."
 _REDRAWN = (
     "All random weights are other ones and all else agrees: perhaps the model was built outside the seed. "
     "modelprobe.build(Net) gives the same weights in every run."

@@ -17,8 +17,8 @@ from typing import Any, Literal, cast, get_args
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from pytest_modelprobe.compare import Parts, Tolerance, compare
-from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.compare import Comparison, Parts, Tolerance, compare
+from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose, hidden, tells_of_code
 from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
     Texts,
@@ -35,7 +35,7 @@ from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.matching import needed
-from pytest_modelprobe.record import Record, Rerun, has_numbers
+from pytest_modelprobe.record import Layer, Record, Rerun, has_numbers
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 from pytest_modelprobe.selection import Glob, nearest
@@ -554,7 +554,10 @@ def _nondeterministic(record: Record, options: Options) -> words.Refusal | None:
 
 
 def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options) -> Diagnosis:
-    """Return why a record is not as expected, if it is not. Only then is each layer called alone."""
+    """Return why a record is not as expected, if it is not.
+
+    Only then is each layer called alone, and where it is, those whose code the run may not show.
+    """
     __tracebackhide__ = True
     asked = functools.partial(
         compare,
@@ -564,12 +567,23 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options)
         nondeterministic="nondeterministic" in options.allow,
     )
     found = asked(actual, expected)
-    if found.same:
+    rerun = None if parts == "architecture" else actual.rerun
+    if rerun is None:
         return diagnose(found)
-    if parts != "architecture" and actual.rerun is not None:
-        actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
-        found = asked(actual, expected)
-    return diagnose(found)
+
+    def alone(only: list[str] | None = None) -> Comparison:
+        isolated = rerun.isolated(actual, like=found.expected, names=found.names_before, only=only)
+        return asked(isolated, expected)
+
+    if found.same:
+        behind_zeros = [name for name in hidden(actual) if _has_responses(found.expected.layers[name])]
+        if not (behind_zeros and tells_of_code(diagnose(alone(behind_zeros)))):
+            return diagnose(found)
+    return diagnose(alone())
+
+
+def _has_responses(layer: Layer) -> bool:
+    return any(call.response is not None for call in layer.calls)
 
 
 def _structure(data: Mapping[str, Any], arch: Path) -> Record:
