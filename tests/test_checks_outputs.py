@@ -20,8 +20,8 @@ class Model(nn.Module):
             self.add_module(name, layer)
         self._forward = forward
 
-    def forward(self, *inputs: Any) -> Any:
-        return self._forward(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._forward(self, *inputs, **named)
 
 
 @pytest.fixture
@@ -318,6 +318,47 @@ def test_as_many_features_as_positions_are_not_taken_for_these(probe: ModelProbe
     found = check.outcome(probe, model, probe.randn(2, 6, 4))
     assert found.verdict == "holds"
     assert found.text.endswith("; not looked at: output[1] (2, 3, 6)")
+
+
+def leaking(by: float) -> nn.Module:
+    """Adds a little of what a layer takes over all positions."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return model.fc(x) + by * model.norm(model.fc(x))
+
+    return Model(forward, fc=nn.Linear(4, 4), norm=Model(lambda _, h: h - h.mean(1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs", "said"),
+    [
+        (checks.causal, {}, "knows of later positions: the first 4 of 8 changed by "),
+        (checks.padding_invariant, {"mask": torch.ones(3, 8)}, "sees masked positions: the first 6 of 8 changed by "),
+    ],
+    ids=["causal", "padding_invariant"],
+)
+def test_a_little_of_other_positions_is_seen_in_double_precision(
+    probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor], said: str
+) -> None:
+    x = probe.randn(3, 8, 4)
+    found = check.outcome(probe, leaking(5e-5), x, **inputs)
+    assert found.text.startswith(f"norm {said}")
+    found = check.outcome(probe, leaking(1e-9), x, **inputs)
+    assert found.verdict == "holds"
+    assert "; layers inside differ, the output does not: first norm output, changed by " in found.text
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs"),
+    [(checks.causal, {}), (checks.padding_invariant, {"mask": torch.ones(3, 8)})],
+    ids=["causal", "padding_invariant"],
+)
+def test_what_differs_inside_does_not_agree(probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor]) -> None:
+    norm = Model(lambda _, h: h - h.mean(1, keepdim=True))
+    model = Model(lambda model, x, mask=None: model.norm(model.fc(x)).square().mean(), fc=nn.Linear(4, 4), norm=norm)
+    found = check.outcome(probe, model, probe.randn(3, 8, 4), **inputs)
+    assert found.verdict == "not applicable"
+    assert "single numbers alone; what is inside does not agree, first norm output, changed by " in found.text
 
 
 # --- outputs of nothing -------------------------------------------------------------------------------------------

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, broken, change, disagreements, limit
+from .agreement import Disagreement, Pairs, apart, broken, change, limit, told_inside
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Given, Trace, Trial, Vary, widened
-
-_ROUNDING = 1e-6
-"""How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
+from .trial import Given, Trace, Trial, Vary, unchanged
 
 
 @check
@@ -114,8 +110,8 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     rows.check_known()
     inside = None
     for n, two in runs.items():
-        varied = _same, _sized(inputs, size, n, axis)
-        found, hidden = _apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        varied = unchanged, _sized(inputs, size, n, axis)
+        found, hidden = apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
         if found:
             check_not_random(trial)
             check_rows_go_together(trial, axis)
@@ -229,7 +225,7 @@ class _Rows:
             meant = [(axis,) for axis in axes] if self.guessed else [axes]
             rows = [(_taken(one, axes, row, self.size), _taken(other, axes, row, n)) for axes in meant]
             found = [(x, y) for x, y in rows if x is not None and y is not None]
-            if found or (one.dim() == other.dim() and not _is_final(given)):
+            if found or (one.dim() == other.dim() and not given.is_final):
                 return found  # tokens that go to an expert are as many as rows by chance
             return [(one, other)]
 
@@ -258,8 +254,7 @@ class _Rows:
         text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
         for what, paths in ("not along the batch", self.elsewhere), ("not compared, of integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
-        if inside is not None:
-            text += f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
+        text += told_inside(inside)
         if self.guessed:
             text += f"; the model takes no other batch: an axis of {self.size} is taken for the batch's"
         return text
@@ -289,17 +284,17 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     integers, elsewhere = [], []
     for given in one.given:
         x, y = given.tensor, again.get(given.where)
-        found = () if y is None else _longer(x, y, size, resized.n, flattened=_is_final(given))
-        if y is None or not (found or (_is_final(given) and x.dim() != y.dim())):
-            if _is_final(given):
+        found = () if y is None else _longer(x, y, size, resized.n, flattened=given.is_final)
+        if y is None or not (found or (given.is_final and x.dim() != y.dim())):
+            if given.is_final:
                 elsewhere.append(given)
         elif x.is_floating_point() or x.is_complex():
             axes[given.where] = found
             kept.append(given)
-        elif _is_final(given):
+        elif given.is_final:
             integers.append(given.path)
     layers = frozenset(given.layer for given in kept)
-    final = any(_is_final(given) for given in kept)
+    final = any(given.is_final for given in kept)
     same = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
     number = same and all(_is_number(given.tensor) for given in elsewhere)
     told = [f"{g.path} {tuple(g.tensor.shape)}" for g in elsewhere if not (final and _is_number(g.tensor))]
@@ -358,12 +353,8 @@ def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
     }
     axes = {where: found for where, found in axes.items() if found}
     kept = [given for given in one.given if given.where in axes]
-    layers, final = frozenset(given.layer for given in kept), any(_is_final(given) for given in kept)
+    layers, final = frozenset(given.layer for given in kept), any(given.is_final for given in kept)
     return _Rows(size, batched(trial, size, axis), axes, layers, final, guessed=True)
-
-
-def _is_final(given: Given) -> bool:
-    return given.layer == ROOT and not given.inside
 
 
 def _is_number(x: Tensor) -> bool:
@@ -387,7 +378,7 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
         for given in one.given
         if (new := there.get(given.where)) is not None and not change(given.tensor, new) <= limit(given.tensor)
     }
-    if not any(_is_final(given) and given.where in changed for given in one.given):
+    if not any(given.is_final and given.where in changed for given in one.given):
         return None
     check_rows_go_together(trial, axis)
     last = max((i for i, given in enumerate(one.given) if given.where in rows.axes), default=-1)
@@ -404,10 +395,6 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
 
 
 # --- other rows, and another number of them -----------------------------------------------------------------------
-
-
-def _same(_: str, x: Tensor) -> Tensor:
-    return x
 
 
 def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
@@ -440,62 +427,13 @@ def _replacing(trial: Trial, inputs: set[str], replaced: list[str], axis: int = 
 def _mixed(
     trial: Trial, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return what a row gives out otherwise when all other rows are replaced; see `_apart`."""
+    """Return what a row gives out otherwise when all other rows are replaced; see `apart`."""
     replaced: list[str] = []
     vary = _replacing(trial, rows.inputs, replaced, axis, row)
     two = trial.other(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
     pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = _apart(trial, (one, two), (_same, vary), pairs_of, tolerance, exact=True)
+    found, inside = apart(trial, (one, two), (unchanged, vary), pairs_of, tolerance, exact=True)
     rows.check_told(inside, "with the other rows")
     return found, inside
-
-
-def _apart(
-    trial: Trial,
-    runs: tuple[Trace, Trace],
-    varied: tuple[Vary, Vary],
-    pairs_of: Callable[[Trace], Pairs],
-    tolerance: float | None,
-    *,
-    exact: bool = False,
-) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return where two runs disagree, if the output does; else the first disagreement inside, beyond rounding.
-
-    Args:
-        trial: The model and its inputs.
-        runs: The two runs.
-        varied: What made their inputs, to run them again in float64.
-        pairs_of: Returns which rows of a run are to agree with those of another.
-        tolerance: Largest relative change; None: by dtype.
-        exact: Whether both ran the same operations on tensors of the same shapes, so that equal rows come out equal to
-            the last bit.
-    """
-
-    def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
-        pairs = pairs_of(one)
-        found = disagreements(one, two, pairs=pairs, tolerance=up_to)
-        there = {given.where for given in two.given}  # what other rows go to may not be called
-        # Of a list of one for each row there are fewer; what is along the batch is there whatever its size.
-        along = {one.given.where for one in found if _is_final(one.given) and pairs(*[one.given.tensor] * 2)}
-        return [one for one in found if one.given.where in there | along]
-
-    found = compared(*runs, tolerance)
-    if any(_is_final(one.given) for one in found):
-        return found, None
-    if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
-        return [], None
-    try:
-        model = trial.copied(torch.float64)
-        wide = [trial.other(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
-        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
-    except NotApplicableError:  # it runs in its own dtype alone
-        pass
-    if any(_is_final(one.given) for one in found):
-        return found, None
-    return [], found[0] if found else None
-
-
-def _in_double_precision(vary: Vary) -> Vary:
-    return lambda path, x: widened(vary(path, x))
