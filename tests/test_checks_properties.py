@@ -153,6 +153,26 @@ def test_a_sum_over_targets_that_are_inputs_is_named(probe: ModelProbe) -> None:
     assert (found.layer or "").startswith("fc.")
 
 
+class WrongAlone(torch.autograd.Function):
+    """Gives a batch of one row another gradient than a larger batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 if len(gradient) > 1 else 3)
+
+
+def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe: ModelProbe) -> None:
+    layer = Code(lambda self, x: WrongAlone.apply(x))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), layer, nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
+    assert (found.layer or "").startswith("1.")
+    assert found.text.endswith("The other gradients agree: it may also be a layer between those and these.")
+
+
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="loss= raised AttributeError"):
         checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
