@@ -353,7 +353,12 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
         ("any_batch_size", Layer(lambda x: x + 1), (), "no input has an axis 0"),
         ("causal", nn.Linear(6, 2), (3, 1, 6), "no input has more than one position"),
         ("causal", Layer(lambda x: x.sum(1)), (3, 5, 6), "no layer gives out anything along an axis of 5 positions"),
-        ("padding_invariant", nn.Linear(6, 2), (3, 5, 6), "no argument of shape (batch, positions) is called a mask"),
+        (
+            "padding_invariant",
+            nn.Linear(6, 2),
+            (3, 5, 6),
+            "no argument of shape (3, 5), the batch and axis 1 of input, is called a mask",
+        ),
         ("permutation_equivariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("permutation_invariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("initialised", nn.ReLU(), (3, 6), "no floating parameters or buffers"),

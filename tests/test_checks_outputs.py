@@ -283,6 +283,24 @@ def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) 
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
 
 
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_a_single_number_of_one_row_is_no_loss(probe: ModelProbe, check: checks.Check) -> None:
+    def said(code: Callable[[Tensor], Any], rows: int = 4) -> str:
+        model = Model(lambda model, x: code(model.fc(x)), fc=nn.Linear(3, 1))
+        return check.outcome(probe, model, probe.randn(rows, 3)).text
+
+    assert said(lambda o: o[0]) == (
+        "output (1,) is a single number that changes with the first row and with no other: a loss is of all rows, and "
+        "where it is none, the batch is lost, as in out[0]"
+    )
+    assert said(lambda o: o[-1, 0]).startswith("output () is a single number that changes with the last row")
+    assert said(lambda o: (o, o[0])).startswith("output[1] (1,) is a single number that changes with the first row")
+    assert said(lambda o: o.square().mean()).endswith("; not along the batch: output ()")
+    assert said(lambda o: (o > 0).float().mean()).endswith("; not along the batch: output ()")
+    assert "value" in said(lambda o: (o, torch.ones(())))
+    assert "single number" not in said(lambda o: o.mean(), rows=1)
+
+
 # --- outputs along positions --------------------------------------------------------------------------------------
 
 LEAKS: dict[str, Callable[[Tensor], Any]] = {

@@ -63,6 +63,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
+    _check_numbers(trial, one, resized, rows, axis)
     return f"the first and the last of {count(size, 'row')}, in {rows.told(inside)}"
 
 
@@ -122,6 +123,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
             )
         rows.check_told(hidden, f"in a batch of {n}")
         inside = inside or hidden
+    _check_numbers(trial, one, resized, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.told(inside)}"
 
 
@@ -394,6 +396,39 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
     )
 
 
+_TIMES = 12
+"""Replacements of rows that leave a single number as it is, after which it does not know of them: a share of rows that
+are right, say, one of them may leave by chance."""
+
+
+def _check_numbers(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
+    """Refuse to take for a loss a single number of one row, as ``out[0]`` of a head with one output.
+
+    Raises:
+        NotApplicableError: A single number is another with other rows, and the same as long as one of them stays.
+    """
+    if rows.size < 2 or resized is None or one.final.keys() != resized.trace.final.keys():  # a list of one for each row
+        return
+    numbers = {path: x for path, x in one.final.items() if _is_number(x) and x.is_floating_point()}
+    for row, which in (0, "first"), (rows.size - 1, "last"):
+        kept = set(numbers)
+        for time in range(_TIMES):
+            kept -= _moved(trial, one, kept, _replacing(trial, rows.inputs, [], axis, row, time=time))
+        for path in sorted(_moved(trial, one, kept, _replacing(trial, rows.inputs, []))):
+            raise NotApplicableError(
+                f"{path} {tuple(numbers[path].shape)} is a single number that changes with the {which} row and with no "
+                "other: a loss is of all rows, and where it is none, the batch is lost, as in out[0]"
+            )
+
+
+def _moved(trial: Trial, one: Trace, paths: set[str], vary: Vary) -> set[str]:
+    """Return which of these outputs are others with other inputs."""
+    if not paths:
+        return set()
+    again = trial.other(mode="eval", vary=vary).final
+    return {path for path in paths if path not in again or change(one.final[path], again[path])}
+
+
 # --- other rows, and another number of them -----------------------------------------------------------------------
 
 
@@ -406,14 +441,16 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     return vary
 
 
-def _replacing(trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None) -> Vary:
+def _replacing(
+    trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None, *, time: int = 0
+) -> Vary:
     """Return what replaces the rows of a batch but one, and writes down the paths of the inputs in which it did."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in inputs or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
-            others = other(trial, x)
+            others = other(trial, x, time=time)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)

@@ -122,7 +122,7 @@ def padding_invariant(
     padding = _padding(trial, tensor, pad_id)
     name = None
     if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
-        name = _mask_name(trial, mask, (batch, length))
+        name = _mask_name(trial, mask, path, (batch, length), axis)
     marks = _marks(name, dict(trial.inputs)[name]) if name else 0
 
     def masked(where: str, x: Tensor) -> Tensor:
@@ -317,19 +317,27 @@ def other_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
     return torch.cat([tensor.narrow(axis, 0, start), other(trial, tensor).narrow(axis, start, rest)], axis)
 
 
-def other(trial: Trial, tensor: Tensor) -> Tensor:
+def other(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
     """Return other numbers of the kind of a tensor: floats of its scale, integers that it holds, not where they are.
+
+    Args:
+        trial: The model and its inputs.
+        tensor: The tensor.
+        time: Which of several times: others each time, of integers as far as there are others.
 
     Raises:
         NotApplicableError: All integers are the same: which others the model takes is not known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
-        return trial.randn_like(tensor, "other") * (scale if scale > 0 else 1) + tensor.mean()
+        return (
+            trial.randn_like(tensor, f"other {time}" if time else "other") * (scale if scale > 0 else 1) + tensor.mean()
+        )
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are the same: which others there may be is not known")
-    another: Tensor = known[(torch.searchsorted(known, tensor) + 1) % len(known)]
+    by = 1 + time % (len(known) - 1)
+    another: Tensor = known[(torch.searchsorted(known, tensor) + by) % len(known)]
     return another
 
 
@@ -342,8 +350,8 @@ def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
-    """Return the path of the mask, of the shape (batch, positions)."""
+def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
+    """Return the path of the mask, of the shape (batch, positions) that an input has along an axis."""
     shapes = {path: tuple(tensor.shape) for path, tensor in trial.dense}
     if name is not None:
         if name not in shapes:
@@ -356,7 +364,7 @@ def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
     found = [path for path in shapes if path.endswith("mask") and shapes[path] == shape]
     if not found:
         raise NotApplicableError(
-            f"no argument of shape (batch, positions) is called a mask, here {shape}: give mask= its name"
+            f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
         )
     if len(found) > 1:
         raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
