@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -337,7 +338,8 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
                 self.ramp = torch.arange(x.shape[1], device=x.device)
             return x + self.ramp
 
-    assert checks.state_unchanged_by_forward(probe, between(Cached()), rows).verdict == "holds"
+    found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
+    assert found.text.endswith("parameters and buffers, 3 forwards; set meanwhile, and no output changes: 2.ramp")
 
 
 # --- where a check means nothing ----------------------------------------------------------------------------------
@@ -652,6 +654,54 @@ def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None
     found = checks.state_unchanged_by_forward.outcome(probe, between(Counter()), rows)
     assert named(found) == "2"
     assert "2.count" in found.text
+
+
+class Cache:
+    """An object that may hold anything."""
+
+
+class Keeping(nn.Module):
+    """Keeps something in its attribute."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.kept, self.keep = kept, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.kept, x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep"),
+    [
+        ({}, lambda kept, x: kept.update(last=x)),
+        ({"of": [{}]}, lambda kept, x: kept["of"][0].update(last=x)),
+        (([],), lambda kept, x: kept[0].append(x)),
+        (deque(), lambda kept, x: kept.append(x)),
+        (Cache(), lambda kept, x: setattr(kept, "last", x)),
+    ],
+    ids=["dict", "nested", "list in a tuple", "deque", "object"],
+)
+def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
+    found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
+    assert found.text.endswith("; set meanwhile, and no output changes: 2.kept")
+
+
+def test_what_is_kept_in_a_dict_of_dicts_and_used_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Using(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, dict[str, Tensor]] = {"of": {}}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.kept["of"].setdefault("first", x.detach().mean())
+
+    model = between(Using())
+    found = checks.state_unchanged_by_forward.outcome(probe, model, rows)
+    assert named(found) == "2"
+    assert "set meanwhile: 2.kept" in found.text
+    assert model[2].kept == {"of": {}}
 
 
 def test_a_mask_kept_of_another_batch_is_named(
