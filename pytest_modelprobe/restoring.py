@@ -139,9 +139,9 @@ class ModelState:
       their bits, device, dtype, requires_grad and gradients (the same tensors, the same bits).
       Memory that did not change is not written to, and no version counter moves.
     * all attributes of all modules: those set get their old value, those added go. Lists, dicts
-      and sets, `_modules` and `_buffers` among them, get their contents back, and those in them.
+      and sets, `_modules` and `_buffers` among them, get their contents back, one level deep.
 
-    Left alone are hooks, other objects that attributes refer to, and the bits of sparse, fake
+    Left alone are hooks, what attributes refer to beyond that level, and the bits of sparse, fake
     and meta tensors. A lazy module that has seen no input keeps the shapes it gets meanwhile, but
     for `lazy_preserved`; only its mode is put back.
 
@@ -187,19 +187,11 @@ class ModelState:
             return
         self._containers[id(names)] = _Attributes(names)
         for value in [value for key, value in names.items() if key not in _HOOKS]:
-            self._remember_value(value)
-
-    def _remember_value(self, value: object) -> None:
-        self._remember_tensor(value)
-        if isinstance(value, tuple):
-            items = iter(value)
-        elif type(value) in _CONTAINERS and id(value) not in self._containers:  # it may hold itself
-            self._containers[id(value)] = contents = _Contents(value)
-            items = contents.items()
-        else:
-            return
-        for item in items:
-            self._remember_value(item)
+            self._remember_tensor(value)
+            if type(value) in _CONTAINERS:
+                self._containers[id(value)] = _Contents(value)
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._remember_tensor(item)
 
     def _remember_tensor(self, tensor: object) -> None:
         if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or id(tensor) in self._tensors:
@@ -228,10 +220,6 @@ class _Contents:
     def __init__(self, container: Any) -> None:
         self._container = container
         self._contents = container.copy()
-
-    def items(self) -> Iterator[object]:
-        """Return what it holds; of a dict, its values."""
-        return iter(self._contents.values() if isinstance(self._contents, dict) else self._contents)
 
     def restore(self) -> None:
         self._container.clear()

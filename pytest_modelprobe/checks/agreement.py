@@ -84,11 +84,12 @@ def disagreements(
         if again is None:
             found.append(Disagreement(given, math.inf, _MISSING))
         elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
-            changes = [change(x, y) for x, y in pairs(given.tensor, again.tensor)]
-            if changes and not min(changes) <= limit(given.tensor, tolerance, least=least):
+            compared = pairs(given.tensor, again.tensor)
+            least_change = min((change(x, y) for x, y in compared), default=0.0)
+            if not least_change <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
-                note = reshaped if given.tensor.shape != again.tensor.shape and math.isinf(min(changes)) else ""
-                found.append(Disagreement(given, min(changes), note))
+                note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
+                found.append(Disagreement(given, least_change, note))
     return found
 
 

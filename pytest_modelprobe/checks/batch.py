@@ -63,7 +63,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
-    _check_numbers(trial, one, resized, rows, axis)
+    _check_of_all_rows(trial, one, resized, rows, axis)
     return f"the first and the last of {count(size, 'row')}, in {rows.told(inside)}"
 
 
@@ -123,7 +123,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
             )
         rows.check_told(hidden, f"in a batch of {n}")
         inside = inside or hidden
-    _check_numbers(trial, one, resized, rows, axis)
+    _check_of_all_rows(trial, one, resized, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.told(inside)}"
 
 
@@ -397,27 +397,28 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
 
 
 _TIMES = 12
-"""Replacements of rows that leave a single number as it is, after which it does not know of them: a share of rows that
-are right, say, one of them may leave by chance."""
+"""Replacements of rows that leave an output as it is, after which it does not know of them: a share of rows that are
+right, say, one of them may leave by chance."""
 
 
-def _check_numbers(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
-    """Refuse to take for a loss a single number of one row, as ``out[0]`` of a head with one output.
+def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
+    """Refuse to take for a loss, or for statistics, what is of one row, as ``out[0]`` of a head with one output.
 
     Raises:
-        NotApplicableError: A single number is another with other rows, and the same as long as one of them stays.
+        NotApplicableError: What is not along the batch is another with other rows, and the same as long as one stays.
     """
     if rows.size < 2 or resized is None or one.final.keys() != resized.trace.final.keys():  # a list of one for each row
         return
-    numbers = {path: x for path, x in one.final.items() if _is_number(x) and x.is_floating_point()}
+    final = [given for given in one.given if given.is_final and given.where not in rows.axes]
+    shapes = {given.path: tuple(given.tensor.shape) for given in final if given.tensor.is_floating_point()}
     for row, which in (0, "first"), (rows.size - 1, "last"):
-        kept = set(numbers)
+        kept = set(shapes)
         for time in range(_TIMES):
             kept -= _moved(trial, one, kept, _replacing(trial, rows.inputs, [], axis, row, time=time))
         for path in sorted(_moved(trial, one, kept, _replacing(trial, rows.inputs, []))):
             raise NotApplicableError(
-                f"{path} {tuple(numbers[path].shape)} is a single number that changes with the {which} row and with no "
-                "other: a loss is of all rows, and where it is none, the batch is lost, as in out[0]"
+                f"{path} {shapes[path]} changes with the {which} row and with no other: a loss is of all rows; if it "
+                "is none, the batch is lost, as in out[0]"
             )
 
 

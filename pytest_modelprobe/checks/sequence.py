@@ -403,6 +403,11 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
     """
     tensor = dict(trial.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
+
+    def guessed(x: Tensor) -> list[int]:
+        found = _axes(x, length)
+        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
+
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
@@ -418,14 +423,14 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
                 for given in one.given
                 if given.tensor.dim() == len(there.get(given.where, ()))
             }
-            return functools.partial(_known_axes, known, length)
-    return functools.partial(_known_axes, {}, length)
+            return functools.partial(_known_axes, known, guessed)
+    return functools.partial(_known_axes, {}, guessed)
 
 
-def _known_axes(known: Mapping[str, list[int]], length: int, trace: Trace) -> _Axes:
-    """Return what finds the axes that are known of a value by its address; of others all that are as long."""
+def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) -> _Axes:
+    """Return what finds the axes that are known of a value by its address, and guesses those of others."""
     of = {id(given.tensor): known[given.where] for given in trace.given if given.where in known}
-    return lambda x: of[id(x)] if id(x) in of else _axes(x, length)
+    return lambda x: of[id(x)] if id(x) in of else guessed(x)
 
 
 def _first(before: int, axes_of: _Axes) -> Pairs:
