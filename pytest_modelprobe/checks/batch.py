@@ -71,8 +71,8 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
 def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
     """Check that in evaluation mode a batch of one row, and one of a row more, run and give the same for the first row.
 
-    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number,
-    as a loss is.
+    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number of
+    all rows, as a loss is.
 
     Args:
         trial: The model and its inputs.
