@@ -32,6 +32,7 @@ class Code(nn.Module):
 
 @pytest.fixture
 def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
     return ModelProbe()
 
 
