@@ -387,7 +387,8 @@ def scaled(n: int, by: float) -> nn.Module:
 def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_are_named() -> None:
     first, table, hint = failure_of(assert_grad_flow, run(scaled(8, 16.0))).split("\n\n")
     assert first == (
-        "0 gets a gradient of its output 2.684e+08 times larger than (root), 1e+08 is allowed; 1 of 9 layers looked at"
+        "layer '0' (Linear) gets a gradient of its output 2.684e+08 times larger than (root), 1e+08 is allowed; "
+        "1 of 9 layers looked at"
     )
     assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
     assert hint.startswith("It grows from layer to layer on the way back")
@@ -395,7 +396,7 @@ def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_
 
 def test_one_layer_alone_can_make_them_explode() -> None:
     model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
-    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("0 gets a gradient of its output ")
+    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("layer '0' (Linear) gets a gradient")
     model.append(nn.LayerNorm(6))  # takes the scale out again
     assert_grad_flow(run(model), layers="0")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,7 @@ def named(outcome: Outcome) -> str | None:
 
 @pytest.fixture
 def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
     return ModelProbe()
 
 
@@ -337,7 +339,8 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
                 self.ramp = torch.arange(x.shape[1], device=x.device)
             return x + self.ramp
 
-    assert checks.state_unchanged_by_forward(probe, between(Cached()), rows).verdict == "holds"
+    found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
+    assert found.text.endswith("parameters and buffers, 3 forwards; set meanwhile, and no output changes: 2.ramp")
 
 
 # --- where a check means nothing ----------------------------------------------------------------------------------
@@ -353,7 +356,12 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
         ("any_batch_size", Layer(lambda x: x + 1), (), "no input has an axis 0"),
         ("causal", nn.Linear(6, 2), (3, 1, 6), "no input has more than one position"),
         ("causal", Layer(lambda x: x.sum(1)), (3, 5, 6), "no layer gives out anything along an axis of 5 positions"),
-        ("padding_invariant", nn.Linear(6, 2), (3, 5, 6), "no argument of shape (batch, positions) is called a mask"),
+        (
+            "padding_invariant",
+            nn.Linear(6, 2),
+            (3, 5, 6),
+            "no argument of shape (3, 5), the batch and axis 1 of input, is called a mask",
+        ),
         ("permutation_equivariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("permutation_invariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("initialised", nn.ReLU(), (3, 6), "no floating parameters or buffers"),
@@ -647,6 +655,54 @@ def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None
     found = checks.state_unchanged_by_forward.outcome(probe, between(Counter()), rows)
     assert named(found) == "2"
     assert "2.count" in found.text
+
+
+class Cache:
+    """An object that may hold anything."""
+
+
+class Keeping(nn.Module):
+    """Keeps something in its attribute."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.kept, self.keep = kept, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.kept, x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep"),
+    [
+        ({}, lambda kept, x: kept.update(last=x)),
+        ({"of": [{}]}, lambda kept, x: kept["of"][0].update(last=x)),
+        (([],), lambda kept, x: kept[0].append(x)),
+        (deque(), lambda kept, x: kept.append(x)),
+        (Cache(), lambda kept, x: setattr(kept, "last", x)),
+    ],
+    ids=["dict", "nested", "list in a tuple", "deque", "object"],
+)
+def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
+    found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
+    assert found.text.endswith("; set meanwhile, and no output changes: 2.kept")
+
+
+def test_what_is_kept_in_a_dict_and_used_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Using(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.kept.setdefault("first", x.detach()[0])
+
+    model = between(Using())
+    found = checks.state_unchanged_by_forward.outcome(probe, model, rows)
+    assert named(found) == "2"
+    assert "set meanwhile: 2.kept" in found.text
+    assert not model[2].kept
 
 
 def test_a_mask_kept_of_another_batch_is_named(

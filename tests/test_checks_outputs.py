@@ -20,8 +20,8 @@ class Model(nn.Module):
             self.add_module(name, layer)
         self._forward = forward
 
-    def forward(self, *inputs: Any) -> Any:
-        return self._forward(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._forward(self, *inputs, **named)
 
 
 @pytest.fixture
@@ -283,6 +283,26 @@ def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) 
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
 
 
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_an_output_of_one_row_is_no_loss(probe: ModelProbe, check: checks.Check) -> None:
+    def said(code: Callable[[Tensor], Any], rows: int = 4) -> str:
+        model = Model(lambda model, x: code(model.fc(x)), fc=nn.Linear(3, 1))
+        return check.outcome(probe, model, probe.randn(rows, 3)).text
+
+    assert said(lambda o: o[0]) == (
+        "output (1,) changes with the first row and with no other: a loss is of all rows; if it is none, the batch is "
+        "lost, as in out[0]"
+    )
+    assert said(lambda o: o[-1, 0]).startswith("output () changes with the last row")
+    assert said(lambda o: (o, o[0])).startswith("output[1] (1,) changes with the first row")
+    assert said(lambda o: (o, torch.cat([o[:1], o[:1]], 1))).startswith("output[1] (1, 2) changes with the first row")
+    assert said(lambda o: (o, o.mean(0).expand(2))).endswith("; not along the batch: output[1] (2,)")
+    assert said(lambda o: o.square().mean()).endswith("; not along the batch: output ()")
+    assert said(lambda o: (o > 0).float().mean()).endswith("; not along the batch: output ()")
+    assert "value" in said(lambda o: (o, torch.ones(())))
+    assert "changes with" not in said(lambda o: o.mean(), rows=1)
+
+
 # --- outputs along positions --------------------------------------------------------------------------------------
 
 LEAKS: dict[str, Callable[[Tensor], Any]] = {
@@ -318,6 +338,62 @@ def test_as_many_features_as_positions_are_not_taken_for_these(probe: ModelProbe
     found = check.outcome(probe, model, probe.randn(2, 6, 4))
     assert found.verdict == "holds"
     assert found.text.endswith("; not looked at: output[1] (2, 3, 6)")
+
+
+def test_what_is_not_finite_in_another_batch_has_its_shape_still(probe: ModelProbe) -> None:
+    norm = Model(lambda _, h: (h - h.mean(0)) / (h - h.mean(0)).abs().mean(0))
+    found = checks.any_batch_size.outcome(probe, norm, probe.randn(4, 3))
+    assert found.text.startswith(
+        "(root) depends on the batch size: the first row changed by ∞ % in a batch of 1, not 4"
+    )
+
+
+def test_as_many_rows_as_features_are_not_taken_for_positions(probe: ModelProbe) -> None:
+    found = checks.causal.outcome(probe, nn.Linear(4, 2), probe.randn(4, 4))
+    assert found.text == "no layer gives out anything along an axis of 4 positions"
+    found = checks.causal.outcome(probe, nn.Linear(4, 4), probe.randn(4, 4))
+    assert found.verdict == "broken"  # features, if axis 1 is not along positions
+
+
+def leaking(by: float) -> nn.Module:
+    """Adds a little of what a layer takes over all positions."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return model.fc(x) + by * model.norm(model.fc(x))
+
+    return Model(forward, fc=nn.Linear(4, 4), norm=Model(lambda _, h: h - h.mean(1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs", "said"),
+    [
+        (checks.causal, {}, "knows of later positions: the first 4 of 8 changed by "),
+        (checks.padding_invariant, {"mask": torch.ones(3, 8)}, "sees masked positions: the first 6 of 8 changed by "),
+    ],
+    ids=["causal", "padding_invariant"],
+)
+def test_a_little_of_other_positions_is_seen_in_double_precision(
+    probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor], said: str
+) -> None:
+    x = probe.randn(3, 8, 4)
+    found = check.outcome(probe, leaking(5e-5), x, **inputs)
+    assert found.text.startswith(f"norm {said}")
+    found = check.outcome(probe, leaking(1e-9), x, **inputs)
+    assert found.verdict == "holds"
+    assert "; layers inside differ, the output does not: first norm output, changed by " in found.text
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs"),
+    [(checks.causal, {}), (checks.padding_invariant, {"mask": torch.ones(3, 8)})],
+    ids=["causal", "padding_invariant"],
+)
+def test_what_differs_inside_does_not_agree(probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor]) -> None:
+    norm = Model(lambda _, h: h - h.mean(1, keepdim=True))
+    model = Model(lambda model, x, mask=None: model.norm(model.fc(x)).square().mean(), fc=nn.Linear(4, 4), norm=norm)
+    found = check.outcome(probe, model, probe.randn(3, 8, 4), **inputs)
+    assert found.verdict == "not applicable"
+    assert "single numbers alone; what is inside does not agree, first norm output, changed by " in found.text
 
 
 # --- outputs of nothing -------------------------------------------------------------------------------------------

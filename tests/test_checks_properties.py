@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
@@ -30,6 +32,7 @@ class Code(nn.Module):
 
 @pytest.fixture
 def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
     return ModelProbe()
 
 
@@ -149,6 +152,26 @@ def test_a_sum_over_targets_that_are_inputs_is_named(probe: ModelProbe) -> None:
         probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss
     )
     assert (found.layer or "").startswith("fc.")
+
+
+class WrongAlone(torch.autograd.Function):
+    """Gives a batch of one row another gradient than a larger batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 if len(gradient) > 1 else 3)
+
+
+def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe: ModelProbe) -> None:
+    layer = Code(lambda self, x: WrongAlone.apply(x))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), layer, nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
+    assert (found.layer or "").startswith("1.")
+    assert found.text.endswith("The other gradients agree: it may also be a layer between those and these.")
 
 
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
@@ -337,7 +360,7 @@ def test_a_mask_of_positions_by_positions_is_none_of_padding(
 ) -> None:
     mask = torch.zeros(8, 8, dtype=dtype)
     found = checks.padding_invariant.outcome(probe, encoder, probe.randn(2, 8, 8), src_mask=mask)
-    assert found.text.startswith("no argument of shape (batch, positions) is called a mask, here (2, 8)")
+    assert found.text.startswith("no argument of shape (2, 8), the batch and axis 1 of input, is called a mask")
 
 
 def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
@@ -490,6 +513,52 @@ def test_a_cache_that_a_checkpoint_writes_to_twice_comes_with_a_way_out(probe: M
         "state that they keep; and for code that asks whether gradients are on."
     )
     assert checks.checkpoint_parity(probe, model, probe.randn(2, 3), use_cache=False).verdict == "holds"
+
+
+class Decoder(nn.Module):
+    """Takes the default for its cache from a configuration, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.config = Cached(3, 3), SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Any:
+        return self.fc(x, [] if (self.config.use_cache if use_cache is None else use_cache) else None)
+
+
+def test_a_cache_that_is_on_by_default_is_off_beside_a_checkpoint(probe: ModelProbe) -> None:
+    model = Decoder()
+    assert checks.checkpoint_parity(probe, model, probe.randn(2, 3)).text == (
+        "2 parameters, 1 module checkpointed, reentrant and not; without a cache (config.use_cache)"
+    )
+    assert model.config.use_cache
+    assert checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True).verdict == "broken"
+
+
+class Moving(nn.Linear):
+    """Scales by a buffer that each forward of training moves on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(1.1)
+        return super().forward(x) * self.scale.clone()
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, parametrizations.spectral_norm])
+def test_a_spectral_norm_stands_still_under_checkpoints(probe: ModelProbe, norm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(norm(nn.Linear(6, 6)), nn.LeakyReLU(0.1)) for _ in range(2)])
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert checks.checkpoint_parity(probe, model, probe.randn(4, 6)).text == (
+        "4 parameters, 2 modules checkpointed, reentrant and not; 2 spectral norms standing still"
+    )
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model = nn.Sequential(nn.Sequential(norm(nn.Linear(6, 4))), nn.Sequential(Moving()))
+    assert checks.checkpoint_parity.outcome(probe, model, probe.randn(4, 6)).verdict == "broken"
 
 
 def test_a_view_of_small_pictures_wants_its_own_strides(probe: ModelProbe) -> None:

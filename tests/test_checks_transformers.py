@@ -55,11 +55,6 @@ def labelled(probe: ModelProbe) -> dict[str, Tensor]:
     return {**text(probe), "labels": ids(probe, "labels")}
 
 
-def uncached(probe: ModelProbe) -> dict[str, Any]:
-    """Without a cache of keys and values, which the second forward of a checkpoint would write to again."""
-    return {**labelled(probe), "use_cache": False}
-
-
 def image(probe: ModelProbe) -> dict[str, Tensor]:
     return {"pixel_values": probe.randn(ROWS, 3, 32, 32), "labels": torch.arange(ROWS, device=probe.device) % 2}
 
@@ -80,11 +75,11 @@ def case(
 
 
 CASES = [
-    case("llama", made("LlamaForCausalLM", "LlamaConfig", **COMMON, num_key_value_heads=1), uncached),
+    case("llama", made("LlamaForCausalLM", "LlamaConfig", **COMMON, num_key_value_heads=1), labelled),
     case(
         "mixtral",
         made("MixtralForCausalLM", "MixtralConfig", **COMMON, num_key_value_heads=1, num_local_experts=4),
-        uncached,
+        labelled,
     ),
     case(
         "mamba",
@@ -111,7 +106,7 @@ CASES = [
             vocab_size=VOCABULARY,
             decoder_start_token_id=0,
         ),
-        uncached,
+        labelled,
     ),
     case(
         "wav2vec2",

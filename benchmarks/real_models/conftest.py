@@ -15,6 +15,7 @@ import pytest
 import torch
 
 COMMAND = "./dev real-models"
+ONE = "pytest benchmarks/real_models/test_timm.py --results benchmarks/real_models/RESULTS.md"
 VERSIONS = ("pytest-modelprobe", "torch", "transformers", "timm")
 
 
@@ -71,7 +72,8 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)  # of a run that is interrupted, other plugins may raise
     def pytest_sessionfinish(self) -> None:
-        self.path.write_text(page(self.verdicts, seconds=time.monotonic() - self.start), "utf-8")
+        before = self.path.read_text("utf-8") if self.path.exists() else ""
+        self.path.write_text(page(self.verdicts, seconds=time.monotonic() - self.start, before=before), "utf-8")
 
 
 def verdict_of(report: pytest.TestReport) -> Verdict:
@@ -97,21 +99,55 @@ def verdict_of(report: pytest.TestReport) -> Verdict:
     )
 
 
-def page(verdicts: Sequence[Verdict], *, seconds: float) -> str:
-    """Return the page of a run: a table of all, then a section for each library."""
-    of = {name: [one for one in verdicts if one.library == name] for name in sorted({v.library for v in verdicts})}
-    head = ["", "models", "tests", "hold", "not applicable", "broken, explained", "broken, not explained"]
+HEAD = ("", "models", "tests", "hold", "not applicable", "broken, explained", "broken, not explained")
+
+
+def page(verdicts: Sequence[Verdict], *, seconds: float, before: str = "") -> str:
+    """Return the page of a run: a table of all, then a section for each library.
+
+    Args:
+        verdicts: What the run said.
+        seconds: How long it took.
+        before: The page as it is: of a library that did not run it keeps its row and its section.
+    """
+    of = {name: [one for one in verdicts if one.library == name] for name in {one.library for one in verdicts}}
+    ran = f"{versions()}. Machine: {machine()}. {seconds / 60:.0f} minutes."
+    sections = sections_of(before) | {name: section(name, ran, those) for name, those in of.items()}
+    rows = rows_of(before) | {name: row(those) for name, those in of.items()}
+    known = sorted(rows.keys() & sections.keys())
     parts = [
         "# The standard checks on real models",
-        f"Command: `{COMMAND}`. {versions()}. Machine: {machine()}. {seconds / 60:.0f} minutes.",
+        f"Command: `{COMMAND}`; `{ONE}` writes the part of one library alone.",
         "The models are tiny and their weights are random: how good they are, nothing here says.",
-        table(head, [*(row(*item) for item in of.items()), row("all", verdicts)]),
-        *(section(*item) for item in of.items()),
+        table(
+            HEAD,
+            [
+                *((name, *rows[name]) for name in known),
+                ("all", *map(sum, zip(*(rows[name] for name in known), strict=True))),
+            ],
+        ),
+        *(sections[name] for name in known),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def section(library: str, verdicts: Sequence[Verdict]) -> str:
+def sections_of(page: str) -> dict[str, str]:
+    """Return the section of each library on a page."""
+    _, *sections = page.strip().split("\n\n## ")
+    return {section.partition("\n")[0]: f"## {section}" for section in sections}
+
+
+def rows_of(page: str) -> dict[str, tuple[int, ...]]:
+    """Return the counts of each library in the table at the head of a page."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.partition("\n## ")[0].split("\n")]
+    return {
+        name: tuple(map(int, counts))
+        for name, *counts in lines
+        if len(counts) == len(HEAD) - 1 and all(count.isdecimal() for count in counts)
+    }
+
+
+def section(library: str, ran: str, verdicts: Sequence[Verdict]) -> str:
     """Return what is said of the models of one library."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in verdicts:
@@ -125,6 +161,7 @@ def section(library: str, verdicts: Sequence[Verdict]) -> str:
     ]
     parts = [
         f"## {library}",
+        ran,
         ", ".join(dict.fromkeys(one.model for one in verdicts)),
         "### Broken",
         table(["model", "check", "what the check says", "why that is true"], broken),
@@ -137,11 +174,11 @@ def section(library: str, verdicts: Sequence[Verdict]) -> str:
     return "\n\n".join(parts)
 
 
-def row(name: str, verdicts: Sequence[Verdict]) -> tuple[object, ...]:
-    """Return the line of one library, or of all."""
+def row(verdicts: Sequence[Verdict]) -> tuple[int, ...]:
+    """Return the counts of one library."""
     counts = Counter(one.verdict for one in verdicts)
     kinds = (counts[kind] for kind in ("holds", "not applicable", "explained", "failed"))
-    return name, len({(one.library, one.model) for one in verdicts}), len(verdicts), *kinds
+    return len({one.model for one in verdicts}), len(verdicts), *kinds
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -19,8 +19,8 @@ from pytest_modelprobe import ModelProbe, checks
 
 COMMONS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "test_checks_transformers.py"))
 COMMON, IMAGE, AUDIO, ROWS, VOCABULARY = (COMMONS[name] for name in ("COMMON", "IMAGE", "AUDIO", "ROWS", "VOCABULARY"))
-case, ids, image, labelled, made, text, uncached = (
-    COMMONS[name] for name in ("case", "ids", "image", "labelled", "made", "text", "uncached")
+case, ids, image, labelled, made, text = (
+    COMMONS[name] for name in ("case", "ids", "image", "labelled", "made", "text")
 )
 DECODER = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BOTH = {
@@ -55,7 +55,7 @@ def segmented(probe: ModelProbe) -> dict[str, Any]:
 
 
 def heard(probe: ModelProbe) -> dict[str, Any]:
-    return {"input_features": probe.randn(ROWS, 8, 20), "labels": ids(probe), "use_cache": False}
+    return {"input_features": probe.randn(ROWS, 8, 20), "labels": ids(probe)}
 
 
 def large_image(probe: ModelProbe) -> dict[str, Any]:
@@ -417,7 +417,6 @@ LOSSES = {"detr": square}
 
 EXPLAINED: dict[str, dict[str, str]] = {
     "switch": {"dtype_parity": "its router computes in float32, as its configuration says, whatever the model does"},
-    "opt": {"checkpoint_parity": "its layers write into a cache of keys and values, and do it again when recomputed"},
     "clip": {"gradient_accumulation": "its contrastive loss takes the other rows for negatives"},
     "mae": {
         "eval_stable": "it masks random patches, in evaluation mode too",
@@ -444,8 +443,7 @@ EXPLAINED: dict[str, dict[str, str]] = {
 """Name of a model → name of a check that breaks → why that is true of the model."""
 
 MODELS = {
-    **{name: (*model, uncached) for name, model in DECODERS.items()},
-    **{name: (*model, labelled) for name, model in ENCODERS.items()},
+    **{name: (*model, labelled) for name, model in {**DECODERS, **ENCODERS}.items()},
     **OTHERS,
 }
 CASES = COMMONS["CASES"] + [

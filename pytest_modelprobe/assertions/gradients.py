@@ -374,7 +374,7 @@ def _growth_text(grown: list[_Growth], looked_at: list[Layer], max_ratio: float)
     grown.sort(key=lambda g: -g.times)
     first = grown[0]
     return failure(
-        f"{first.step.name} gets a gradient of its output {number(first.times)} times larger than {first.last.name}, "
+        f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than {first.last.label}, "
         f"{_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
         f"{count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "gradient norm", "times larger", "output rms"],

@@ -13,14 +13,17 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
-from .outcome import Break
-from .trial import Given, Trace, plain
+from .outcome import Break, NotApplicableError
+from .trial import Given, Trace, Trial, Vary, plain, widened
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """What of two tensors is to agree: one pair; several where it is not known which axis is meant and one has to; none."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """How far two results of one computation may be apart that kernels do in another order, relative to their norm."""
+
+_ROUNDING = 1e-6
+"""How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
 
 _MISSING = "not given out"
 
@@ -81,11 +84,12 @@ def disagreements(
         if again is None:
             found.append(Disagreement(given, math.inf, _MISSING))
         elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
-            changes = [change(x, y) for x, y in pairs(given.tensor, again.tensor)]
-            if changes and not min(changes) <= limit(given.tensor, tolerance, least=least):
+            compared = pairs(given.tensor, again.tensor)
+            least_change = min((change(x, y) for x, y in compared), default=0.0)
+            if not least_change <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
-                note = reshaped if given.tensor.shape != again.tensor.shape and math.isinf(min(changes)) else ""
-                found.append(Disagreement(given, min(changes), note))
+                note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
+                found.append(Disagreement(given, least_change, note))
     return found
 
 
@@ -125,15 +129,59 @@ def negligible(gradients: Mapping[str, Tensor | None]) -> float:
     return 1e-6 * max((g.norm().item() for g in gradients.values() if g is not None), default=0.0)
 
 
-def upheld(found: list[Disagreement], one: Trace, pairs: Pairs) -> list[Disagreement]:
-    """Return what disagrees; nothing where what the model itself gives out along the axis in question agrees.
+def apart(
+    trial: Trial,
+    runs: tuple[Trace, Trace],
+    varied: tuple[Vary, Vary],
+    pairs_of: Callable[[Trace], Pairs],
+    tolerance: float | None,
+    *,
+    exact: bool = False,
+) -> tuple[list[Disagreement], Disagreement | None]:
+    """Return where two runs disagree, if the output does; else the first disagreement inside, beyond rounding.
 
-    Inside it an axis may be as long by chance: that of the tokens routed to an expert, say.
+    Where the output agrees and a layer inside does not, both are computed again in float64, which tells what is little
+    from what is rounding.
+
+    Args:
+        trial: The model and its inputs.
+        runs: The two runs.
+        varied: What made their inputs, to run them again in float64.
+        pairs_of: Returns which parts of a run are to agree with those of another.
+        tolerance: Largest relative change; None: by dtype.
+        exact: Whether both ran the same operations on tensors of the same shapes, so that equal parts come out equal
+            to the last bit.
     """
-    final = [given for given in one.outputs if given.layer == ROOT and given.tensor.is_floating_point()]
-    along = any(pairs(given.tensor, given.tensor) for given in final)
-    broken = any(one.given.layer == ROOT and not one.given.inside for one in found)
-    return found if broken or not along else []
+
+    def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
+        pairs = pairs_of(one)
+        found = disagreements(one, two, pairs=pairs, tolerance=up_to)
+        there = {given.where for given in two.given}  # what other rows go to may not be called
+        # Of a list of one for each row there are fewer; what is along the axis is there whatever its length.
+        along = {one.given.where for one in found if one.given.is_final and pairs(*[one.given.tensor] * 2)}
+        return [one for one in found if one.given.where in there | along]
+
+    found = compared(*runs, tolerance)
+    if any(one.given.is_final for one in found):
+        return found, None
+    if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
+        return [], None
+    try:
+        model = trial.copied(torch.float64)
+        wide = [trial.other(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
+        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
+    except NotApplicableError:  # it runs in its own dtype alone
+        pass
+    if any(one.given.is_final for one in found):
+        return found, None
+    return [], found[0] if found else None
+
+
+def told_inside(inside: Disagreement | None) -> str:
+    """Return the end of a sentence about an output that agrees: that something inside does not."""
+    if inside is None:
+        return ""
+    return f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
 
 
 def from_the_loss(names: Iterable[str], trace: Trace) -> list[str]:
@@ -162,6 +210,10 @@ def broken(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
         rows=tuple(one.row for one in found),
         advice=advice,
     )
+
+
+def _in_double_precision(vary: Vary) -> Vary:
+    return lambda path, x: widened(vary(path, x))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, broken, change, disagreements, limit
+from .agreement import Disagreement, Pairs, apart, broken, change, limit, told_inside
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Given, Trace, Trial, Vary, widened
-
-_ROUNDING = 1e-6
-"""How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
+from .trial import Given, Trace, Trial, Vary, unchanged
 
 
 @check
@@ -67,6 +63,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
+    _check_of_all_rows(trial, one, resized, rows, axis)
     return f"the first and the last of {count(size, 'row')}, in {rows.told(inside)}"
 
 
@@ -74,8 +71,8 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
 def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
     """Check that in evaluation mode a batch of one row, and one of a row more, run and give the same for the first row.
 
-    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number,
-    as a loss is.
+    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number of
+    all rows, as a loss is.
 
     Args:
         trial: The model and its inputs.
@@ -114,8 +111,8 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     rows.check_known()
     inside = None
     for n, two in runs.items():
-        varied = _same, _sized(inputs, size, n, axis)
-        found, hidden = _apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        varied = unchanged, _sized(inputs, size, n, axis)
+        found, hidden = apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
         if found:
             check_not_random(trial)
             check_rows_go_together(trial, axis)
@@ -126,6 +123,7 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
             )
         rows.check_told(hidden, f"in a batch of {n}")
         inside = inside or hidden
+    _check_of_all_rows(trial, one, resized, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.told(inside)}"
 
 
@@ -229,7 +227,7 @@ class _Rows:
             meant = [(axis,) for axis in axes] if self.guessed else [axes]
             rows = [(_taken(one, axes, row, self.size), _taken(other, axes, row, n)) for axes in meant]
             found = [(x, y) for x, y in rows if x is not None and y is not None]
-            if found or (one.dim() == other.dim() and not _is_final(given)):
+            if found or (one.dim() == other.dim() and not given.is_final):
                 return found  # tokens that go to an expert are as many as rows by chance
             return [(one, other)]
 
@@ -258,8 +256,7 @@ class _Rows:
         text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
         for what, paths in ("not along the batch", self.elsewhere), ("not compared, of integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
-        if inside is not None:
-            text += f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
+        text += told_inside(inside)
         if self.guessed:
             text += f"; the model takes no other batch: an axis of {self.size} is taken for the batch's"
         return text
@@ -289,17 +286,17 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     integers, elsewhere = [], []
     for given in one.given:
         x, y = given.tensor, again.get(given.where)
-        found = () if y is None else _longer(x, y, size, resized.n, flattened=_is_final(given))
-        if y is None or not (found or (_is_final(given) and x.dim() != y.dim())):
-            if _is_final(given):
+        found = () if y is None else _longer(x, y, size, resized.n, flattened=given.is_final)
+        if y is None or not (found or (given.is_final and x.dim() != y.dim())):
+            if given.is_final:
                 elsewhere.append(given)
         elif x.is_floating_point() or x.is_complex():
             axes[given.where] = found
             kept.append(given)
-        elif _is_final(given):
+        elif given.is_final:
             integers.append(given.path)
     layers = frozenset(given.layer for given in kept)
-    final = any(_is_final(given) for given in kept)
+    final = any(given.is_final for given in kept)
     same = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
     number = same and all(_is_number(given.tensor) for given in elsewhere)
     told = [f"{g.path} {tuple(g.tensor.shape)}" for g in elsewhere if not (final and _is_number(g.tensor))]
@@ -358,12 +355,8 @@ def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
     }
     axes = {where: found for where, found in axes.items() if found}
     kept = [given for given in one.given if given.where in axes]
-    layers, final = frozenset(given.layer for given in kept), any(_is_final(given) for given in kept)
+    layers, final = frozenset(given.layer for given in kept), any(given.is_final for given in kept)
     return _Rows(size, batched(trial, size, axis), axes, layers, final, guessed=True)
-
-
-def _is_final(given: Given) -> bool:
-    return given.layer == ROOT and not given.inside
 
 
 def _is_number(x: Tensor) -> bool:
@@ -387,7 +380,7 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
         for given in one.given
         if (new := there.get(given.where)) is not None and not change(given.tensor, new) <= limit(given.tensor)
     }
-    if not any(_is_final(given) and given.where in changed for given in one.given):
+    if not any(given.is_final and given.where in changed for given in one.given):
         return None
     check_rows_go_together(trial, axis)
     last = max((i for i, given in enumerate(one.given) if given.where in rows.axes), default=-1)
@@ -403,11 +396,41 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
     )
 
 
+_TIMES = 12
+"""Replacements of rows that leave an output as it is, after which it does not know of them: a share of rows that are
+right, say, one of them may leave by chance."""
+
+
+def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
+    """Refuse to take for a loss, or for statistics, what is of one row, as ``out[0]`` of a head with one output.
+
+    Raises:
+        NotApplicableError: What is not along the batch is another with other rows, and the same as long as one stays.
+    """
+    if rows.size < 2 or resized is None or one.final.keys() != resized.trace.final.keys():  # a list of one for each row
+        return
+    final = [given for given in one.given if given.is_final and given.where not in rows.axes]
+    shapes = {given.path: tuple(given.tensor.shape) for given in final if given.tensor.is_floating_point()}
+    for row, which in (0, "first"), (rows.size - 1, "last"):
+        kept = set(shapes)
+        for time in range(_TIMES):
+            kept -= _moved(trial, one, kept, _replacing(trial, rows.inputs, [], axis, row, time=time))
+        for path in sorted(_moved(trial, one, kept, _replacing(trial, rows.inputs, []))):
+            raise NotApplicableError(
+                f"{path} {shapes[path]} changes with the {which} row and with no other: a loss is of all rows; if it "
+                "is none, the batch is lost, as in out[0]"
+            )
+
+
+def _moved(trial: Trial, one: Trace, paths: set[str], vary: Vary) -> set[str]:
+    """Return which of these outputs are others with other inputs."""
+    if not paths:
+        return set()
+    again = trial.other(mode="eval", vary=vary).final
+    return {path for path in paths if path not in again or change(one.final[path], again[path])}
+
+
 # --- other rows, and another number of them -----------------------------------------------------------------------
-
-
-def _same(_: str, x: Tensor) -> Tensor:
-    return x
 
 
 def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
@@ -419,14 +442,16 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     return vary
 
 
-def _replacing(trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None) -> Vary:
+def _replacing(
+    trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None, *, time: int = 0
+) -> Vary:
     """Return what replaces the rows of a batch but one, and writes down the paths of the inputs in which it did."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in inputs or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
-            others = other(trial, x)
+            others = other(trial, x, time=time)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
@@ -440,62 +465,13 @@ def _replacing(trial: Trial, inputs: set[str], replaced: list[str], axis: int = 
 def _mixed(
     trial: Trial, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return what a row gives out otherwise when all other rows are replaced; see `_apart`."""
+    """Return what a row gives out otherwise when all other rows are replaced; see `apart`."""
     replaced: list[str] = []
     vary = _replacing(trial, rows.inputs, replaced, axis, row)
     two = trial.other(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
     pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = _apart(trial, (one, two), (_same, vary), pairs_of, tolerance, exact=True)
+    found, inside = apart(trial, (one, two), (unchanged, vary), pairs_of, tolerance, exact=True)
     rows.check_told(inside, "with the other rows")
     return found, inside
-
-
-def _apart(
-    trial: Trial,
-    runs: tuple[Trace, Trace],
-    varied: tuple[Vary, Vary],
-    pairs_of: Callable[[Trace], Pairs],
-    tolerance: float | None,
-    *,
-    exact: bool = False,
-) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return where two runs disagree, if the output does; else the first disagreement inside, beyond rounding.
-
-    Args:
-        trial: The model and its inputs.
-        runs: The two runs.
-        varied: What made their inputs, to run them again in float64.
-        pairs_of: Returns which rows of a run are to agree with those of another.
-        tolerance: Largest relative change; None: by dtype.
-        exact: Whether both ran the same operations on tensors of the same shapes, so that equal rows come out equal to
-            the last bit.
-    """
-
-    def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
-        pairs = pairs_of(one)
-        found = disagreements(one, two, pairs=pairs, tolerance=up_to)
-        there = {given.where for given in two.given}  # what other rows go to may not be called
-        # Of a list of one for each row there are fewer; what is along the batch is there whatever its size.
-        along = {one.given.where for one in found if _is_final(one.given) and pairs(*[one.given.tensor] * 2)}
-        return [one for one in found if one.given.where in there | along]
-
-    found = compared(*runs, tolerance)
-    if any(_is_final(one.given) for one in found):
-        return found, None
-    if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
-        return [], None
-    try:
-        model = trial.copied(torch.float64)
-        wide = [trial.other(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
-        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
-    except NotApplicableError:  # it runs in its own dtype alone
-        pass
-    if any(_is_final(one.given) for one in found):
-        return found, None
-    return [], found[0] if found else None
-
-
-def _in_double_precision(vary: Vary) -> Vary:
-    return lambda path, x: widened(vary(path, x))

@@ -222,14 +222,14 @@ class _Attempt:
                 changes = self._by_axis(given.tensor, tensors, least) if len(tensors) == len(parts) else {}
             if changes:
                 self._looked_at.add(given.layer)
-                self._ends |= _is_final(given)
+                self._ends |= given.is_final
                 far = [chunk for chunk, by in changes.items() if not by <= least]
                 self._found += [_Difference(given, chunk, changes[chunk]) for chunk in far[:1]]
 
     def _by_address(self, part: Trace) -> dict[tuple[str, int, str], Given]:
         found = {(given.layer, given.index, given.path): given for given in part.given}
-        ends = [given.path for given in self._one.given if _is_final(given)]
-        theirs = [given for given in part.given if _is_final(given)]
+        ends = [given.path for given in self._one.given if given.is_final]
+        theirs = [given for given in part.given if given.is_final]
         if theirs and not any(given.path in ends for given in theirs):  # a step that gives out the first alone
             found |= {(ROOT, given.index, ends[0]): given for given in theirs[:1] if ends}
         return found
@@ -283,10 +283,6 @@ _Layout = list[tuple[int, int]]
 0 stands for an axis that is as long as all positions so far: of keys and values, and of weights of them. A layout that
 is not that of the first chunk is none: tokens may be in another order, as those of experts are.
 """
-
-
-def _is_final(given: Given) -> bool:
-    return given.layer == ROOT and not given.inside
 
 
 def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[int, ...]:
@@ -394,7 +390,7 @@ def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[li
             if trace.error is not None:
                 break
             trace.output, state = trace.output
-            if not any(_is_final(given) for given in trace.given):  # a step that calls parts of the model
+            if not any(given.is_final for given in trace.given):  # a step that calls parts of the model
                 tensors = flatten("output", trace.output).tensors
                 trace.given += [Given(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors]
     return traces, state

@@ -102,7 +102,8 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     Dropout of torch is off in both, and a BatchNorm goes by its statistics. A layer that draws random numbers in other
     ways, or gathers statistics of its own, gives out what it gave out in evaluation; `dropout_scaled` judges those that
     draw. Each layer is judged by what it makes of the same inputs: one that is given something else, or that gives out
-    something of another structure, as further heads in training, is left out. Then the model goes to evaluation mode
+    something of another structure, as further heads in training, is left out. One whose difference is taken back by
+    the code around it, as a weight that is merged for evaluation, is told alone. Then the model goes to evaluation mode
     twice in a row, and to evaluation and back: neither may change what it gives out.
 
     Args:
@@ -117,7 +118,7 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     """
     evaluated = _run(trial, "eval")
     train = _run(trial, "train", stand_in=evaluated)
-    found, looked_at = _differences(evaluated, train, tolerance)
+    found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
         return _broken(found, "in training mode than in evaluation, without randomness")
     if not looked_at:
@@ -128,15 +129,27 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
             for mode in modes[:-1]:
                 trial.model.train(mode == "train")
             again = _run(trial, modes[-1], stand_in=evaluated)
-        found, _ = _differences(before, again, tolerance)
+        found, _, _ = _differences(before, again, tolerance)
         if found:
             return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
     apart = sorted(train.apart & {name for name, _ in train.outputs})
     left = f"; left out: {listed(apart)}, random or with statistics of their own" if apart else ""
-    return f"{count(len(looked_at), 'layer')}{left}"
+    return f"{count(len(looked_at), 'layer')}{left}{_told(inside)}"
 
 
-def _broken(found: list[tuple[str, str, float]], when: str) -> Break:
+def _told(inside: list[_Difference]) -> str:
+    """Return the end of a sentence about layers that agree: that what is inside some of them does not."""
+    if not inside:
+        return ""
+    layer, path, far = inside[0]
+    return f"; layers inside differ, what is around them does not: first {layer} {path}, {changed(far)}"
+
+
+_Difference = tuple[str, str, float]
+"""A layer, which of its outputs, and its change."""
+
+
+def _broken(found: list[_Difference], when: str) -> Break:
     layer, path, far = found[0]
     return Break(
         layer=layer,
@@ -147,11 +160,14 @@ def _broken(found: list[tuple[str, str, float]], when: str) -> Break:
     )
 
 
-def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[tuple[str, str, float]], set[str]]:
-    """Return what layers make otherwise of the same inputs, as layer, path and change, and which were compared."""
-    found, looked_at = [], set()
+def _differences(
+    one: _Run, other: _Run, tolerance: float | None
+) -> tuple[list[_Difference], set[str], list[_Difference]]:
+    """Return what layers make otherwise of the same inputs, which were compared, and what others around take back."""
+    found: list[_Difference] = []
     apart = one.apart | other.apart
     calls, others_calls = one.calls, other.calls
+    compared, alike = Counter[str](), Counter[str]()
     for key, output in other.outputs.items():
         layer = key[0]
         if layer in apart or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
@@ -160,10 +176,20 @@ def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[
         common = [path for path in before if path in now and now[path].is_floating_point()]
         if not common or any(before[path].shape != now[path].shape for path in common):
             continue
-        looked_at.add(layer)
         changes = [(layer, path, change(before[path], now[path])) for path in common]
-        found += [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
-    return found, looked_at
+        differ = [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
+        found += differ
+        compared[layer] += 1
+        alike[layer] += not differ and before.keys() == now.keys()
+    # What has a layer inside that gives out the same by a stand-in says nothing of the others.
+    sound = {layer for layer in alike if alike[layer] == calls[layer] and not any(_within(n, layer) for n in apart)}
+    inside = [one for one in found if any(_within(one[0], layer) for layer in sound)]
+    return [one for one in found if one not in inside], set(compared), inside
+
+
+def _within(name: str, layer: str) -> bool:
+    """Whether a layer is another, or inside it."""
+    return layer == ROOT or name == layer or name.startswith(f"{layer}.")
 
 
 def _same(one: Flat, other: Flat) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.flatten import flatten, flatten_call
+from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
@@ -167,7 +170,9 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     Each child of the model that has children itself and gives out a tensor or a tuple of tensors is checkpointed: of a
     `ModuleList`, each of its modules; of a child that gives out something else, which reentrant checkpoints cannot, its
     own children. Without any, single layers are, or the whole model if one of them works in place. They run again in
-    the backward: a cache that they write to is written to twice (``use_cache=False`` in transformers).
+    the backward, and what they write to is written to twice. So a model of transformers runs without its cache of keys
+    and values, as it does when it checkpoints itself, unless ``use_cache=True`` is given; and the power iteration of
+    `torch.nn.utils.spectral_norm`, which goes on in each forward of training, stands still.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -175,18 +180,19 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
+    model, stopped = _stopped(trial)
     wanted = True
     try:
-        one = trial.reference(backward=True, input_gradients=True)
+        one = trial.reference(backward=True, input_gradients=True, model=copy.deepcopy(model))
     except NotApplicableError:  # it may want inputs without
         wanted = False
-        one = trial.reference(backward=True)
-    parts = _parts(trial)
+        one = trial.reference(backward=True, model=copy.deepcopy(model))
+    parts = _parts(trial, copy.deepcopy(model))
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
-        other = trial.copied()
+        other = copy.deepcopy(model)
         for name in parts:
             module = other.get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
@@ -212,7 +218,29 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
             return found
     else:
         how = "reentrant and not"
-    return f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
+    told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
+    return "; ".join([told, *stopped])
+
+
+def _stopped(trial: Trial) -> tuple[nn.Module, list[str]]:
+    """Return a copy of the model that does not write to what a second forward would write to again, and what it lacks.
+
+    That is what is known to be meant so, and what nobody leaves on beside a checkpoint. All else is to be found.
+    """
+    model = trial.copied()
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        with contextlib.suppress(AttributeError):  # a dataclass that is frozen
+            config.use_cache = False
+    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+    # Either the module of a parametrization or, of the function in torch.nn.utils itself, a hook.
+    norms: list[Any] = [one for one in (*modules, *hooks) if isinstance(getattr(one, "n_power_iterations", None), int)]
+    for norm in norms:
+        norm.n_power_iterations = 0
+    told = ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
+    return model, [*told, *([f"{count(len(norms), 'spectral norm')} standing still"] if norms else [])]
 
 
 def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
@@ -365,8 +393,9 @@ def _dtype(given: Given) -> str:
     return str(given.tensor.dtype).removeprefix("torch.")
 
 
-def _parts(trial: Trial) -> list[str]:
+def _parts(trial: Trial, model: nn.Module) -> list[str]:
     """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
+    modules = Layers(model).modules
     simple: dict[nn.Module, bool] = {}
     given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
     in_place = False
@@ -385,8 +414,8 @@ def _parts(trial: Trial) -> list[str]:
         simple[module] = simple.get(module, True) and plain
         in_place |= any(x._version != version for x, version in given[module])
 
-    with hooked(trial.layers.modules, begin, end):
-        trial.reference(backward=True)
+    with hooked(modules, begin, end):
+        trial.reference(backward=True, model=model)
 
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
         if name and simple.get(module) and (single or [*module.children()]):
@@ -396,11 +425,11 @@ def _parts(trial: Trial) -> list[str]:
         children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         return [part for key, child in children for part in parts(key, child, single=single)]
 
-    if found := parts("", trial.model, single=False):
+    if found := parts("", model, single=False):
         return found
     if in_place:  # what one layer gave out may not be written to by the next, once it was checkpointed
-        return [""] if simple.get(trial.layers.modules[ROOT]) else []
-    return parts("", trial.model, single=True)
+        return [""] if simple.get(modules[ROOT]) else []
+    return parts("", model, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.selection import nearest
 
-from .agreement import Pairs, broken, change, changed, disagreements, limit, upheld
+from .agreement import Disagreement, Pairs, apart, broken, change, changed, disagreements, limit, told_inside
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial
+from .trial import Trace, Trial, Vary, unchanged
 
 _Axes = Callable[[Tensor], list[int]]
 """Of a tensor that a run gave out: the axes that its positions may be along."""
@@ -50,15 +50,20 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     length = tensor.shape[axis]
     half = (length + 1) // 2
     one = trial.reference(mode="eval")
-    pairs_of = functools.partial(_first, axes_of=_axes_that_follow(trial, one, path, axis))
+    axes_in = _axes_that_follow(trial, one, path, axis)
     cuts = [before for before in (half, half - 1) if before]
+    inside = None
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
             return other_from(trial, x, axis, before) if name == path else x
 
-        two, pairs = trial.other(mode="eval", vary=vary), pairs_of(before)
-        found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
+        def pairs_of(trace: Trace, before: int = before) -> Pairs:
+            return _first(before, axes_in(trace))
+
+        two = trial.other(mode="eval", vary=vary)
+        found, hidden = apart(trial, (one, two), (unchanged, vary), pairs_of, tolerance, exact=True)
+        inside = inside or hidden
         if found:
             return broken(
                 found,
@@ -67,7 +72,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
                 "over all positions, or over those of a chunk: a norm, a mean.",
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
-    return _looked_at(one, pairs_of(cuts[-1]), length, f"at {firsts} of {length} positions")
+    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions", inside)
 
 
 @check
@@ -117,7 +122,7 @@ def padding_invariant(
     padding = _padding(trial, tensor, pad_id)
     name = None
     if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
-        name = _mask_name(trial, mask, (batch, length))
+        name = _mask_name(trial, mask, path, (batch, length), axis)
     marks = _marks(name, dict(trial.inputs)[name]) if name else 0
 
     def masked(where: str, x: Tensor) -> Tensor:
@@ -146,21 +151,27 @@ def padding_invariant(
     if shorter is None:
         padding = None  # it takes sequences of one length alone
     one = trial.reference(mode="eval", vary=masked)
-    two = trial.other(mode="eval", vary=shorter or replaced)
-    rows = batch if axis else -1
-    axes_of = _axes_that_follow(trial, one, path, axis)
-    pairs = _first_and_pooled(rows, kept, axes_of) if padding is None else _cut_and_pooled(rows, kept, length)
+    varied: tuple[Vary, Vary] = masked, shorter or replaced
+    two = trial.other(mode="eval", vary=varied[1])
     if padding is not None:  # where nothing is masked a model may hand on no mask
         both = {given.where for given in two.given}
-        one.given = [given for given in one.given if given.where in both]
-    found = upheld(disagreements(one, two, pairs=pairs, tolerance=tolerance), one, pairs)
+        one.given = [given for given in one.given if given.is_final or given.where in both]
+    rows = batch if axis else -1
+    axes_in = _axes_that_follow(trial, one, path, axis)
+
+    def pairs_of(trace: Trace) -> Pairs:
+        cut = padding is not None
+        return _cut_and_pooled(rows, kept, length) if cut else _first_and_pooled(rows, kept, axes_in(trace))
+
+    found, inside = apart(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
     others = "the others"
     if name is not None:
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
     if not found:
-        return _looked_at(one, pairs, length, f"at the first {kept} of {length} positions without {others}")
+        how = f"at the first {kept} of {length} positions without {others}"
+        return _looked_at(one, pairs_of(one), length, how, inside)
     unused = _unused_masks(trial) if name is None and pad_id is None else []
     if unused:
         raise NotApplicableError(f"the model finds no padding without {listed(unused)}: give it, or pad_id=")
@@ -194,7 +205,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
 
     one, two = _reordered(trial, path, axis, order)
     back = torch.argsort(order)
-    axes_of = _axes_that_follow(trial, one, path, axis)
+    axes_of = _axes_that_follow(trial, one, path, axis)(one)
 
     def restored(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
         axes = axes_of(x)
@@ -306,19 +317,27 @@ def other_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
     return torch.cat([tensor.narrow(axis, 0, start), other(trial, tensor).narrow(axis, start, rest)], axis)
 
 
-def other(trial: Trial, tensor: Tensor) -> Tensor:
+def other(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
     """Return other numbers of the kind of a tensor: floats of its scale, integers that it holds, not where they are.
+
+    Args:
+        trial: The model and its inputs.
+        tensor: The tensor.
+        time: Which of several times: others each time, of integers as far as there are others.
 
     Raises:
         NotApplicableError: All integers are the same: which others the model takes is not known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
-        return trial.randn_like(tensor, "other") * (scale if scale > 0 else 1) + tensor.mean()
+        return (
+            trial.randn_like(tensor, f"other {time}" if time else "other") * (scale if scale > 0 else 1) + tensor.mean()
+        )
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are the same: which others there may be is not known")
-    another: Tensor = known[(torch.searchsorted(known, tensor) + 1) % len(known)]
+    by = 1 + time % (len(known) - 1)
+    another: Tensor = known[(torch.searchsorted(known, tensor) + by) % len(known)]
     return another
 
 
@@ -331,8 +350,8 @@ def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
-    """Return the path of the mask, of the shape (batch, positions)."""
+def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
+    """Return the path of the mask, of the shape (batch, positions) that an input has along an axis."""
     shapes = {path: tuple(tensor.shape) for path, tensor in trial.dense}
     if name is not None:
         if name not in shapes:
@@ -345,7 +364,7 @@ def _mask_name(trial: Trial, name: str | None, shape: tuple[int, int]) -> str:
     found = [path for path in shapes if path.endswith("mask") and shapes[path] == shape]
     if not found:
         raise NotApplicableError(
-            f"no argument of shape (batch, positions) is called a mask, here {shape}: give mask= its name"
+            f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
         )
     if len(found) > 1:
         raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
@@ -371,8 +390,8 @@ def _axes(tensor: Tensor, length: int) -> list[int]:
     return [axis for axis, n in enumerate(tensor.shape) if n == length]
 
 
-def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> _Axes:
-    """Return what finds the axes of positions in what a run gave out: those that are shorter in a shorter sequence.
+def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
+    """Return what finds the axes of positions in what runs give out: those that are shorter in a shorter sequence.
 
     Where the model takes none, all that are as long may be it: of features, or of a cache, there may be as many.
 
@@ -384,6 +403,11 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> _Axes:
     """
     tensor = dict(trial.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
+
+    def guessed(x: Tensor) -> list[int]:
+        found = _axes(x, length)
+        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
+
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
@@ -395,12 +419,18 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> _Axes:
         if again.error is None:
             there = {given.where: given.tensor.shape for given in again.given}
             known = {
-                id(given.tensor): [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
+                given.where: [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
                 for given in one.given
                 if given.tensor.dim() == len(there.get(given.where, ()))
             }
-            return lambda x: known[id(x)] if id(x) in known else _axes(x, length)
-    return lambda x: _axes(x, length)
+            return functools.partial(_known_axes, known, guessed)
+    return functools.partial(_known_axes, {}, guessed)
+
+
+def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) -> _Axes:
+    """Return what finds the axes that are known of a value by its address, and guesses those of others."""
+    of = {id(given.tensor): known[given.where] for given in trace.given if given.where in known}
+    return lambda x: of[id(x)] if id(x) in of else guessed(x)
 
 
 def _first(before: int, axes_of: _Axes) -> Pairs:
@@ -415,8 +445,8 @@ def _first(before: int, axes_of: _Axes) -> Pairs:
     return pairs
 
 
-def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str) -> str:
-    """Return what was looked at, and how.
+def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagreement | None = None) -> str:
+    """Return what was looked at, and how, and what disagrees inside.
 
     Raises:
         NotApplicableError: No layer, or nothing that the model itself gives out, has an axis of positions.
@@ -432,11 +462,12 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str) -> str:
         if given.tensor.dim() and not along.get(id(given))
     ]
     if not any(along.get(id(given)) for given in final):
+        within = "agrees" if inside is None else f"does not agree, first {inside.given.where}, {inside.changed}"
         raise NotApplicableError(
             f"nothing that the model gives out can be compared along an axis of {count(length, 'position')}: "
-            f"{listed(others) or 'single numbers alone'}; what is inside agrees, in {count(len(layers), 'layer')}"
+            f"{listed(others) or 'single numbers alone'}; what is inside {within}, in {count(len(layers), 'layer')}"
         )
-    text = f"{count(len(layers), 'layer')} {how}"
+    text = f"{count(len(layers), 'layer')} {how}{told_inside(inside)}"
     return f"{text}; not looked at: {listed(others)}" if others else text
 
 

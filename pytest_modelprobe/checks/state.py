@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.flatten import flatten_call
-from pytest_modelprobe.layers import attributes
+from pytest_modelprobe.flatten import flatten, flatten_call
 from pytest_modelprobe.memory import has_bytes
-from pytest_modelprobe.record import Plain, qualified
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.record import qualified
+from pytest_modelprobe.report.text import count, listed
 
 from .agreement import broken, disagreements
 from .check import check
@@ -23,7 +23,8 @@ from .trial import Trial, hooked, plain
 def state_unchanged_by_forward(trial: Trial) -> Break | str:
     """Check that a forward in evaluation mode changes no parameter and no buffer, and nothing that the next one sees.
 
-    What a module keeps for itself besides, a cache of positions say, may change as long as the outputs do not.
+    What a module keeps for itself besides, a cache of positions say, may change as long as the outputs do not: the
+    outcome names it. Attributes are looked into, and what dicts, lists and objects among them hold.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -39,7 +40,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
     fresh = trial.run(mode="eval", vary=rolled)
     with trial.lasting():
         before = {name: tensor.detach().clone() for name, tensor in _state(trial.model)}
-        kept = _attributes(trial)
+        kept = _kept(trial)
         one = trial.reference(mode="eval")
         changed = [name for name, tensor in _state(trial.model) if not _same(tensor, before.get(name))]
         if changed:
@@ -52,18 +53,20 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
                 advice="Look for running statistics that do not ask for self.training, and for writes into a buffer.",
             )
         two = trial.other(mode="eval")
+        now = _kept(trial)
         found = disagreements(one, two, tolerance=0.0, integers=True)
         if not found and fresh.error is None:  # what was kept of the first inputs may do for them alone
             found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
-        now = {name for name, value in _attributes(trial).items() if value != kept.get(name)}
+    changed = [name for name in sorted(kept | now) if not _alike(kept.get(name), now.get(name))]
     if found:
-        what = f"; set meanwhile: {', '.join(sorted(now))}" if now else ""
+        what = f"; set meanwhile: {', '.join(changed)}" if changed else ""
         return broken(
             found,
             "gives out another {path} after a forward: {changed}",
             f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
-    return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
+    without = f"; set meanwhile, and no output changes: {listed(changed)}" if changed else ""
+    return f"{count(len(before), 'parameters and buffer')}, 3 forwards{without}"
 
 
 @check
@@ -142,12 +145,29 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _attributes(trial: Trial) -> dict[str, Plain]:
-    return {
-        qualified(name, key): value
-        for name, module in trial.layers.modules.items()
-        for key, value in attributes(module).items()
-    }
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _kept(trial: Trial) -> dict[str, dict[str, Any]]:
+    """Return what the attributes of all modules hold, copied: the name of each → path → tensor or plain value."""
+    found = {}
+    for layer, module in trial.layers.modules.items():
+        for key in vars(module).keys() - _OF_ANY_MODULE:
+            name, value = qualified(layer, key), vars(module)[key]
+            flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
+            tensors = {path: x.detach().clone() if has_bytes(x) else x for path, x in flat.tensors}
+            found[name] = {**flat.plain, **tensors}
+    return found
+
+
+def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    if one is None or other is None or one.keys() != other.keys():
+        return one is other
+    pairs = [(value, other[path]) for path, value in one.items()]
+    return all(
+        _same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_bytes(x) else repr(x) == repr(y)
+        for x, y in pairs
+    )
 
 
 def _same(now: Tensor, before: Tensor | None) -> bool:

@@ -68,13 +68,18 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     check_rows_go_together(trial, axis)
     if _knows_rows(trial, whole, size, axis):
         raise NotApplicableError(_TARGETS)
+    order = from_the_loss([name for name, *_ in found], whole)
+    found.sort(key=lambda row: order.index(row[0]))
     name, far_by, _ = found[0]
+    advice = "Look at the loss: a sum is divided by nothing, a mean over tokens by the tokens of each part."
+    if len(found) < sum(gradient is not None for gradient in whole.gradients.values()):
+        advice += " The other gradients agree: it may also be a layer between those and these."
     return Break(
         layer=name,
         line=f"{name} gets another gradient in {size} parts than from the batch of {size}: {far_by} away",
         columns=("parameter", "changed by", "norm, times"),
         rows=tuple(found),
-        advice="Look at the loss: a sum is divided by nothing, a mean over tokens by the tokens of each part.",
+        advice=advice,
     )
 
 

@@ -57,6 +57,11 @@ class Given:
         """Its address, as messages say it: ``fc1 (call 2) output``."""
         return address(self.layer, self, self.path)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the model itself gave it out."""
+        return self.layer == ROOT and not self.inside
+
 
 @dataclass(slots=True, eq=False)
 class Trace:
@@ -464,6 +469,11 @@ def widened(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def unchanged(_: str, x: Tensor) -> Tensor:
+    """Return an input as it is given."""
+    return x
 
 
 def distinct(tensor: Tensor) -> Tensor:
