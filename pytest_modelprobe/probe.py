@@ -28,7 +28,7 @@ from .observation import identity
 from .origin import find_gradient_origin, find_origin
 from .owned import owned
 from .record import Layer, Reading, Record, Response, with_rerun
-from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
+from .restoring import ModelState, has_lazy, preserved
 from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -601,7 +601,8 @@ class _Run:
     def _observed(self, move: noise.Move | None = None, keep: Selector = ()) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record of one step, its numbers moved by ``move``, and the tensors kept."""
         __tracebackhide__ = True
-        with self._prepared(), self._watch(keep) as watch:
+        with self._prepared() as state, self._watch(keep) as watch:
+            watch._capture.notes.update(dict.fromkeys(state.notes))
             before = owned(watch._capture.layers, watch._capture.selected)
             if move is not None:
                 move.parameters(self.model)
@@ -621,13 +622,11 @@ class _Run:
         )
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
+    def _prepared(self) -> Iterator[ModelState]:
         """The model as a run finds it, from the seed; everything is put back afterwards."""
         __tracebackhide__ = True
         with ExitStack() as contexts:
-            contexts.enter_context(lazy_preserved(self.model))
-            contexts.enter_context(preserved(self.model))
-            contexts.enter_context(hooks_preserved(self.model))
+            state = contexts.enter_context(preserved(self.model))
             contexts.enter_context(self._seeded())
             for context in self._contexts():
                 contexts.enter_context(context)
@@ -639,14 +638,14 @@ class _Run:
                 self._give_shapes()
             for parameter in self.model.parameters():
                 parameter.grad = None
-            yield
+            yield state
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         return seeding.seeded(seeding.derive(self.seed, "run"))
 
     def _give_shapes(self) -> None:
         """Show lazy modules an input, so that the step finds a model like any other; nothing else stays of it."""
-        with preserved(self.model), hooks_preserved(self.model), self._seeded(), torch.no_grad():
+        with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
             with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
                 self._forward()
