@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -12,7 +13,6 @@ from array import array
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from ._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 from .memory import as_bytes, has_bytes
@@ -30,6 +29,7 @@ from .memory import as_bytes, has_bytes
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
 _MOST_OBJECTS = 20_000  # remembered beside modules and what stands in these; some milliseconds per thousand
+_LONG = 200  # characters of a name in a note, beyond which what is deeper has the same
 _MOST_BYTES = 1 << 30  # of arrays that are no tensors, each: an index of a search engine is not copied for a forward
 
 
@@ -78,7 +78,7 @@ class ModelState:
     * attributes of modules: those set get their old value, those added go.
     * what attributes lead to, however deep: the contents of lists, dicts, sets and their subclasses, of arrays, the
       states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
-    * hooks: those that came go. Those that went stay away, as their owners want.
+    * hooks of modules: those that came go, those that went come back.
     * lazy modules that had seen no input: they are lazy again.
     * the settings of torch for the whole process.
 
@@ -104,7 +104,7 @@ class ModelState:
         self._ways: dict[type, tuple[_Way, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with _modes_off():
-            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
                 self.remember(name, tensor)  # those of a ScriptModule are no attributes
             for name, module in reversed(list(model.named_modules())):  # those inside are known then
                 self.remember(name, module)
@@ -146,9 +146,9 @@ class ModelState:
             self._parts.append(_Mode(names))
             return
         hooks = [value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]
-        self._late.append(_NewHooks(hooks))
+        self._late.append(_Hooks(hooks))
         if lazy:
-            self._late.append(_Lazy(module, hooks))
+            self._late.append(_Lazy(module))
             self.notes.append(f"{name or 'the model'} is lazy and has seen no input: its shapes are those of this run")
         self._parts.append(_Attributes(names, without=_HOOKS))
         prefix = f"{name}." if name else ""
@@ -227,7 +227,7 @@ class ModelState:
     def _find(self, name: str, items: Iterable[tuple[Any, Any]], form: str = "{}[{!r}]") -> None:
         for key, value in items:
             if self._ways_of(type(value)) and id(value) not in self._known:
-                self._found.append((form.format(name, key), value))
+                self._found.append((form.format(name, key) if len(name) < _LONG else name, value))
 
     def _follow(self) -> None:
         """Remember what was found, and what is found on the way, the nearest first."""
@@ -261,12 +261,13 @@ class _Settings:
     """The settings of torch."""
 
     def __init__(self) -> None:
-        self._before = [(read, write, read()) for read, write in _SETTINGS]
+        before = ((read, write, _tried(read)) for read, write in _SETTINGS)
+        self._before = [(read, write, was) for read, write, was in before if was is not None]
 
     def restore(self) -> None:
-        for read, write, before in self._before:
-            if read() != before:
-                write(*before)
+        for read, write, was in self._before:
+            if _tried(read) != was:
+                write(*was)
 
 
 class _Mapping:
@@ -378,20 +379,23 @@ class _State:
         self._write(self._state)
 
 
-class _NewHooks:
-    """The hooks of a module.
+class _Hooks:
+    """The hooks of a module: those that came go, those that went come back, but for a watch that was closed meanwhile.
 
-    A model that registers hooks in its first forward, as those of transformers do, says so in an attribute: where that
-    is put back, the hooks have to go too, or the next forward registers them twice.
+    A model that registers or removes hooks in its first forward says so in an attribute: where that is put back, the
+    hooks have to follow, or the next forward registers them twice, or not at all.
     """
 
     def __init__(self, tables: list[dict[int, Any]]) -> None:
-        self._tables = [(hooks, set(hooks)) for hooks in tables]
+        self._tables = [(hooks, list(hooks.items())) for hooks in tables]
+        self._ours = {key for hooks in tables for key, hook in hooks.items() if getattr(hook, "is_modelprobe", False)}
 
     def restore(self) -> None:
-        for hooks, known in self._tables:
-            for key in hooks.keys() - known:
-                del hooks[key]
+        for hooks, before in self._tables:
+            wanted = {key: hook for key, hook in before if key not in self._ours or key in hooks}
+            if list(hooks.items()) != list(wanted.items()):
+                hooks.clear()
+                hooks.update(wanted)
 
 
 class _Mode:
@@ -406,20 +410,15 @@ class _Mode:
 
 
 class _Lazy:
-    """A lazy module that has seen no input: its class, its tensors without shapes, the hooks it takes.
+    """A lazy module that has seen no input: its class, and its tensors without shapes."""
 
-    Those are the hooks whose handles are attributes: of any other hook the module does not know.
-    """
-
-    def __init__(self, module: nn.Module, tables: list[dict[int, Any]]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
         self._tensors = [
             (tensor, type(tensor), tensor.data, tensor.requires_grad)
             for tensor in (*module._parameters.values(), *module._buffers.values())
             if tensor is not None and is_lazy(tensor)
         ]
-        keys = [value.id for value in vars(module).values() if isinstance(value, RemovableHandle)]
-        self._hooks = [(hooks, {key: hooks[key] for key in keys if key in hooks}) for hooks in tables]
 
     def restore(self) -> None:
         self._module.__class__ = self._class
@@ -428,10 +427,6 @@ class _Lazy:
             tensor.data = data
             tensor.__class__ = kind
             tensor.requires_grad_(requires_grad)
-        for hooks, own in self._hooks:
-            others = {key: hook for key, hook in hooks.items() if key not in own}
-            hooks.clear()
-            hooks.update({**own, **others})  # they came first
 
 
 class _TensorState:
@@ -499,7 +494,9 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Classes of the standard library that only hold what is given to them."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
 """Rooms of torch of whose objects models are made; graphs, process groups and compilers hold half the process."""
-_NOT_OF_THE_MODEL = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
+_LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
+_PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "threading", "unittest"})
+"""What is derived from these goes its own way while a model runs."""
 
 
 def _ways(kind: type) -> tuple[_Way, ...]:
@@ -528,11 +525,8 @@ def _ways(kind: type) -> tuple[_Way, ...]:
         )
     elif issubclass(kind, functools.partial):
         ways.append(lambda state, name, value: state.remember_items(name, (value.func, value.args, value.keywords)))
-    elif issubclass(kind, types.MethodType):
-        ways.append(lambda state, name, value: state.remember_items(name, (value.__self__,)))
-    where = f"{kind.__module__}."
-    if where.partition(".")[0] not in _NOT_OF_THE_MODEL or where.startswith(_MADE_OF) or kind in _HOLDERS:
-        if kind.__dictoffset__ and not issubclass(kind, type):
+    if _is_of_models(kind):
+        if kind.__dictoffset__:
             ways.append(ModelState.remember_attributes)
         if _slots(kind):
             ways.append(ModelState.remember_slots)
@@ -541,9 +535,20 @@ def _ways(kind: type) -> tuple[_Way, ...]:
     return tuple(ways)
 
 
+def _is_of_models(kind: type) -> bool:
+    """Whether the attributes of a class's objects are a model's, and not those of the process around it."""
+    if issubclass(kind, type) or any(_room(base) in _PROCESS for base in kind.__mro__):
+        return False
+    return _room(kind) not in _LIBRARIES or f"{kind.__module__}.".startswith(_MADE_OF) or kind in _HOLDERS
+
+
+def _room(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
 def _slots(kind: type) -> list[types.MemberDescriptorType]:
     own = (vars(cls).values() for cls in kind.__mro__ if "__slots__" in vars(cls))
-    return [slot for slot in chain.from_iterable(own) if isinstance(slot, types.MemberDescriptorType)]
+    return [slot for slot in itertools.chain.from_iterable(own) if isinstance(slot, types.MemberDescriptorType)]
 
 
 _Setting = tuple[Callable[[], tuple[Any, ...]], Callable[..., object]]
@@ -583,8 +588,23 @@ def _settings() -> Iterator[_Setting]:
             functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)
         )
 
+    backends = (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
+    for backend, operation in itertools.product(backends, ("matmul", "conv", "rnn")):
+        one = getattr(backend, operation, None)
+        if hasattr(one, "fp32_precision"):  # torch 2.9 and newer
+            change = functools.partial(setattr, one, "fp32_precision")
+            yield _setting(functools.partial(getattr, one, "fp32_precision"), change)
+
 
 _SETTINGS = tuple(_settings())
+
+
+def _tried(read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """Return a setting; None where it has no value: of the two ways to set a precision, the older one may have none."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 # --- small questions --------------------------------------------------------------------------------------------------

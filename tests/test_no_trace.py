@@ -253,6 +253,17 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
 }  # fmt: skip
 
 
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and newer
+
+    def newer() -> None:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+    SETTINGS["precision by backend"] = (
+        lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision), newer,
+    )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -267,6 +278,17 @@ def test_what_a_forward_sets_for_the_whole_process_is_as_it_was(
         assert read() == before
         change()
         assert read() != before
+
+
+def test_precisions_set_in_the_newer_way_which_the_older_cannot_read_are_no_obstacle() -> None:
+    if "precision by backend" not in SETTINGS:
+        pytest.skip("torch before 2.9 has one way")
+    read, change = SETTINGS["precision by backend"]
+    with settings_preserved():
+        change()
+        before = read()
+        run(Stateful(None, lambda: torch.set_float32_matmul_precision("highest")))
+        assert read() == before
 
 
 # --- where it stops -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+from pytest_modelprobe.probe import Watch
 from pytest_modelprobe.restoring import ModelState, preserved
 
 
@@ -284,17 +285,26 @@ def test_it_comes_back_after_an_exception_which_passes(error):
     assert state(model) == before
 
 
-def test_hooks_registered_meanwhile_go_and_hooks_removed_stay_removed():
+def test_hooks_registered_meanwhile_go_and_hooks_removed_come_back_in_order():
     model = nn.Linear(3, 3)
     calls = []
-    early = model.register_forward_hook(lambda *_: calls.append("early"))
-    model.register_forward_hook(lambda *_: calls.append("kept"))
+    early = model.register_forward_hook(lambda *_, **__: calls.append("early"), with_kwargs=True)
+    model.register_forward_hook(lambda *_: calls.append("later"))
     with preserved(model):
         early.remove()
-        model.register_forward_hook(lambda *_, **__: calls.append("late"), with_kwargs=True)
+        model.register_forward_hook(lambda *_, **__: calls.append("meanwhile"), with_kwargs=True)
         model.register_full_backward_hook(lambda *_: calls.append("backward"))
     model(torch.ones(1, 3).requires_grad_()).sum().backward()
-    assert calls == ["kept"]
+    assert calls == ["early", "later"]
+
+
+def test_the_hooks_of_a_watch_that_was_closed_meanwhile_stay_away():
+    model = nn.Linear(3, 3)
+    watch = Watch(model)
+    with preserved(model):
+        watch.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks_with_kwargs
 
 
 ODD_TENSORS = {
