@@ -199,7 +199,8 @@ class ModelProbe:
         """Run the model once on the device, backward too if there is a loss, and return what was seen.
 
         It leaves no trace: it starts without gradients, from the probe's seed, on copies of the inputs; afterwards
-        parameters, buffers, gradients, mode, device and random states are what they were.
+        parameters, buffers, gradients, mode, device and random states are what they were, and so are the settings of
+        torch and all that the model's attributes lead to. What cannot be put back stands in the record's notes.
 
         Args:
             model: The model.
@@ -526,10 +527,10 @@ class _Run:
         return _noted(record, f"no noise was measured: {reason}")
 
     def _measured(self, record: Record) -> Record:
-        again, _ = self._observed()
+        again, _ = self._observed(repeat=1)
         where = noise.first_difference(record, again)
         if where is not None:
-            repeats = [again, *(self._observed()[0] for _ in range(_REPEATS - 1))]
+            repeats = [again, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
             return _noted(
                 noise.with_unrest(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
@@ -598,10 +599,16 @@ class _Run:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def _observed(self, move: noise.Move | None = None, keep: Selector = ()) -> tuple[Record, Mapping[str, list[Any]]]:
-        """Return the record of one step, its numbers moved by ``move``, and the tensors kept."""
+    def _observed(
+        self, move: noise.Move | None = None, keep: Selector = (), *, repeat: int = 0
+    ) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record of one step, its numbers moved by ``move``, and the tensors kept.
+
+        A ``repeat`` begins with the model's own random generators in another state: what draws from them does not
+        repeat from process to process, though each run puts them back.
+        """
         __tracebackhide__ = True
-        with self._prepared() as state, self._watch(keep) as watch:
+        with self._prepared(repeat) as state, self._watch(keep) as watch:
             watch._capture.notes.update(dict.fromkeys(state.notes))
             before = owned(watch._capture.layers, watch._capture.selected)
             if move is not None:
@@ -622,11 +629,13 @@ class _Run:
         )
 
     @contextmanager
-    def _prepared(self) -> Iterator[ModelState]:
+    def _prepared(self, repeat: int = 0) -> Iterator[ModelState]:
         """The model as a run finds it, from the seed; everything is put back afterwards."""
         __tracebackhide__ = True
         with ExitStack() as contexts:
             state = contexts.enter_context(preserved(self.model))
+            for _ in range(repeat):
+                state.draw()
             contexts.enter_context(self._seeded())
             for context in self._contexts():
                 contexts.enter_context(context)

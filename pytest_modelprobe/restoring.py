@@ -90,12 +90,15 @@ class ModelState:
         model: The model; its tensors' memory is copied once.
         values: False copies no memory of tensors and puts no bits back: for a forward that cannot change any.
         lazy: False leaves lazy modules the shapes that they get meanwhile; only their mode is put back.
+        generators: False leaves the model's own random generators where they are, so that what depends on them is
+            another when it runs again.
     """
 
-    def __init__(self, model: nn.Module, *, values: bool = True, lazy: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, values: bool = True, lazy: bool = True, generators: bool = True) -> None:
         self.notes: list[str] = []
         """What cannot be put back."""
-        self._values, self._lazy = values, lazy
+        self._values, self._lazy, self._with_generators = values, lazy, generators
+        self._generators: list[_Generator] = []
         self._settings = _Settings()
         self._known: set[int] = set()
         self._parts: list[_Part] = []
@@ -128,6 +131,11 @@ class ModelState:
             for part in (*self._parts, *self._memory.values(), *self._late):
                 part.restore()
         torch.clear_autocast_cache()  # of copies, in another dtype, of the weights as they were meanwhile
+
+    def draw(self) -> None:
+        """Draw a number from each random generator of the model, so that what depends on one will be another."""
+        for generator in self._generators:
+            generator.draw()
 
     # --- remembering: a method for each kind of value; those inside are found, and remembered later -------------------
 
@@ -193,7 +201,11 @@ class ModelState:
 
     def remember_attributes(self, name: str, owner: Any) -> None:
         """Remember the attributes of an object that is no module."""
-        attributes = _Attributes(owner.__dict__)
+        try:
+            names = owner.__dict__
+        except Exception:  # noqa: BLE001 - a proxy for what is not there
+            return
+        attributes = _Attributes(names)
         self._parts.append(attributes)
         self._find(name, attributes.values.items(), "{}.{}")
 
@@ -216,9 +228,11 @@ class ModelState:
             if values.dtype.hasobject:
                 self._find(name, enumerate(values.flat))
 
-    def remember_state(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        """Remember what an object gives out as its state."""
-        self._parts.append(_State(read, write))
+    def remember_generator(self, name: str, generator: Any) -> None:
+        """Remember the state of a random generator."""
+        self._generators.append(_Generator(generator))
+        if self._with_generators:
+            self._parts.append(self._generators[-1])
 
     def note_iterator(self, name: str, iterator: Any) -> None:
         """Note what cannot be wound back."""
@@ -369,14 +383,19 @@ class _Array:
             np.copyto(self._array, self._elements)
 
 
-class _State:
-    """What an object says of itself."""
+class _Generator:
+    """The state of a random generator."""
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self._write, self._state = write, read()
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._read, self._write, self._draw = next(_RANDOM[kind] for kind in _RANDOM if isinstance(generator, kind))
+        self._state = self._read(generator)
 
     def restore(self) -> None:
-        self._write(self._state)
+        self._write(self._generator, self._state)
+
+    def draw(self) -> None:
+        self._draw(self._generator)
 
 
 class _Hooks:
@@ -482,14 +501,26 @@ _Way = Callable[[ModelState, str, Any], None]
 
 _NOTHING = object()
 _CONTAINERS = (list, deque, set)
-_RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    np.random.BitGenerator: (lambda g: g.state, lambda g, state: setattr(g, "state", state)),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
+_RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any], object]]] = {
+    torch.Generator: (
+        torch.Generator.get_state,
+        torch.Generator.set_state,
+        lambda g: torch.rand((), generator=g, device=g.device),
+    ),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+        lambda g: g.random(),
+    ),
+    np.random.BitGenerator: (lambda g: g.state, lambda g, state: setattr(g, "state", state), lambda g: g.random_raw()),
+    np.random.RandomState: (
+        np.random.RandomState.get_state,
+        np.random.RandomState.set_state,
+        np.random.RandomState.random_sample,
+    ),
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
 }
-"""Of each kind of random generator how its state is read and set."""
+"""Of each kind of random generator how its state is read and set, and a number drawn."""
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Classes of the standard library that only hold what is given to them."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
@@ -517,12 +548,7 @@ def _ways(kind: type) -> tuple[_Way, ...]:
     elif issubclass(kind, np.ndarray):
         ways.append(ModelState.remember_array)
     elif issubclass(kind, tuple(_RANDOM)) and not issubclass(kind, random.SystemRandom):
-        read, write = next(_RANDOM[generator] for generator in _RANDOM if issubclass(kind, generator))
-        ways.append(
-            lambda state, _, value: state.remember_state(
-                functools.partial(read, value), functools.partial(write, value)
-            )
-        )
+        ways.append(ModelState.remember_generator)
     elif issubclass(kind, functools.partial):
         ways.append(lambda state, name, value: state.remember_items(name, (value.func, value.args, value.keywords)))
     if _is_of_models(kind):

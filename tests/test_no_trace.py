@@ -347,3 +347,32 @@ def test_what_is_not_of_the_model_is_left_alone() -> None:
         model = Stateful([logger, probe, watch], lambda: (seen.append(1), watched(torch.ones(1, 2))))
         probe.run(model, torch.ones(3, 2))
         assert watch.record.forwards == len(seen) == 1
+
+
+def test_a_generator_that_is_put_back_makes_no_run_repeatable() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = ({"a": generator},)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape, generator=generator)
+
+    before, probe, model, x = generator.get_state(), ModelProbe(), Noisy(), torch.ones(3, 2)
+    record = probe.run(model, x)
+    assert record.rerun is not None
+    assert record.rerun.measured(record).noise == "not repeatable"
+    assert checks.deterministic.outcome(probe, model, x).verdict == "broken"
+    assert torch.equal(generator.get_state(), before)
+    assert probe.run(model, x).layers == record.layers
+
+
+def test_the_global_generator_held_by_a_model_is_seeded_as_ever() -> None:
+    model = nn.Sequential(nn.Dropout())
+    model[0].generator = torch.default_generator
+    probe = ModelProbe()
+    record = probe.run(model, torch.ones(9, 9))
+    assert record.rerun is not None
+    assert record.rerun.measured(record).noise == "measured"

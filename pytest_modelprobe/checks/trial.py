@@ -188,7 +188,7 @@ class Trial:
                 ) from error
             if self._wake:
                 self._wake_up()
-            self._state = ModelState(self.model)
+            self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
             self._exit = stack.pop_all()
         return self
 
