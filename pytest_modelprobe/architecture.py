@@ -19,7 +19,7 @@ from .capture import Capture
 from .flatten import map_tensors
 from .layers import Layers
 from .record import Record
-from .restoring import hooks_preserved, preserved
+from .restoring import preserved
 
 
 def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
@@ -38,7 +38,7 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         return assemble(Capture(layers, layers.modules))
     for cached in (True, False):  # torch's cache fails on what it cannot compare (packed weights); without, it is slow
         capture = Capture(layers, layers.modules)
-        with preserved(model, values=False), hooks_preserved(model), seeding.forked_rng(), _quiet():
+        with preserved(model, values=False), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs, cached)
         if reason is None:
             return assemble(capture)

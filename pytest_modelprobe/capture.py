@@ -79,6 +79,8 @@ _DRAW_NOTHING = {
     and module not in {nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
 }  # fmt: skip
 _SCALER_STEP = getattr(torch.amp.GradScaler.step, "__code__", None)
+_TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
+_OWN_FRAMES = 100  # from where on it is our own code that used up the stack
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -127,12 +129,13 @@ class Capture:
         """Counts what was seen: a record made at another count is out of date."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.steps = Steps()
-        self.guard = _Guard()
+        self.guard = _Guard(self.notes)
         self.attached = False
         self._exit = contextlib.ExitStack()
         self._handles: list[RemovableHandle] = []
-        # The pre-hooks, with those of the same module.
-        self._before: list[tuple[_Before, dict[int, Any]]] = []
+        self._before: list[_Before] = []
+        # Layers from which somebody took our hooks, when they were last looked at.
+        self._torn: list[str] = []
         self._attention = AttentionMode(self) if attention else None
         self._modes: list[ForwardMode] = [FunctionalMode(self)] if functionals else []
         if self._attention is not None:  # topmost of the two: it comes first, while no pseudo-layer is open
@@ -188,7 +191,7 @@ class Capture:
             before.key = self._handles[-1].id
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             after.key = self._handles[-1].id
-            self._before.append((before, module._forward_pre_hooks))
+            self._before.append(before)
         if name in self.selected:
             prefix = "" if name == ROOT else f"{name}."
             self._owners.append((prefix, module))
@@ -217,6 +220,7 @@ class Capture:
 
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
+        self._look_for_torn()
         self.attached = False
         self._stack.clear()
         self._recomputing.clear()
@@ -234,8 +238,19 @@ class Capture:
                 self._handles.pop().remove()
         self._exit.close()
 
+    def _look_for_torn(self) -> None:
+        if self.attached:
+            self._torn = [before.name for before in self._before if not before.is_there()]
+
     def check(self) -> None:
-        """Raise the error that a hook ran into, if there was one."""
+        """Raise the error that a hook ran into, if there was one, and one where hooks are gone."""
+        self._look_for_torn()
+        if self._torn:
+            torn = f"{self._torn[0]} and {len(self._torn) - 1} more" if len(self._torn) > 1 else self._torn[0]
+            raise ModelProbeError(
+                f"the hooks of the probe were taken off {torn}, and what ran since was not seen: clear no dict of "
+                "hooks while a model is watched, but call remove() of the handle that came with each hook"
+            )
         failure = self.guard.failure
         if isinstance(failure, ModelProbeError):
             raise failure
@@ -423,8 +438,8 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module) -> None:
         if self.newest is not None:
             self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
-        for hook, hooks in self._before:
-            hook.stay_last(hooks)
+        for before in self._before:
+            before.stay_last_of_module()
         self._hook_parameters()
         self._thread = threading.get_ident()
         self._recomputing.clear()
@@ -642,9 +657,14 @@ class Capture:
 
 
 class _Guard:
-    """Keeps the first error of our own, and lets none out: the model must run as it runs unwatched."""
+    """Keeps the first error of our own, and lets none out: the model must run as it runs unwatched.
 
-    failure: Exception | None = None
+    Where the model itself had used up Python's stack there is no error of ours: what was not seen there is noted.
+    """
+
+    def __init__(self, notes: dict[str, None]) -> None:
+        self.failure: Exception | None = None
+        self._notes = notes
 
     def __enter__(self) -> None:
         pass
@@ -654,6 +674,13 @@ class _Guard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
+        if isinstance(error, RecursionError):
+            own = 0  # frames of ours, counted here: a call may be one too many
+            while trace is not None:
+                own, trace = own + 1, trace.tb_next
+            if own < _OWN_FRAMES:
+                self._notes[_TOO_DEEP] = None
+                return True
         self.failure = self.failure or error
         return True
 
@@ -721,6 +748,9 @@ class _Views:
 
 # --- the hooks: objects that know their own module, and are nothing in a copy ---------------------------------------
 
+_NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
+"""How a hook is pickled: takes any arguments, returns None, and is there where this package is not installed."""
+
 
 class _Hook:
     __slots__ = ("_capture", "_module", "_name", "key")
@@ -733,11 +763,19 @@ class _Hook:
         self._name = name
         self._module = ref(module)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _Inert, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NOTHING
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
         return _Inert()
+
+    @property
+    def __name__(self) -> str:
+        # What torch.jit.script asks of each hook before it compiles it. An AttributeError, as of any callable object.
+        raise AttributeError(
+            "a hook of a watch has no name, and torch.jit.script cannot compile it: script the model before it is "
+            "watched, or after the watch is closed"
+        )
 
     def _active(self, module: nn.Module) -> bool:
         traced = tracing_state() is not None
@@ -761,25 +799,47 @@ class _Before(_Hook):
         super().__init__(capture, name, module)
         self.after = after
 
+    @property
+    def name(self) -> str:
+        """Of the layer."""
+        return self._name
+
+    def stay_last_of_module(self) -> None:
+        """Move behind hooks that came since."""
+        module = self._module()
+        if module is not None:
+            self.stay_last(module._forward_pre_hooks)
+
+    def is_there(self) -> bool:
+        """Whether this and the hook after the call are on the module still."""
+        module = self._module()
+        return module is None or (self.key in module._forward_pre_hooks and self.after.key in module._forward_hooks)
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            with self._capture.guard, without_torch_function():
-                if self._active(module):
-                    late = self.stay_last(module._forward_pre_hooks)
-                    self.after.stay_last(module._forward_hooks)
-                    self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)), late=late)
+        try:
+            if not torch.compiler.is_compiling():
+                with self._capture.guard, without_torch_function():
+                    if self._active(module):
+                        late = self.stay_last(module._forward_pre_hooks)
+                        self.after.stay_last(module._forward_hooks)
+                        self._capture.before(self._name, module, args, kwargs, _running(sys._getframe(1)), late=late)
+        except RecursionError:  # not even the guard could be called
+            self._capture.notes[_TOO_DEEP] = None
 
 
 class _After(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            with self._capture.guard, without_torch_function():
-                if self._active(module):
-                    if self.stay_last(module._forward_hooks):
-                        self._capture.note_late(self._name, "outputs")
-                    self._capture.after(self._name, module, args, kwargs, output, _running(sys._getframe(1)))
+        try:
+            if not torch.compiler.is_compiling():
+                with self._capture.guard, without_torch_function():
+                    if self._active(module):
+                        if self.stay_last(module._forward_hooks):
+                            self._capture.note_late(self._name, "outputs")
+                        self._capture.after(self._name, module, args, kwargs, output, _running(sys._getframe(1)))
+        except RecursionError:
+            self._capture.notes[_TOO_DEEP] = None
 
 
 class _Inert:
@@ -787,6 +847,12 @@ class _Inert:
 
     __slots__ = ()
     is_modelprobe = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NOTHING
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         tables = hook_tables(module)

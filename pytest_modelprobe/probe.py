@@ -29,7 +29,7 @@ from .origin import find_gradient_origin, find_origin
 from .owned import owned
 from .random_loss import random_loss
 from .record import Layer, Reading, Record, Response, with_rerun
-from .restoring import has_lazy, hooks_preserved, lazy_preserved, preserved
+from .restoring import ModelState, has_lazy, preserved
 from .selection import Selector, nearest, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -264,7 +264,8 @@ class ModelProbe:
         """Run the model once on the device, backward too if there is a loss, and return what was seen.
 
         It leaves no trace: it starts without gradients, from the probe's seed, on copies of the inputs; afterwards
-        parameters, buffers, gradients, mode, device and random states are what they were.
+        parameters, buffers, gradients, mode, device and random states are what they were, and so are the settings of
+        torch and all that the model's attributes lead to. What cannot be put back stands in the record's notes.
 
         Args:
             model: The model.
@@ -622,10 +623,10 @@ class _Run:
         return _noted(record, f"no noise was measured: {reason}")
 
     def _measured(self, record: Record) -> Record:
-        again, _ = self._observed()
+        again, _ = self._observed(repeat=1)
         where = noise.first_difference(record, again)
         if where is not None:
-            repeats = [again, *(self._observed()[0] for _ in range(_REPEATS - 1))]
+            repeats = [again, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
             return _noted(
                 noise.with_unrest(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
@@ -694,10 +695,17 @@ class _Run:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def _observed(self, move: noise.Move | None = None, keep: Selector = ()) -> tuple[Record, Mapping[str, list[Any]]]:
-        """Return the record of one step, its numbers moved by ``move``, and the tensors kept."""
+    def _observed(
+        self, move: noise.Move | None = None, keep: Selector = (), *, repeat: int = 0
+    ) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record of one step, its numbers moved by ``move``, and the tensors kept.
+
+        A ``repeat`` begins with the model's own random generators in another state: what draws from them does not
+        repeat from process to process, though each run puts them back.
+        """
         __tracebackhide__ = True
-        with self._prepared(), self._watch(keep) as watch:
+        with self._prepared(repeat) as state, self._watch(keep) as watch:
+            watch._capture.notes.update(dict.fromkeys(state.notes))
             before = owned(watch._capture.layers, watch._capture.selected)
             if move is not None:
                 move.parameters(self.model)
@@ -718,16 +726,16 @@ class _Run:
         )
 
     @contextmanager
-    def _prepared(self, *, values: bool = True) -> Iterator[None]:
+    def _prepared(self, repeat: int = 0, *, values: bool = True) -> Iterator[ModelState]:
         """The model as a run finds it, from the seed; everything is put back afterwards.
 
         Without ``values``, but for what parameters and buffers hold: for what does not change it, or puts it back.
         """
         __tracebackhide__ = True
         with ExitStack() as contexts:
-            contexts.enter_context(lazy_preserved(self.model))
-            contexts.enter_context(preserved(self.model, values=values))
-            contexts.enter_context(hooks_preserved(self.model))
+            state = contexts.enter_context(preserved(self.model, values=values))
+            for _ in range(repeat):
+                state.draw()
             contexts.enter_context(self._seeded())
             for context in self._contexts():
                 contexts.enter_context(context)
@@ -739,14 +747,14 @@ class _Run:
                 self._give_shapes()
             for parameter in self.model.parameters():
                 parameter.grad = None
-            yield
+            yield state
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         return seeding.seeded(seeding.derive(self.seed, "run"))
 
     def _give_shapes(self) -> None:
         """Show lazy modules an input, so that the step finds a model like any other; nothing else stays of it."""
-        with preserved(self.model), hooks_preserved(self.model), self._seeded(), torch.no_grad():
+        with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
             with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
                 self._forward()

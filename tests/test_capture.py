@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import Watch
 from pytest_modelprobe.record import Record
 
@@ -1906,14 +1907,16 @@ def test_a_hook_that_a_layer_registers_on_itself_while_it_runs_is_noted():
     assert watch.record.notes == (LATE.format("outputs"),)
 
 
-def test_hooks_that_were_cleared_are_no_error():
-    model = nn.Sequential(linear(4, 3), linear(3, 2))
+def test_hooks_that_were_cleared_are_no_error_of_the_model_but_of_the_record():
+    model, x = nn.Sequential(linear(4, 3), linear(3, 2)), randn(2, 4)
     with Watch(model) as watch:
         model[0]._forward_hooks.clear()
         model[0]._forward_pre_hooks.clear()
         model[0].register_forward_hook(halves)
-        model(randn(2, 4))
-    assert watch.record.layers["1"].calls
+        out = model(x)
+    assert torch.equal(out, model(x))
+    with pytest.raises(ModelProbeError, match="hooks of the probe were taken off 0, and what ran since"):
+        watch.record  # noqa: B018
 
 
 NESTED = {"jagged": torch.jagged, "strided": torch.strided}

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "memory": {"torch", "numpy"},
     "seeding": {"torch", "numpy", "memory"},
     "initialisation": {"torch", "exceptions", "matching", "memory", "seeding"},
-    "restoring": {"torch", "memory"},
+    "restoring": {"torch", "numpy", "memory"},
     "layers": {"torch", "record", "exceptions"},
     "observation": {"torch", "attention", "record", "statistics"},
     "owned": {"torch", "layers", "observation", "record", "statistics"},

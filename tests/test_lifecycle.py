@@ -5,8 +5,11 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -482,6 +485,78 @@ def test_an_interrupted_forward_in_a_thread_that_is_over_is_dropped():
     assert watch.last.layers["b"].calls[0].outputs
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True``")  # where no frame is left for it
+@pytest.mark.parametrize("caught", ["inside", "outside"])
+def test_a_model_that_used_up_the_stack_leaves_later_forwards_as_they_are(caught):
+    class Deep(nn.Linear):
+        deep = False
+
+        def forward(self, x):
+            if not self.deep:
+                return super().forward(x)
+            try:
+                return self(x)
+            except RecursionError:
+                if caught == "outside":
+                    raise
+                return x
+
+    model, x = nn.Sequential(Deep(4, 4)), torch.randn(3, 4)
+    with Watch(model) as watch:
+        model[0].deep = True
+        with contextlib.suppress(RecursionError):
+            model(x)
+        model[0].deep = False
+        model(x).sum().backward()
+    assert watch.last.layers["0"].calls[0].outputs[0].backward is not None
+    assert watch.record.forwards == 2
+    assert any("used up Python's stack" in note for note in watch.record.notes)
+
+
+def test_a_recursion_of_our_own_is_an_error_of_the_record(monkeypatch):
+    def endless(*args, **kwargs):
+        return endless(*args, **kwargs)
+
+    monkeypatch.setattr(statistics, "reduce", endless)
+    model = nn.Linear(4, 2)
+    with Watch(model) as watch:
+        model(torch.ones(1, 4))
+    with pytest.raises(ModelProbeError, match=r"a hook of the probe failed.*RecursionError"):
+        watch.record  # noqa: B018
+
+
+# --- hooks that somebody took off -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("kind", ["_forward_hooks", "_forward_pre_hooks"])
+def test_hooks_that_somebody_took_off_are_missed(kind, closed):
+    model, x = Net(), torch.randn(3, 4)
+    watch = Watch(model)
+    model(x)
+    assert watch.record.forwards == 1
+    getattr(model, kind).clear()
+    setattr(model.b, kind, OrderedDict())
+    model(x)
+    if closed:
+        watch.close()
+    with pytest.raises(ModelProbeError) as caught:
+        watch.record  # noqa: B018
+    watch.close()
+    assert str(caught.value) == (
+        "the hooks of the probe were taken off (root) and 1 more, and what ran since was not seen: clear no dict of "
+        "hooks while a model is watched, but call remove() of the handle that came with each hook"
+    )
+
+
+def test_hooks_taken_off_after_closing_are_not_missed():
+    model = Net()
+    with Watch(model) as watch:
+        model(torch.randn(3, 4))
+    model._forward_hooks.clear()
+    assert watch.record.forwards == 1
+
+
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
@@ -511,17 +586,47 @@ def test_the_forwards_of_a_copy_are_not_recorded(make):
     assert watch.record.backwards == 0
 
 
-@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make", ["deepcopy", "AveragedModel"])
 def test_our_hooks_are_gone_from_a_copy_after_its_first_call(make):
     model, x, order = Net(), torch.randn(3, 4), []
     with Watch(model):
-        other = make(model)
+        other = COPIES[make](copy.deepcopy(model))
         other.a.register_forward_hook(lambda *_: order.append("hook of the user"))
         other(x)
         assert [name for name, _ in hooks(other)] == ["_forward_hooks"]
         assert hooks(model)
         other(x)
     assert len(order) == 2
+
+
+LOADS = """
+import sys, torch
+sys.modules["pytest_modelprobe"] = None  # as if it were not installed
+for path in sys.argv[1:]:
+    print(torch.load(path, weights_only=False)(torch.ones(1, 2)).tolist())
+"""
+
+
+def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_installed(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    paths = [tmp_path / "itself", tmp_path / "copy", tmp_path / "deepcopy"]
+    with Watch(model):
+        for path, saved in zip(paths, (model, copy.copy(model), copy.deepcopy(model)), strict=True):
+            torch.save(saved, path)
+    assert not any(b"modelprobe" in path.read_bytes() for path in paths)
+    command = [sys.executable, "-c", LOADS, *paths]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert loaded.stdout == "[[2.0, 2.0]]\n" * 3, loaded.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_scripting_a_watched_model_says_when_to_do_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Watch(model), pytest.raises(AttributeError, match="script the model before it is watched, or after the watch"):
+        torch.jit.script(model)
+    torch.jit.script(model)
 
 
 def test_a_copy_made_after_closing_has_no_hooks():

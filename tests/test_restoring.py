@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pytest_modelprobe.restoring import ModelState, lazy_preserved, preserved
+from pytest_modelprobe.probe import Watch
+from pytest_modelprobe.restoring import ModelState, preserved
 
 
 def bits(tensor):
@@ -82,7 +83,7 @@ def test_the_contents_of_a_container_come_back(container):
     assert model.history == expected
 
 
-def test_a_container_that_refuses_to_be_cleared_is_left_alone():
+def test_a_container_that_refuses_to_be_cleared_comes_back():
     class Frozen(dict):
         def clear(self):
             raise TypeError
@@ -91,7 +92,7 @@ def test_a_container_that_refuses_to_be_cleared_is_left_alone():
     model.frozen = Frozen(a=1)
     with preserved(model):
         model.frozen["a"] = 2
-    assert model.frozen == {"a": 2}
+    assert model.frozen == {"a": 1}
 
 
 def test_modules_added_and_removed_come_back_in_order():
@@ -284,16 +285,26 @@ def test_it_comes_back_after_an_exception_which_passes(error):
     assert state(model) == before
 
 
-def test_hooks_registered_meanwhile_stay_and_hooks_removed_stay_removed():
+def test_hooks_registered_meanwhile_go_and_hooks_removed_come_back_in_order():
     model = nn.Linear(3, 3)
     calls = []
-    early = model.register_forward_hook(lambda *_: calls.append("early"))
+    early = model.register_forward_hook(lambda *_, **__: calls.append("early"), with_kwargs=True)
+    model.register_forward_hook(lambda *_: calls.append("later"))
     with preserved(model):
         early.remove()
-        model.register_forward_hook(lambda *_, **__: calls.append("late"), with_kwargs=True)
+        model.register_forward_hook(lambda *_, **__: calls.append("meanwhile"), with_kwargs=True)
         model.register_full_backward_hook(lambda *_: calls.append("backward"))
     model(torch.ones(1, 3).requires_grad_()).sum().backward()
-    assert calls == ["late", "backward"]
+    assert calls == ["early", "later"]
+
+
+def test_the_hooks_of_a_watch_that_was_closed_meanwhile_stay_away():
+    model = nn.Linear(3, 3)
+    watch = Watch(model)
+    with preserved(model):
+        watch.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks_with_kwargs
 
 
 ODD_TENSORS = {
@@ -420,7 +431,7 @@ def test_a_sparse_attribute_is_the_same_object_afterwards():
 
 def test_a_lazy_module_keeps_the_shapes_it_gets_and_loses_the_mode():
     model = nn.Sequential(nn.LazyLinear(2))
-    with preserved(model):
+    with preserved(model, lazy=False):
         model.eval()
         model(torch.ones(1, 5))
     assert model[0].weight.shape == (2, 5)
@@ -465,7 +476,7 @@ def test_lazy_modules_are_lazy_again(make):
 
     model, fresh = make(), make()
     before = everything()
-    with lazy_preserved(model), preserved(model):
+    with preserved(model):
         loss = model.double()(torch.ones(3, 5).double()).sum()
         if loss.requires_grad:
             loss.backward()
@@ -483,12 +494,12 @@ def test_lazy_modules_are_lazy_again(make):
 def test_hooks_of_the_user_on_a_lazy_module_stay_as_they_are():
     model, order = nn.LazyLinear(2), []
     model.register_forward_pre_hook(lambda *_: order.append("before"))
-    with lazy_preserved(model):
+    with preserved(model):
         model(torch.ones(1, 3))
         model.register_forward_pre_hook(lambda *_: order.append("meanwhile"))
         order.clear()
     model(torch.ones(1, 4))
-    assert order == ["before", "meanwhile"]
+    assert order == ["before"]
     assert model.in_features == 4
 
 

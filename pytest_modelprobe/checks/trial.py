@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -26,7 +26,7 @@ from pytest_modelprobe.layers import Layers, check_supported
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.random_loss import random_loss
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
-from pytest_modelprobe.restoring import ModelState, hooks_preserved, settings_preserved
+from pytest_modelprobe.restoring import ModelState, settings_preserved
 
 from .outcome import NotApplicableError, line_of
 
@@ -180,9 +180,7 @@ class Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(ModelState(self.model))
-            stack.enter_context(hooks_preserved(self.model))
             stack.enter_context(seeding.forked_rng())
-            stack.enter_context(settings_preserved())
             stack.enter_context(run_eagerly(self.layers))
             stack.enter_context(torch.enable_grad())
             for parameter in self.model.parameters():
@@ -195,7 +193,7 @@ class Trial:
                 ) from error
             if self._wake:
                 self._wake_up()
-            self._state = ModelState(self.model)
+            self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
             self._exit = stack.pop_all()
         return self
 
@@ -230,10 +228,9 @@ class Trial:
         """
         trace = Trace()
         assert self._state is not None, "a trial is a context: with Trial(...) as trial"
-        hooks = hooks_preserved(self.model) if model is None and not self._lasting else nullcontext()
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
-            with hooks, seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
+            with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
                 inputs = self.copied_inputs(vary, requires_grad=input_gradients)
                 self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
         finally:
@@ -247,8 +244,7 @@ class Trial:
         assert self._state is not None
         self._lasting = True
         try:
-            with hooks_preserved(self.model):
-                yield
+            yield
         finally:
             self._lasting = False
             self._state.restore()

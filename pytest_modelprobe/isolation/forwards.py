@@ -21,7 +21,7 @@ from pytest_modelprobe.flatten import flatten, flatten_call
 from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
 from pytest_modelprobe.record import Response
-from pytest_modelprobe.restoring import hooks_preserved, lazy_preserved, preserved
+from pytest_modelprobe.restoring import preserved
 
 from .noting import active_autocast
 from .reasons import CannotTellError, reason_of
@@ -114,9 +114,7 @@ class Forwards:
         But for what a forward writes into parameters and buffers: `isolate` puts that back.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lazy_preserved(model))
             stack.enter_context(preserved(model, values=False))
-            stack.enter_context(hooks_preserved(model))
             stack.enter_context(seeding.seeded(0))
             for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
                 module.training = training

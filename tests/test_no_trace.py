@@ -1,0 +1,378 @@
+"""Whatever a forward changes is as it was: after a run, after a snapshot was written anew, after a check."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import random
+import types
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe.restoring import settings_preserved
+
+
+class Slotted:
+    __slots__ = ("absent", "calls")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Child(Slotted):
+    __slots__ = ("more",)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    seen: list[int] = field(default_factory=list)
+
+
+class Refusing(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError
+
+    clear = update = pop = __setitem__  # type: ignore[assignment]
+
+
+class Ordered(collections.OrderedDict[str, int]):
+    """A subclass that keeps something of its own."""
+
+    calls = 0
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    adam = torch.optim.Adam([parameter])
+    adam.step()
+    return adam
+
+
+def step(adam: torch.optim.Optimizer) -> None:
+    adam.step()
+    adam.param_groups[0]["lr"] *= 0.5
+
+
+def change_slots(owner: Any) -> None:
+    owner.calls += 1
+    owner.absent = 3
+
+
+def change_ordered(owner: Any) -> None:
+    owner.move_to_end("a")
+    owner["c"] = 1
+    owner.calls += 1
+
+
+def see_slots(owner: Any) -> Any:
+    return [getattr(owner, name, None) for name in ("absent", "calls", "more")]
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.detach().flatten().view(torch.uint8).tolist()
+
+
+def everything_of(adam: Any) -> Any:
+    state = [[(key, bits(x)) for key, x in values.items()] for values in adam.state.values()]
+    return state, adam.param_groups[0]["lr"], bits(adam.param_groups[0]["params"][0])
+
+
+Case = tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]
+
+KINDS: dict[str, Case] = {
+    "list": (lambda: [1, 2], lambda x: x.append(3), list),
+    "dict": (lambda: {"a": 1, "b": 2}, lambda x: x.update(a=x.pop("b")), lambda x: list(x.items())),
+    "dict whose methods refuse": (lambda: Refusing(a=1), lambda x: dict.update(x, a=2), dict),
+    "OrderedDict of the user": (
+        lambda: Ordered(a=1, b=2), change_ordered, lambda x: (list(x.items()), vars(x)),
+    ),
+    "Counter": (lambda: collections.Counter(a=2), lambda x: x.update(["a", "b"]), dict),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda x: x["new"].append(1), dict),
+    "deque": (lambda: collections.deque([1, 2, 3], maxlen=3), lambda x: x.append(4), lambda x: (list(x), x.maxlen)),
+    "set": (lambda: {1, 2}, lambda x: x.symmetric_difference_update({2, 3}), set),
+    "bytearray": (lambda: bytearray(b"abc"), lambda x: x.extend(b"d"), bytes),
+    "array of the standard library": (lambda: array("d", [1, 2]), lambda x: x.append(3), list),
+    "array": (lambda: np.ones(3), lambda x: np.add(x, 1, out=x), np.ndarray.tolist),
+    "array of objects": (lambda: np.array([[1], None], dtype=object), lambda x: x[0].append(2), np.ndarray.tolist),
+    "numpy Generator": (
+        lambda: np.random.default_rng(0), lambda x: x.normal(), lambda x: str(x.bit_generator.state),
+    ),
+    "RandomState": (lambda: np.random.RandomState(0), lambda x: x.rand(), lambda x: str(x.get_state(legacy=False))),
+    "random.Random": (lambda: random.Random(0), lambda x: x.random(), random.Random.getstate),
+    "torch.Generator": (
+        lambda: torch.Generator().manual_seed(0), lambda x: torch.rand((), generator=x), lambda x: bits(x.get_state()),
+    ),
+    "tensor": (lambda: torch.ones(3), lambda x: x.add_(1), bits),
+    "tensor without a version": (lambda: torch.ones(3), lambda x: x.data.add_(1), bits),
+    "attribute of a tensor": (lambda: nn.Parameter(torch.ones(1)), lambda x: vars(x).update(seen=1), lambda x: vars(x)),
+    "optimizer": (optimizer, step, everything_of),
+    "object": (lambda: Frozen([1]), lambda x: x.seen.append(2), lambda x: x.seen),
+    "slots": (Slotted, change_slots, see_slots),
+    "slots that are inherited": (Child, change_slots, see_slots),
+    "SimpleNamespace": (
+        lambda: types.SimpleNamespace(calls=0), lambda x: vars(x).update(calls=1, new=1), lambda x: dict(vars(x)),
+    ),
+    "argparse.Namespace": (lambda: argparse.Namespace(n=[0]), lambda x: x.n.append(1), lambda x: x.n),
+    "UserDict": (lambda: collections.UserDict(a=1), lambda x: x.update(b=1), dict),
+    "buffer of a module": (lambda: nn.BatchNorm1d(2), lambda x: x(torch.ones(3, 2)), lambda x: bits(x.running_mean)),
+    "mode of a module": (lambda: nn.Dropout(), lambda x: x.train(not x.training), lambda x: x.training),
+    "gradient of a module": (
+        lambda: nn.Linear(1, 1),
+        lambda x: setattr(x.weight, "grad", torch.ones(1, 1)),
+        lambda x: None if x.weight.grad is None else bits(x.weight.grad),
+    ),
+}  # fmt: skip
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def deep(value: Any) -> Any:
+    for _ in range(50):
+        value = [value]
+    return value
+
+
+DEPTHS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda value: value,
+    "in a dict": lambda value: {"a": value},
+    "in a tuple in a list": lambda value: [(1, value)],
+    "in an object in a dict in an object": lambda value: Box({"a": Box(value)}),
+    "fifty lists deep": deep,
+}
+
+
+class Stateful(nn.Module):
+    def __init__(self, held: Any, change: Callable[[], object]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.held, self.change = held, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change()
+        return self.fc(x)
+
+
+def run(model: nn.Module) -> None:
+    ModelProbe().run(model, torch.ones(3, 2), loss="random")
+
+
+def update(model: nn.Module) -> None:
+    probe = ModelProbe()
+    record = probe.run(model, torch.ones(3, 2), loss="random")
+    assert record.rerun is not None
+    measured = record.rerun.measured(record.rerun.isolated(record))
+    assert not [note for note in measured.notes if "raised" in note]
+
+
+def check(model: nn.Module) -> None:
+    checks.deterministic.outcome(ModelProbe(), model, torch.ones(3, 2))
+
+
+ACTIONS = {"run": run, "update": update, "check": check}
+WHERE = {
+    f"{depth}-{action}": (DEPTHS[depth], ACTIONS[action])
+    for depth in DEPTHS
+    for action in ACTIONS
+    if action != "update" or depth in ("attribute", "in an object in a dict in an object")  # of many runs
+}
+
+
+@pytest.mark.parametrize(("depth", "action"), WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_what_a_forward_changes_is_as_it_was(
+    kind: Case, depth: Callable[[Any], Any], action: Callable[[nn.Module], None]
+) -> None:
+    make, change, see = kind
+    value = make()
+    model = Stateful(depth(value), lambda: change(value))
+    before = see(value)
+    action(model)
+    assert see(value) == before
+    change(value)  # and it goes on from there
+    assert see(value) == see_after(kind)
+
+
+def see_after(kind: Case) -> Any:
+    make, change, see = kind
+    value = make()
+    change(value)
+    return see(value)
+
+
+# --- settings of torch ----------------------------------------------------------------------------------------------
+
+
+def cudnn(name: str) -> tuple[Callable[[], Any], Callable[[], object]]:
+    def change() -> None:
+        setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
+
+    return lambda: getattr(torch.backends.cudnn, name), change
+
+
+def autocast() -> None:
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_enabled("cpu", True)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
+    "default dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+    "deterministic algorithms": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    ),
+    "precision of float32 products": (
+        torch.get_float32_matmul_precision, lambda: torch.set_float32_matmul_precision("medium"),
+    ),
+    "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    "warn always": (torch.is_warn_always_enabled, lambda: torch.set_warn_always(True)),
+    "grad mode": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+    "autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), autocast),
+    "autocast cache": (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
+    "anomaly": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ),
+    **{f"cudnn {name}": cudnn(name) for name in ("benchmark", "deterministic", "enabled")},
+}  # fmt: skip
+
+
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and newer
+
+    def newer() -> None:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+    SETTINGS["precision by backend"] = (
+        lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision), newer,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_what_a_forward_sets_for_the_whole_process_is_as_it_was(
+    setting: tuple[Callable[[], Any], Callable[[], object]], action: Callable[[nn.Module], None]
+) -> None:
+    read, change = setting
+    model, before = Stateful(None, change), read()
+    with settings_preserved():
+        with suppress(UsageError):  # without gradients there is no loss
+            action(model)
+        assert read() == before
+        change()
+        assert read() != before
+
+
+def test_precisions_set_in_the_newer_way_which_the_older_cannot_read_are_no_obstacle() -> None:
+    if "precision by backend" not in SETTINGS:
+        pytest.skip("torch before 2.9 has one way")
+    read, change = SETTINGS["precision by backend"]
+    with settings_preserved():
+        change()
+        before = read()
+        run(Stateful(None, lambda: torch.set_float32_matmul_precision("highest")))
+        assert read() == before
+
+
+# --- where it stops -------------------------------------------------------------------------------------------------
+
+
+def notes(held: Any) -> tuple[str, ...]:
+    return ModelProbe().run(Stateful(held, lambda: None), torch.ones(3, 2)).notes
+
+
+def test_where_there_are_too_many_objects_a_note_says_where_it_stops() -> None:
+    several = [[Box(i) for i in range(30_000)], {"near": [1]}]
+    (note,) = notes(several)
+    assert note == (
+        "held[0][19998] and what comes after it stays as a forward leaves it: 20,000 objects in the attributes of the "
+        "model were looked at"
+    )
+
+
+def test_what_is_near_is_put_back_where_there_are_too_many_objects() -> None:
+    near: list[int] = []
+    model = Stateful([[Box(i) for i in range(30_000)], near], lambda: near.append(1))
+    run(model)
+    assert near == []
+
+
+def test_an_iterator_is_noted() -> None:
+    assert notes({"data": iter([1, 2])}) == (
+        "held['data'] is an iterator (list_iterator): what a forward takes of it is gone",
+    )
+
+
+def test_a_large_array_is_noted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_modelprobe.restoring._MOST_BYTES", 1000)
+    assert notes(np.zeros(126)) == ("held is an array of 1,008 bytes, and stays as a forward leaves it",)
+    assert notes(np.zeros(125)) == ()
+
+
+def test_a_lazy_module_says_so() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    record = ModelProbe().run(model, torch.ones(3, 4))
+    assert record.notes == ("0 is lazy and has seen no input: its shapes are those of this run",)
+    assert record.layers["0"].parameters[0].shape == (2, 4)
+    assert isinstance(model[0], nn.LazyLinear)
+
+
+def test_a_model_of_plain_attributes_needs_no_note() -> None:
+    assert notes({"a": [1, 2.0, "x", None, torch.float32, nn.Linear, len, print]}) == ()
+
+
+def test_what_is_not_of_the_model_is_left_alone() -> None:
+    seen = []
+    logger = logging.getLogger("test_no_trace")
+    probe = ModelProbe()
+    watched = nn.Linear(2, 2)
+    with probe.watch(watched) as watch:
+        model = Stateful([logger, probe, watch], lambda: (seen.append(1), watched(torch.ones(1, 2))))
+        probe.run(model, torch.ones(3, 2))
+        assert watch.record.forwards == len(seen) == 1
+
+
+def test_a_generator_that_is_put_back_makes_no_run_repeatable() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = ({"a": generator},)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape, generator=generator)
+
+    before, probe, model, x = generator.get_state(), ModelProbe(), Noisy(), torch.ones(3, 2)
+    record = probe.run(model, x)
+    assert record.rerun is not None
+    assert record.rerun.measured(record).noise == "not repeatable"
+    assert checks.deterministic.outcome(probe, model, x).verdict == "broken"
+    assert torch.equal(generator.get_state(), before)
+    assert probe.run(model, x).layers == record.layers
+
+
+def test_the_global_generator_held_by_a_model_is_seeded_as_ever() -> None:
+    model = nn.Sequential(nn.Dropout())
+    model[0].generator = torch.default_generator
+    probe = ModelProbe()
+    record = probe.run(model, torch.ones(9, 9))
+    assert record.rerun is not None
+    assert record.rerun.measured(record).noise == "measured"
