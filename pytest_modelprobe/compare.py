@@ -34,7 +34,7 @@ Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
+    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 ]  # fmt: skip
@@ -306,8 +306,10 @@ class _Comparer:
                     ("dtype", a.dtype, e.dtype),
                     ("trainable", a.requires_grad, e.requires_grad),
                     ("tied", a.tied_to, e.tied_to),
+                    ("persistent", a.persistent, e.persistent),
                 ):
-                    if x != y and not (what == "buffer" and aspect == "trainable"):
+                    unknown = aspect == "persistent" and None in (x, y)
+                    if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
                         yield difference(aspect, *(_shape(v) if isinstance(v, tuple) else v for v in (x, y)))
                 if a.shape == e.shape:
                     yield from self._numbers_of(layer.name, a, e, what, scale)
@@ -572,7 +574,8 @@ def _paired(
 
 
 def _described(tensor: Parameter | Value) -> str:
-    return f"{_shape(tensor.shape)} {tensor.dtype}"
+    said = f"{_shape(tensor.shape)} {tensor.dtype}"
+    return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
 
 
 def _shape(shape: Sequence[Dimension]) -> str:

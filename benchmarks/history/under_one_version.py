@@ -58,12 +58,12 @@ def record(folder: Path) -> None:
     for one in MODELS:
         try:
             with ModelProbe() as probe:
-                model = one.build().eval()
+                one.build().save_pretrained(folder / one.name)
+                model, _ = one.load(folder / one.name)  # so that both versions know the same path, and no more
                 found = recorded(probe, model, one)
                 found = found.rerun.measured(found.rerun.isolated(found))
                 texts = files.encode(found)
                 files.write(folder / f"{one.name}.arch.json", texts)
-                model.save_pretrained(folder / one.name)
                 torch.save(truth(model, one.inputs()), folder / f"{one.name}.pt")
                 print(f"recorded {one.name}", flush=True)
         except Exception as error:  # noqa: BLE001 - a version that lacks a model is told and passed over

@@ -17,6 +17,7 @@ from .places import parent
 STRUCTURE: frozenset[Kind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
+    "buffer persistent",
 })  # fmt: skip
 """What a layer holds, but for its numbers."""
 
