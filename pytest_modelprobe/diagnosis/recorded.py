@@ -50,7 +50,9 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     if pair is None:
         return cause
     here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
-    if here and evidence.tells(pair):
+    if evidence.is_as_it_was(pair):
+        return cause  # what it answers to other inputs it may answer for other reasons
+    if here and evidence.tells(pair) and evidence.calls_the_same(pair) and not evidence.gets_others(pair):
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
