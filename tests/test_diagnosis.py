@@ -1437,3 +1437,36 @@ def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() 
     assert first_line(found).startswith("possibly body: ")
     assert "it does not get tidy now" in found.possible[0].hints
     assert ", 3 others without a known effect" in first_line(found)
+
+
+# --- what is told of weights and of blocks that are shared ----------------------------------------------------------
+
+
+class Stages(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        if shared:
+            self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
+    apart, shared = (functools.partial(Stages, shared=shared) for shared in (False, True))
+    assert "second removed: it is first again" in {said(cause) for cause in refactored(apart, shared).causes}
+    assert "second added: Linear, it was first again" in {said(cause) for cause in refactored(shared, apart).causes}
+
+
+def test_weights_are_told_with_their_size_then_and_now() -> None:
+    def times(scale: float) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+            nn.init.constant_(model[0].weight, 0.25 * scale)
+            return model
+
+        return build
+
+    (cause,) = refactored(times(1.0), times(2.0)).causes
+    assert (cause.kind, cause.layer, cause.hints) == ("weights", "0", ("rms 0.25 → 0.5",))

@@ -168,9 +168,9 @@ def said(cause: Cause, label: str | None = None) -> str:
 def _architecture(cause: Cause, label: str, arrow: str) -> str:
     layer, what = cause.layer, cause.what
     if what == "added":
-        return f"{label} added: {_plain(cause.actual)}"
+        return f"{label} added: {', '.join((_plain(cause.actual), *cause.hints))}"
     if what == "removed":
-        return f"{label} removed: it was {_plain(cause.expected)}"
+        return f"{label} removed: {', '.join(cause.hints) or f'it was {_plain(cause.expected)}'}"
     if what == "path":
         if cause.actual is None or cause.expected is None:
             return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
