@@ -1470,3 +1470,28 @@ def test_weights_are_told_with_their_size_then_and_now() -> None:
 
     (cause,) = refactored(times(1.0), times(2.0)).causes
     assert (cause.kind, cause.layer, cause.hints) == ("weights", "0", ("rms 0.25 → 0.5",))
+
+
+class Passing(nn.Module):
+    """Hands a flag that nothing looks at to what is inside it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.inside = nn.Linear(8, 8), nn.ModuleList(inside)
+        self._given = [{}]
+
+    def forward(self, x: torch.Tensor, flag: bool | None = None) -> torch.Tensor:
+        for module in self.inside:
+            x = module(x, **(self._given[0] or {"flag": flag}))
+        return self.fc(x)
+
+
+def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() -> None:
+    def build(given: dict[str, bool]) -> nn.Module:
+        model = Passing(Passing(Passing()))
+        model._given = [given]
+        return model
+
+    found = refactored(lambda: build({"flag": True}), lambda: build({}))
+    assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
+    assert found.possible == ()

@@ -175,7 +175,13 @@ def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
     came_or_went = {d.what for d in evidence.of_call(pair, "path") if None in (d.actual, d.expected)}
     found = (d for d in evidence.of_call(pair, "response") if d.what not in came_or_went)
-    return [d for d in found if evidence.tells_of(pair, d)]
+    # What a layer is given otherwise, it may hand on.
+    given = {tuple(map(_as_handed, (d.actual, d.expected))) for d in evidence.of_call(pair, "argument")}
+    return [d for d in found if (d.actual, d.expected) not in given and evidence.tells_of(pair, d)]
+
+
+def _as_handed(value: Plain) -> str | None:
+    return None if value is None else f"={value!r}"[:80]
 
 
 def _is_built(evidence: Evidence, pair: Pair, difference: Difference) -> bool:
