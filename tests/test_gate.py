@@ -9,7 +9,7 @@ import pytest
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
-from pytest_modelprobe.report.changes import finding_text
+from pytest_modelprobe.report.changes import diff_text, finding_text
 from pytest_modelprobe.report.comparison import said
 
 
@@ -518,3 +518,20 @@ def test_a_declared_change_needs_no_approval() -> None:
     before = snapshot(BEFORE)
     verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
     assert verdict.digest == judge({}, {}).digest
+
+
+def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
+    def all_of(eps: float) -> dict[str, Snapshot]:
+        layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
+        return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
+
+    said = diff_text(judge(all_of(1e-5), all_of(1e-6)))
+    assert said.split("\n") == [
+        "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)",
+        "norm.eps 1e-05 → 1e-06; 1 cause",
+        "",
+        "cause                    class       changed by   models",
+        "norm.eps 1e-05 → 1e-06   structure            -   Net",
+        "",
+        "The diff of one snapshot alone says more of it: what moved, and how each cause was seen.",
+    ]
