@@ -110,8 +110,8 @@ def main() -> None:
         if not options.kept:
             run(environment(options.environments, old), "record", snapshots)
             run(environment(options.environments, new), "judge", snapshots, result)
-        if result.exists():
-            results[f"transformers {old} → {new}"] = json.loads(result.read_text("utf-8"))["rows"]
+        rows = json.loads(result.read_text("utf-8"))["rows"] if result.exists() else []
+        results[f"transformers {old} → {new}"] = rows
     lines = [*HEAD, *table(results), *details(results)]
     options.results.write_text("\n".join(lines) + "\n", "utf-8")
     print("\n".join(table(results)))
@@ -129,7 +129,7 @@ HEAD = [
     f"next, with the same weights. Whether the function changed (by more than {CHANGED:g}) is measured apart.",
     "`equal` and `said unchanged` are right where it did not; a cause of the class `behaviour` is a false alarm.",
     "Where it did, `first line` says that a layer whose change has a size is named there: whether it is the right one",
-    "has to be read, below.",
+    "has to be read, below. A pair with fewer models than others was cut short.",
     "",
 ]
 
