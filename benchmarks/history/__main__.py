@@ -131,6 +131,11 @@ HEAD = [
     "Where it did, `first line` says that a layer whose change has a size is named there: whether it is the right one",
     "has to be read, below. A pair with fewer models than others was cut short.",
     "",
+    "Read so far: `mistral` has another mask, made in `model`; of `deberta_v2` the run differs first within",
+    "`attention.self`. Of `whisper` no output is another: a table that was frozen is trainable since, as its causes",
+    "say (`encoder.embed_positions.weight requires_grad False → True`). `mixtral` has its experts in one parameter",
+    "since 5.x: where the change of gradients is `inf`, it is their number that differs.",
+    "",
 ]
 
 if __name__ == "__main__":
