@@ -16,7 +16,7 @@ import functools
 import operator
 import pkgutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
@@ -247,6 +247,11 @@ compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._comp
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dicts in which a module keeps its hooks, and what is to be known of them."""
     return [table for name, table in vars(module).items() if "hook" in name and isinstance(table, dict)]
+
+
+def left_out(module: nn.Module) -> Collection[str] | None:
+    """Return the names of a module's own buffers that its ``state_dict`` leaves out; None where that cannot be told."""
+    return cast(Collection[str] | None, vars(module).get("_non_persistent_buffers_set"))
 
 
 def next_hook() -> int | None:

@@ -14,7 +14,7 @@ from . import statistics
 from ._torch import without_torch_function
 from .attention import Attended
 from .capture import Capture
-from .layers import attributes, own_buffers, own_parameters, type_name
+from .layers import attributes, is_persistent, own_buffers, own_parameters, type_name
 from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
 from .owned import Owned, contents, tensors
 from .record import Attention, Call, Layer, Parameter, Reading, Record, Value, address, estimated_change, qualified
@@ -119,11 +119,14 @@ class _Builder:
             attributes={k: v for k, v in attributes(module).items() if k not in results},
             aliases=tuple(self.capture.layers.aliases.get(name, ())),
             parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
-            buffers=tuple(self._parameter(name, own, tensor) for own, tensor in own_buffers(module, atomic=leaf)),
+            buffers=tuple(
+                self._parameter(name, own, tensor, persistent=is_persistent(module, own))
+                for own, tensor in own_buffers(module, atomic=leaf)
+            ),
             calls=self._calls(name),
         )
 
-    def _parameter(self, layer: str, name: str, tensor: torch.Tensor) -> Parameter:
+    def _parameter(self, layer: str, name: str, tensor: torch.Tensor, *, persistent: bool | None = None) -> Parameter:
         full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
         gradient = self.gradients.get(full)
@@ -136,6 +139,7 @@ class _Builder:
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
             tied_to=None if first == full else first,
+            persistent=persistent,
             reading=reading,
             after=None if now is None or self.reading(now) == reading else self.reading(now),
             gradient=None if gradient is None else self.reading(gradient),

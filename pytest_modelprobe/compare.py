@@ -34,7 +34,7 @@ Kind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
+    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
 ]  # fmt: skip
@@ -306,8 +306,10 @@ class _Comparer:
                     ("dtype", a.dtype, e.dtype),
                     ("trainable", a.requires_grad, e.requires_grad),
                     ("tied", a.tied_to, e.tied_to),
+                    ("persistent", a.persistent, e.persistent),
                 ):
-                    if x != y and not (what == "buffer" and aspect == "trainable"):
+                    unknown = aspect == "persistent" and None in (x, y)
+                    if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
                         yield difference(aspect, *(_shape(v) if isinstance(v, tuple) else v for v in (x, y)))
                 if a.shape == e.shape:
                     yield from self._numbers_of(layer.name, a, e, what, scale)
@@ -367,7 +369,7 @@ class _Comparer:
             if value.path != other.path:
                 yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
             yield from self._values(pair, "output", value, other)
-        yield from self._responses(pair)
+        yield from self._responses(pair, {value.path: other.path for value, other in outputs})
 
     def _values(self, pair: Pair, side: str, a: Value, e: Value) -> Iterator[Difference]:
         at = functools.partial(Difference, layer=pair.layer, call=pair.actual.index, what=a.path)
@@ -409,7 +411,8 @@ class _Comparer:
     def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
         return _outputs(self.expected)
 
-    def _responses(self, pair: Pair) -> Iterator[Difference]:
+    def _responses(self, pair: Pair, paths: Mapping[str, str]) -> Iterator[Difference]:
+        """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
         a, e = pair.actual.response, pair.expected.response
         if not comparable(a, e):
             return
@@ -421,7 +424,8 @@ class _Comparer:
         for handed in e.handed:
             theirs.setdefault(handed.where, []).append(handed)
         for handed in a.handed:
-            other = theirs[handed.where].pop(0) if theirs.get(handed.where) else None
+            was = paths.get(handed.where, handed.where)
+            other = theirs[was].pop(0) if theirs.get(was) else None
             if other is None:
                 yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
             elif handed.passed != other.passed:
@@ -435,7 +439,8 @@ class _Comparer:
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        if a.gradient is not None and e.gradient is not None and not (lost or found):
+        renamed = any(path != was for path, was in paths.items())  # the random loss is of the outputs by their paths
+        if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
             place = (pair.layer, pair.key, "response gradient", "")
             yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
 
@@ -572,7 +577,8 @@ def _paired(
 
 
 def _described(tensor: Parameter | Value) -> str:
-    return f"{_shape(tensor.shape)} {tensor.dtype}"
+    said = f"{_shape(tensor.shape)} {tensor.dtype}"
+    return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
 
 
 def _shape(shape: Sequence[Dimension]) -> str:
@@ -587,11 +593,11 @@ def _norm(reading: Reading | None) -> float:
 
 def _scale(call: Call, *, backward: bool = False) -> float:
     """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
-    values = filter(_is_quantity, (*call.inputs, *call.outputs))
+    values = filter(is_quantity, (*call.inputs, *call.outputs))
     return max((_norm(value.backward if backward else value.forward) for value in values), default=0.0)
 
 
-def _is_quantity(value: Value) -> bool:
+def is_quantity(value: Value) -> bool:
     """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
     numbers = value.forward.statistics
     if not value.dtype.startswith(("float", "bfloat", "complex")):

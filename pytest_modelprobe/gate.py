@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from .compare import BEHAVIOUR, Comparison, Difference, Parts, compare
 from .diagnosis import Cause, Diagnosis, diagnose
-from .record import ROOT, Parameter, Record, qualified
+from .record import ROOT, Layer, Parameter, Record, qualified
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
@@ -432,12 +432,16 @@ def _class(difference: Difference, comparison: Comparison) -> Class:
         return "interface"
     if difference.kind == "parameter trainable":
         return "trainable"
-    return "checkpoint" if difference.kind.startswith(("parameter", "buffer")) else "structure"
+    if difference.kind.startswith("buffer"):
+        own = (layers.get(difference.layer) for layers in (comparison.actual.layers, comparison.expected.layers))
+        found = (b for layer in own if layer is not None for b in layer.buffers if b.name == difference.what)
+        return "checkpoint" if any(buffer.persistent for buffer in found) else "structure"
+    return "checkpoint" if difference.kind.startswith("parameter") else "structure"
 
 
 def effect_on_checkpoints(comparison: Comparison) -> Effect:
     """Return which keys of the state_dict became what."""
-    now, before = _keys(comparison.actual), _keys(comparison.expected)
+    now, before = _keys(comparison.actual, comparison.expected), _keys(comparison.expected, comparison.actual)
     original = {new: old for old, new in comparison.renamed.items()}
     both = [key for key in now if key in before]
 
@@ -460,14 +464,22 @@ def effect_on_checkpoints(comparison: Comparison) -> Effect:
     )
 
 
-def _keys(record: Record) -> dict[str, tuple[str, Parameter]]:
-    """Return key → layer and what it holds."""
+def _keys(record: Record, other: Record) -> dict[str, tuple[str, Parameter]]:
+    """Return key → layer and what it holds; of a buffer that is not said to be persistent, ``other`` may tell."""
+    told = {(layer.name, own.name): own.persistent for layer in other.layers.values() for own in layer.buffers}
+
+    def stored(layer: Layer) -> Iterator[Parameter]:
+        yield from layer.parameters
+        for own in layer.buffers:
+            if told.get((layer.name, own.name)) if own.persistent is None else own.persistent:
+                yield own
+
     return {
         qualified(name, own.name): (name, own)
         for layer in record.layers.values()
         # A module that stands at two places is stored twice.
         for name in (layer.name, *layer.aliases)
-        for own in (*layer.parameters, *layer.buffers)
+        for own in stored(layer)
     }
 
 

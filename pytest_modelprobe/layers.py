@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import checkpointed, compiled, compiled_call
+from ._torch import checkpointed, compiled, compiled_call, left_out
 from .exceptions import UnsupportedModelError
 from .record import ROOT, Plain
 
@@ -170,3 +170,16 @@ def own_parameters(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, nn
 def own_buffers(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers of the module itself; of an atomic one also those of its children."""
     return module.named_buffers(recurse=atomic, remove_duplicate=False)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool | None:
+    """Return whether the ``state_dict`` has a buffer, of the module or, by its path, of a child; None: it is not known.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> norm.register_buffer("table", torch.zeros(2), persistent=False)
+    >>> is_persistent(norm, "running_mean"), is_persistent(norm, "table")
+    (True, False)
+    """
+    owner, _, name = buffer.rpartition(".")
+    kept_out = left_out(module.get_submodule(owner))
+    return None if kept_out is None else name not in kept_out

@@ -20,6 +20,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.gate import class_of
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
 from pytest_modelprobe.report.comparison import first_line, said, text
 
@@ -1251,3 +1252,267 @@ def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None
         )
     )
     assert {cause.kind for cause in found.causes} == {"architecture", "gradient"}
+
+
+# --- a refactoring that leaves the function as it was ---------------------------------------------------------------
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 4.0
+
+
+class Embedded(nn.Module):
+    """Multiplies what its embedding gives out, or has an embedding that does."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.embed = (ScaledEmbedding if inside else nn.Embedding)(32, 8)
+        self.head = nn.Linear(8, 4)
+        self._scale = [1.0 if inside else 4.0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids) * self._scale[0])
+
+
+def test_a_factor_that_moved_into_a_layer_leaves_the_output_unchanged() -> None:
+    found = rewritten(lambda: Embedded(inside=False), lambda: Embedded(inside=True), IDS)
+    assert found.unchanged
+    assert first_line(found).startswith("output unchanged; structure differs in ")
+    assert [cause.change for cause in found.causes] == [None] * len(found.causes)
+    assert "behaviour" not in {class_of(cause, found) for cause in (*found.causes, *found.possible)}
+
+
+def test_without_gradients_what_moved_inside_may_be_hidden_and_is_no_unchanged_function() -> None:
+    old, new = (
+        recorded(PROBE.build(functools.partial(Embedded, inside=inside)), IDS, loss=None) for inside in (False, True)
+    )
+    assert not diagnose(compare(new, old)).unchanged
+
+
+class LastToken(nn.Module):
+    """Reads the last token before the padding: found by the first that is padding, or by the last that is none."""
+
+    def __init__(self, *, by_first: bool, scale: float = 1.0, **attributes: object) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.read = Read(by_first=by_first, **attributes)
+        self.head = nn.Linear(8, 4)
+        self._scale = [scale]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.read(ids, self.embed(ids))) * self._scale[0]
+
+
+class Read(nn.Module):
+    def __init__(self, *, by_first: bool, **attributes: object) -> None:
+        super().__init__()
+        self._by_first = [by_first]
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        padding = (ids == 0).int()
+        where = padding.argmax(-1) - 1 if self._by_first[0] else (torch.arange(ids.shape[1]) * (1 - padding)).argmax(-1)
+        return x[torch.arange(len(ids)), where]
+
+
+PADDED = torch.tensor([[1, 3, 2, 2, 0, 0], [3, 1, 1, 2, 3, 2]])
+
+
+def test_code_that_differs_for_other_inputs_alone_is_no_change_of_behaviour() -> None:
+    found = rewritten(lambda: LastToken(by_first=True), lambda: LastToken(by_first=False), PADDED)
+    assert first_line(found) == "output unchanged; structure differs in 1 place: read: own code changed"
+    (cause,) = found.causes
+    assert cause.hints[-1] == "not with the inputs of the run"
+    assert class_of(cause, found) == "structure"
+
+
+def test_an_attribute_has_no_effect_on_a_layer_that_gives_out_what_it_gave() -> None:
+    found = rewritten(
+        lambda: LastToken(by_first=True, source="a"), lambda: LastToken(by_first=False, source="b", scale=2.0), PADDED
+    )
+    told = {cause.layer: cause.change for cause in found.causes}
+    assert told["read"] is None
+    assert first_line(found).startswith("(root): own code changed after head: by ")
+
+
+class Listed(nn.Module):
+    """Calls the children that an attribute lists."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.fc, self.rest = nn.Linear(8, 8), nn.Identity()
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for name in self.order:
+            out = self.get_submodule(name)(out)
+        return x + out
+
+
+def test_an_attribute_that_lists_other_children_has_no_effect_that_is_made_up() -> None:
+    old, new = (
+        functools.partial(lambda eps, order: nn.Sequential(nn.LayerNorm(8, eps=eps), Listed(*order)), *of)
+        for of in ((1e-5, ("fc", "rest")), (1e-1, ("fc",)))
+    )
+    found = refactored(old, new)
+    (listed,) = (cause for cause in found.causes if cause.what == "order")
+    assert listed.change is None
+    assert first_line(found).startswith("0.eps 1e-05 → 0.1: output changed by ")
+
+
+# --- a change of behaviour beside a refactoring ---------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Gives out a tensor, or a tuple with the tensor in it."""
+
+    def __init__(self, scale: float, *, bare: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self._scale, self._bare = [scale], [bare]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.fc(x) * self._scale[0]
+        return out if self._bare[0] else (out, None)
+
+
+class Unpacking(nn.Module):
+    def __init__(self, scale: float = 1.0, *, bare: bool) -> None:
+        super().__init__()
+        self.inner = Scaled(scale, bare=bare)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        return self.head(out if isinstance(out, torch.Tensor) else out[0])
+
+
+def test_an_output_with_another_name_does_not_excuse_the_code_that_makes_it() -> None:
+    found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(2.0, bare=False))
+    assert first_line(found).startswith("inner: own code changed after fc: by ")
+    assert {said(cause) for cause in found.causes} == {
+        "inner: own code changed after fc", "inner: output renamed to output[0]",
+    }  # fmt: skip
+
+
+def test_an_output_with_another_name_alone_changes_no_gradient() -> None:
+    found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(bare=False))
+    assert first_line(found) == "output unchanged; structure differs in 1 place: inner: output renamed to output[0]"
+
+
+class Attention(nn.Module):
+    def __init__(self, *, bare: bool) -> None:
+        super().__init__()
+        self._bare = [bare]
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        out = (x @ x.T + mask).softmax(-1) @ x
+        return out if self._bare[0] else (out, None)
+
+
+class Masking(nn.Module):
+    """Makes a causal mask, or one of a window besides; calls one child more or not."""
+
+    def __init__(self, window: int, *, rotary: bool, bare: bool = True) -> None:
+        super().__init__()
+        if rotary:
+            self.rotary = nn.Tanh()
+        self.attn = Attention(bare=bare)
+        self._window = [window]
+
+    def forward(self, x: torch.Tensor, tidy: bool | None = None) -> torch.Tensor:
+        if hasattr(self, "rotary"):
+            self.rotary(x)
+        apart = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        mask = torch.zeros(len(x), len(x)).masked_fill((apart < 0) | (apart >= self._window[0]), -1e9)
+        out = self.attn(x, mask)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+
+class Handing(nn.Module):
+    def __init__(self, *args: Any, tidy: bool, **kwargs: Any) -> None:
+        super().__init__()
+        self.body = Masking(*args, **kwargs)
+        self.head = nn.Linear(8, 8)
+        self._given = [{"tidy": True} if tidy else {}]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.head(x), **self._given[0]))
+
+
+def test_a_child_more_does_not_excuse_another_mask() -> None:
+    found = refactored(lambda: Handing(9, rotary=False, tidy=False), lambda: Handing(2, rotary=True, tidy=False))
+    assert first_line(found).startswith("body: ")
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "body")
+    assert found.causes[0].change is not None
+
+
+def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() -> None:
+    found = refactored(
+        lambda: Handing(9, rotary=False, tidy=True), lambda: Handing(2, rotary=True, tidy=False, bare=False)
+    )
+    assert said(found.causes[0]) == "(root): own code no longer gives body tidy"
+    assert first_line(found).startswith("possibly body: ")
+    assert "it does not get tidy now" in found.possible[0].hints
+    assert ", 3 others without a known effect" in first_line(found)
+
+
+# --- what is told of weights and of blocks that are shared ----------------------------------------------------------
+
+
+class Stages(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        if shared:
+            self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
+    apart, shared = (functools.partial(Stages, shared=shared) for shared in (False, True))
+    assert "second removed: it is first again" in {said(cause) for cause in refactored(apart, shared).causes}
+    assert "second added: Linear, it was first again" in {said(cause) for cause in refactored(shared, apart).causes}
+
+
+def test_weights_are_told_with_their_size_then_and_now() -> None:
+    def times(scale: float) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+            nn.init.constant_(model[0].weight, 0.25 * scale)
+            return model
+
+        return build
+
+    (cause,) = refactored(times(1.0), times(2.0)).causes
+    assert (cause.kind, cause.layer, cause.hints) == ("weights", "0", ("rms 0.25 → 0.5",))
+
+
+class Passing(nn.Module):
+    """Hands a flag that nothing looks at to what is inside it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.inside = nn.Linear(8, 8), nn.ModuleList(inside)
+        self._given = [{}]
+
+    def forward(self, x: torch.Tensor, flag: bool | None = None) -> torch.Tensor:
+        for module in self.inside:
+            x = module(x, **(self._given[0] or {"flag": flag}))
+        return self.fc(x)
+
+
+def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() -> None:
+    def build(given: dict[str, bool]) -> nn.Module:
+        model = Passing(Passing(Passing()))
+        model._given = [given]
+        return model
+
+    found = refactored(lambda: build({"flag": True}), lambda: build({}))
+    assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
+    assert found.possible == ()

@@ -306,7 +306,7 @@ def exact(record: Record) -> dict[str, Any]:
         return v.path, v.shape, v.dtype, v.requires_grad, v.overwritten, v.source, v.backward is None
 
     def own(p: Parameter) -> tuple[Any, ...]:
-        return p.name, p.shape, p.dtype, p.requires_grad, p.tied_to, p.gradient is None, p.after is None
+        return p.name, p.shape, p.dtype, p.requires_grad, p.tied_to, p.persistent, p.gradient is None, p.after is None
 
     def answer(r: Response | None) -> Any:
         return r and (dict(r.recipes), [(h.where, h.passed) for h in r.handed], r.without_gradient, r.reason)
@@ -635,6 +635,21 @@ def test_a_layer_that_is_added_is_one_line_and_those_that_it_feeds() -> None:
     record = edited_call(edited_call(record, "act", inputs=(fed,), started=5, finished=6), ROOT, finished=7)
     old, new = encode(small()).architecture, encode(record).architecture
     assert sorted(row.partition(":")[0] for row in differing(old, new)) == ['"act"', '"drop"']
+
+
+def test_a_buffer_is_said_to_be_persistent_or_not_and_of_an_old_file_it_is_not_known() -> None:
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("table", torch.zeros(2, dtype=torch.int64), persistent=False)
+    texts = encode(ModelProbe().architecture(model))
+    assert '"running_mean": "(4) persistent"' in texts.architecture
+    assert '"table": "(2) int64 not persistent"' in texts.architecture
+    found = decoded(texts).record
+    assert {b.name: b.persistent for b in found[ROOT].buffers} == {
+        "running_mean": True, "running_var": True, "num_batches_tracked": True, "table": False,
+    }  # fmt: skip
+    old = decoded(texts._replace(architecture=re.sub("(?: not)? persistent", "", texts.architecture))).record
+    assert {b.persistent for b in old[ROOT].buffers} == {None}
+    assert compare(found, old).same
 
 
 def test_lines_of_blocks_that_are_alike_are_alike() -> None:

@@ -9,7 +9,8 @@ import pytest
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
-from pytest_modelprobe.report.changes import finding_text
+from pytest_modelprobe.report.changes import diff_text, finding_text
+from pytest_modelprobe.report.comparison import said
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -341,6 +342,47 @@ def test_keys_are_named_by_what_became_of_them() -> None:
     )  # fmt: skip
 
 
+def table(*, persistent: bool | None, length: int = 4) -> Record:
+    buffer = weight(length, name="table", requires_grad=False, persistent=persistent)
+    return record(Layer(name="rotary", type="Rotary", buffers=(buffer,)))
+
+
+NO_TABLE = record(Layer(name="rotary", type="Rotary"))
+
+
+@pytest.mark.parametrize("persistent", [False, None])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_buffer_that_is_not_known_to_be_persistent_breaks_no_checkpoint(
+    persistent: bool | None, swapped: bool
+) -> None:
+    before, now = (NO_TABLE, table(persistent=persistent))[:: -1 if swapped else 1]
+    assert effect(before, now).none
+    assert classes(before, now) == ["structure"]
+
+
+def test_a_persistent_buffer_breaks_checkpoints() -> None:
+    assert effect(NO_TABLE, table(persistent=True)).added == ("rotary.table",)
+    assert effect(table(persistent=True), NO_TABLE).removed == ("rotary.table",)
+    assert classes(table(persistent=True), NO_TABLE) == ["checkpoint"]
+
+
+def test_a_buffer_that_is_not_persistent_any_more_is_a_key_less() -> None:
+    before, now = table(persistent=True), table(persistent=False)
+    assert (effect(before, now).removed, effect(now, before).added) == (("rotary.table",), ("rotary.table",))
+    found = change(before, now).findings[0]
+    assert found.kind == "checkpoint"
+    assert [said(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
+
+
+@pytest.mark.parametrize(("now", "reshaped"), [(True, ("rotary.table",)), (False, ()), (None, ())])
+def test_a_file_that_does_not_say_what_is_persistent_is_read_with_the_other(
+    now: bool | None, reshaped: tuple[str, ...]
+) -> None:
+    assert effect(table(persistent=None), table(persistent=now, length=8)).reshaped == reshaped
+    assert effect(table(persistent=None), table(persistent=now)).none
+    assert compare(table(persistent=now), table(persistent=None)).same
+
+
 def test_a_renamed_layer_gives_a_mapping_of_keys() -> None:
     found = effect(record(linear("fc", 2, 4)), record(linear("head", 2, 4)))
     assert (dict(found.renamed), found.added, found.removed) == ({"fc.weight": "head.weight"}, (), ())
@@ -476,3 +518,20 @@ def test_a_declared_change_needs_no_approval() -> None:
     before = snapshot(BEFORE)
     verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
     assert verdict.digest == judge({}, {}).digest
+
+
+def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
+    def all_of(eps: float) -> dict[str, Snapshot]:
+        layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
+        return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
+
+    said = diff_text(judge(all_of(1e-5), all_of(1e-6)))
+    assert said.split("\n") == [
+        "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)",
+        "norm.eps 1e-05 → 1e-06; 1 cause",
+        "",
+        "cause                    class       changed by   models",
+        "norm.eps 1e-05 → 1e-06   structure            -   Net",
+        "",
+        "The diff of one snapshot alone says more of it: what moved, and how each cause was seen.",
+    ]

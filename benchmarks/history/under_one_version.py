@@ -23,17 +23,22 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.compare import compare
-from pytest_modelprobe.diagnosis import diagnose
+from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.gate import class_of
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.comparison import first_line, said
 
 
 def truth(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the floating outputs of an evaluation, and the norm of each gradient of a loss of all of them."""
+    """Return the floating outputs of an evaluation, and the norm of each gradient of a loss of all of them.
+
+    The loss is a random projection: squares would be the same whatever a last norm gets.
+    """
     model.zero_grad(set_to_none=True)
     outputs = [tensor for _, tensor in flatten("output", model(**inputs)).tensors if tensor.is_floating_point()]
-    torch.stack([output.square().mean() for output in outputs]).sum().backward()
+    drawn = torch.Generator().manual_seed(0)
+    torch.stack([(output * torch.randn(output.shape, generator=drawn)).mean() for output in outputs]).sum().backward()
     gradients = [torch.zeros(1) if p.grad is None else p.grad.detach().norm()[None] for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return {"outputs": [output.detach() for output in outputs], "gradients": gradients}
@@ -46,6 +51,8 @@ def changed(now: dict[str, list[Tensor]], then: dict[str, list[Tensor]]) -> dict
         x, y = (torch.cat([t.double().flatten() for t in one[what]]) for one in (now, then))
         if what == "gradients":
             x, y = x.sort().values, y.sort().values  # parameters may come in another order
+            if x.shape != y.shape:  # or several as one
+                x, y = x.norm()[None], y.norm()[None]
         found[what] = ((x - y).norm() / y.norm()).item() if x.shape == y.shape else float("inf")
     return found
 
@@ -54,16 +61,21 @@ def recorded(probe: ModelProbe, model: nn.Module, one: Model) -> Record:
     return probe.run(model, kwargs=one.inputs(), loss="random")
 
 
+def described(cause: Cause, diagnosis: Diagnosis) -> dict[str, Any]:
+    shown = {"layer": cause.layer, "said": said(cause), "change": cause.change}
+    return {"kind": cause.kind, "class": class_of(cause, diagnosis), **shown}
+
+
 def record(folder: Path) -> None:
     for one in MODELS:
         try:
             with ModelProbe() as probe:
-                model = one.build().eval()
+                one.build().save_pretrained(folder / one.name)
+                model, _ = one.load(folder / one.name)  # so that both versions know the same path, and no more
                 found = recorded(probe, model, one)
                 found = found.rerun.measured(found.rerun.isolated(found))
                 texts = files.encode(found)
                 files.write(folder / f"{one.name}.arch.json", texts)
-                model.save_pretrained(folder / one.name)
                 torch.save(truth(model, one.inputs()), folder / f"{one.name}.pt")
                 print(f"recorded {one.name}", flush=True)
         except Exception as error:  # noqa: BLE001 - a version that lacks a model is told and passed over
@@ -94,8 +106,8 @@ def judge(folder: Path, result: Path) -> None:
                     "same": found.same,
                     "unchanged": diagnosis.unchanged,
                     "line": "" if found.same else first_line(diagnosis),
-                    "causes": [(cause.kind, said(cause), cause.change) for cause in diagnosis.causes],
-                    "possible": [said(cause) for cause in diagnosis.possible],
+                    "causes": [described(cause, diagnosis) for cause in diagnosis.causes],
+                    "possible": [described(cause, diagnosis) for cause in diagnosis.possible],
                     "moved": len(diagnosis.moved),
                 }
         except Exception as error:  # noqa: BLE001 - the same

@@ -7,6 +7,7 @@ matches, what went out does not. Where both can speak and only propagation does,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from pytest_modelprobe.compare import Comparison, Difference, Kind
@@ -47,18 +48,22 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     computation, possible = computation_causes(evidence, recorded, explained)
     forward = [*(with_effect(evidence, cause) for cause in recorded), *computation]
     causes = [*forward, *gradient_causes(evidence, forward, explained)]
+    unchanged = _is_unchanged(comparison)
+    if unchanged and _learns_the_same(comparison):
+        causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     wanted = comparison.wanted
     if wanted is not None and any(cause.layer in wanted for cause in causes):  # else they lie before what is wanted
         causes = [cause for cause in causes if cause.layer in wanted]
         possible = [cause for cause in possible if cause.layer in wanted]
     to_blame = {cause.layer for cause in causes if cause.what != "training"}
+    excused = {cause.layer for cause in causes if not _excuses_nothing(cause)}
     moved = evidence.moved(_OUTPUTS) or evidence.moved(_GRADIENTS)
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
         causes=tuple(most_telling_first(folded(evidence, causes))),
-        possible=tuple(c for c in possible if c.layer not in to_blame and not (causes and DRIFT in c.hints)),
-        unchanged=_is_unchanged(comparison),
+        possible=tuple(c for c in possible if c.layer not in excused and not (causes and DRIFT in c.hints)),
+        unchanged=unchanged,
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,
         not_judged=tuple(name for name in moved if not evidence.judged(name)),
@@ -68,7 +73,11 @@ def diagnose(comparison: Comparison) -> Diagnosis:
 
 
 def _is_unchanged(comparison: Comparison) -> bool:
-    """Whether the model computes what it computed, as far as its run shows: each output known, and none another."""
+    """Whether the model computes what it computed, as far as its run shows: each output known, and none another.
+
+    What its layers hand to each other may differ where every gradient says that the whole is the same function: a
+    factor may have moved from one layer into the next. Without gradients, what differs inside may be hidden by a zero.
+    """
     places = [
         (pair.layer, pair.key, "output", value.path)
         for pair in comparison.calls
@@ -77,9 +86,38 @@ def _is_unchanged(comparison: Comparison) -> bool:
     ]
     # An output that only one of the two has is a matter of structure.
     compared = [comparison.changes[place] for place in places if place in comparison.changes]
+    if not compared or not all(change.known and not change.differs for change in compared):
+        return False
     # What layers hand to each other may be written otherwise, as a mask is in another dtype.
-    differs = any(d.kind in _OUTPUTS | _GRADIENTS | _OTHER_RUN for d in comparison.found)
-    return bool(compared) and all(change.known for change in compared) and not differs
+    kinds = {d.kind for d in comparison.found}
+    moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
+    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _learns_the_same(comparison))
+
+
+def _learns_the_same(comparison: Comparison) -> bool:
+    """Whether gradients were compared, and those of all parameters and of the inputs of the model are the same."""
+    roots = {(pair.layer, pair.key) for pair in comparison.calls if pair.outermost}
+    compared = [
+        (side, change)
+        for (layer, key, side, _), change in comparison.changes.items()
+        if side == "parameter gradient" or (side == "input gradient" and (layer, key) in roots)
+    ]
+    known = any(side == "parameter gradient" and change.known for side, change in compared)
+    return known and not any(change.differs for _, change in compared)
+
+
+def _excuses_nothing(cause: Cause) -> bool:
+    """Whether a cause leaves open why a layer gives out something else: a name, or what it calls its children with."""
+    named = cause.what in ("training", "path", "renamed")
+    return named or (cause.kind == "computation" and cause.change is None and cause.witness == "recorded")
+
+
+def _without_effect(cause: Cause) -> Cause:
+    """Return a cause in a model that is the same function: what its code shows otherwise, other inputs show."""
+    if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers"):
+        return cause
+    only = ("not with the inputs of the run",) if cause.witness == "isolated" else ()
+    return dataclasses.replace(cause, change=None, noise=None, effect="", hints=(*cause.hints, *only))
 
 
 def _outputs(comparison: Comparison) -> Iterator[Difference]:

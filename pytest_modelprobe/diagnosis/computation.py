@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.compare import Difference, Pair
+from pytest_modelprobe.compare import Difference, Pair, is_quantity
 from pytest_modelprobe.course import Step
 from pytest_modelprobe.record import ROOT, Plain
 from pytest_modelprobe.tolerance import Change
@@ -31,17 +31,20 @@ def computation_causes(
     """
     certain: dict[str, Cause] = {}
     possible: dict[str, Cause] = {}
+    around = {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
     for cause in (*_handed_on(evidence), *_times_called(evidence)):
         if cause.layer not in altered:
             certain.setdefault(cause.layer, cause)
     for pair in evidence.comparison.calls:
-        found = _otherwise(evidence, pair) if pair.layer not in explained else []
+        found = _otherwise(evidence, pair)
+        if pair.layer in explained:  # a child that came or went has no part in masks and positions
+            found = [d for d in found if pair.layer in around and _is_built(evidence, pair, d)]
         if not found:
             continue
         cause = _isolated(evidence, pair, found)
         before = certain.get(pair.layer)
-        other = _gets_others(evidence, pair)
+        other = evidence.gets_others(pair)
         if other is not None and cause.change is not None:
             possible.setdefault(pair.layer, dataclasses.replace(cause, hints=(*cause.hints, other)))
         elif before is None or before.witness == "recorded":
@@ -64,16 +67,6 @@ def computation_causes(
             certain[cause.layer] = cause
     told = [_with_attributes(evidence, cause) for cause in certain.values()]
     return in_order(told, evidence.ran), in_order(possible.values(), evidence.ran)
-
-
-def _gets_others(evidence: Evidence, pair: Pair) -> str | None:
-    """Return what may be to blame in the place of a layer's own code: its mode, an input that it gets or does not."""
-    if evidence.has(pair.layer, "mode"):
-        return "its mode changed too"
-    others = evidence.of_call(pair, "input added", "input removed")
-    if others and not pair.outermost:
-        return f"it {'gets' if others[0].kind == 'input added' else 'does not get'} {others[0].what} now"
-    return None
 
 
 def _with_attributes(evidence: Evidence, cause: Cause) -> Cause:
@@ -180,11 +173,22 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
 
 def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
-    if not evidence.tells(pair):
-        return []
-    paths = {(d.actual, d.expected) for d in evidence.of_call(pair, "path")}
-    names = {path for both in paths for path in both if path is not None}
-    return [d for d in evidence.of_call(pair, "response") if d.what not in names]
+    came_or_went = {d.what for d in evidence.of_call(pair, "path") if None in (d.actual, d.expected)}
+    found = (d for d in evidence.of_call(pair, "response") if d.what not in came_or_went)
+    # What a layer is given otherwise, it may hand on.
+    given = {tuple(map(_as_handed, (d.actual, d.expected))) for d in evidence.of_call(pair, "argument")}
+    return [d for d in found if (d.actual, d.expected) not in given and evidence.tells_of(pair, d)]
+
+
+def _as_handed(value: Plain) -> str | None:
+    return None if value is None else f"={value!r}"[:80]
+
+
+def _is_built(evidence: Evidence, pair: Pair, difference: Difference) -> bool:
+    """Whether what a container hands to a child is made of no child's output: a mask, positions, tokens."""
+    child, _, path = difference.what.rpartition(" ")
+    called = evidence.called(pair, child) if difference.change is not None else None
+    return called is not None and any(v.path == path and not is_quantity(v) for v in called.expected.inputs)
 
 
 # --- the two witnesses ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from .places import parent
 STRUCTURE: frozenset[Kind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
+    "buffer persistent",
 })  # fmt: skip
 """What a layer holds, but for its numbers."""
 
@@ -95,6 +96,24 @@ class Evidence:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
 
+    def called(self, pair: Pair, name: str) -> Pair | None:
+        """Return the call that another one makes, known as ``attn`` or ``attn (call 2)``; None: it is not in both."""
+        child, _, number = name.partition(" (call ")
+        made = (step for step in self.inside(self._steps.get(id(pair))))
+        calls = [step for step in made if step.layer.name == child_of(pair, child)]
+        index = int(number.removesuffix(")")) - 1 if number else 0
+        return self.pair(calls[index]) if index < len(calls) else None
+
+    def gets_others(self, pair: Pair) -> str | None:
+        """Return what may be to blame instead of a layer's own code: its mode, something that it gets or does not."""
+        if self.has(pair.layer, "mode"):
+            return "its mode changed too"
+        others = self.of_call(pair, "input added", "input removed", "argument")
+        if others and not pair.outermost:
+            came = others[0].kind == "input added" or others[0].expected is None
+            return f"it {'gets' if came else 'does not get'} {others[0].what} now"
+        return None
+
     def calls_nothing(self, pair: Pair) -> bool:
         """Whether a call makes no other."""
         return not self._inside.get(self._steps.get(id(pair)))
@@ -138,24 +157,60 @@ class Evidence:
 
     def answers(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
-        a, e = pair.actual.response, pair.expected.response
-        if not comparable(a, e) or self.of_call(pair, "argument", "context", "interface", side="input"):
-            return False
         # What a child is said to give out depends on the path of the output.
-        names = (child_of(pair, called) for called in children(a)) if a is not None else ()
-        return not any(self.has(name, "path") for name in names)
+        return self._is_asked_the_same(pair) and not any(map(self._has_another_path, self._called_alone(pair)))
+
+    def _is_asked_the_same(self, pair: Pair) -> bool:
+        given = self.of_call(pair, "argument", "context", "interface", side="input")
+        # An argument that came or went may say what the code did anyhow; then its caller may be to blame.
+        came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
+        return came_or_went and comparable(pair.actual.response, pair.expected.response)
+
+    def _called_alone(self, pair: Pair) -> list[str]:
+        """Return the layers that a call, alone, hands something to: one for each value, in their order."""
+        handed = pair.actual.response.handed if pair.actual.response is not None else ()
+        return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
+
+    def _has_another_path(self, layer: str) -> bool:
+        return self.has(layer, "path")
+
+    def tells_of(self, pair: Pair, difference: Difference) -> bool:
+        """Whether a difference between the isolated responses of a call tells of its own code.
+
+        Of what it does after a child gave out something by another path nothing is known.
+        """
+        if not self._is_asked_the_same(pair) or self.calls_others(pair):
+            return False
+        called = self._called_alone(pair)
+        renamed = next((name for name in called if name and self._has_another_path(name)), None)
+        if renamed is None or pair.actual.response is None:
+            return True
+        first = called.index(renamed)
+        last = next((i for i in range(first, len(called)) if called[i] != renamed), len(called))
+        return difference.what in [handed.where for handed in pair.actual.response.handed[:last]]
 
     def tells(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
         return self.answers(pair) and not self.calls_others(pair)
+
+    def is_as_it_was(self, pair: Pair) -> bool:
+        """Whether the run shows that a call gave out for the same what it gave out, and left the same behind."""
+        inputs = self.inputs(pair)
+        outputs = [self.comparison.change(pair.layer, pair.key, "output", v.path) for v in pair.actual.outputs]
+        same = bool(outputs) and all(change.known and not change.differs for change in outputs)
+        return inputs.match and inputs.known and same and self.change_of_state(pair) is None
+
+    def calls_the_same(self, pair: Pair) -> bool:
+        """Whether a call makes the calls that it made: what others are said to give out is made up anew."""
+        a, e = pair.actual.response, pair.expected.response
+        return a is not None and e is not None and children(a) == children(e)
 
     def calls_others(self, pair: Pair) -> bool:
         """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.
 
         Calling the blocks of a `Sequential` one by one is no other computation.
         """
-        a, e = pair.actual.response, pair.expected.response
-        if a is None or e is None or children(a) == children(e):
+        if None in (pair.actual.response, pair.expected.response) or self.calls_the_same(pair):
             return False
         return self.inputs(pair).match and self.change(pair, "output") is None and not self.of_call(pair, "path")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_modelprobe.compare import Difference, Kind
 from pytest_modelprobe.record import ROOT, Layer, Plain, Reading
@@ -50,7 +50,9 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     if pair is None:
         return cause
     here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
-    if here and evidence.tells(pair):
+    if evidence.is_as_it_was(pair):
+        return cause  # what it answers to other inputs it may answer for other reasons
+    if here and evidence.tells(pair) and evidence.calls_the_same(pair) and not evidence.gets_others(pair):
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
@@ -161,16 +163,24 @@ def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
     outermost: dict[str, list[Difference]] = {}
     for name, difference in found.items():
         outermost.setdefault(_outermost(name, found), []).append(difference)
+    now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
     for name, with_inside in outermost.items():
-        layer = evidence.comparison.actual.layers.get(name) if what == "added" else None
+        layer = now.get(name) if what == "added" else None
+        same = _also_called(name, then if what == "added" else now)
         yield Cause(
             kind="architecture",
             layer=name,
             what=what,
             actual=None if layer is None else layer.type_name,
             expected=found[name].expected,
+            hints=() if same is None else (f"it {'was' if what == 'added' else 'is'} {same} again",),
             differences=tuple(with_inside),
         )
+
+
+def _also_called(name: str, layers: Mapping[str, Layer]) -> str | None:
+    """Return the layer that stands at a name too, as a block that is shared; None: none does."""
+    return next((layer.name for layer in layers.values() if name in layer.aliases), None)
 
 
 def _attributes(evidence: Evidence) -> Iterator[Cause]:
@@ -207,7 +217,16 @@ def _weights(evidence: Evidence) -> Iterator[Cause]:
             here = [d for d in found if d.kind == difference_kind]
             # A bias is drawn for the size of its weight, and each by its name: another one, other numbers.
             if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape", "layer renamed"}):
-                yield _all_named(kind, here)
+                cause = _all_named(kind, here)
+                yield cause if kind == "buffers" else dataclasses.replace(cause, hints=_sizes(evidence, cause))
+
+
+def _sizes(evidence: Evidence, cause: Cause) -> tuple[str, ...]:
+    """Return how large weights were and are: another draw is as large as the first."""
+    names = {difference.what for difference in cause.differences}
+    layers = (record.layers[cause.layer] for record in (evidence.comparison.expected, evidence.comparison.actual))
+    both = (_rms(p.reading for p in layer.parameters if p.name in names) for layer in layers)
+    return ("rms {:.3g} → {:.3g}".format(*both),)
 
 
 def _all_named(kind: CauseKind, found: list[Difference]) -> Cause:

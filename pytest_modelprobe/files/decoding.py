@@ -381,6 +381,7 @@ class _Filling:
                     device=self.device,
                     requires_grad=worded.requires_grad,
                     tied_to=worded.origin,
+                    persistent=worded.persistent,
                     reading=first,
                     after=after,
                     gradient=gradient,

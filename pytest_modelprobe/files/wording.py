@@ -39,6 +39,7 @@ class Worded(NamedTuple):
     overwritten: bool = False
     origin: str | None = None
     """The relative text after ``from``, or the full name after ``tied to``."""
+    persistent: bool | None = None
 
 
 def floating(dtype: str) -> bool:
@@ -71,16 +72,21 @@ def value_text(value: Value, layer: str, usual: Usual) -> str:
 
 
 def parameter_text(parameter: Parameter, usual: Usual, *, trainable: bool) -> str:
-    """Return shape, dtype and ties of a parameter, or of a buffer, which is not ``trainable``.
+    """Return shape, dtype and ties of a parameter, or of a buffer, which is not ``trainable`` and may be persistent.
 
     >>> parameter_text(Parameter(name="weight", shape=(4,), dtype="float32", device="cpu"), Usual(), trainable=True)
     '(4) frozen'
+    >>> table = Parameter(name="table", shape=(4,), dtype="float32", device="cpu", persistent=False)
+    >>> parameter_text(table, Usual(), trainable=False)
+    '(4) not persistent'
     """
     text = _shape_text(parameter.shape)
     if parameter.dtype != usual.dtype:
         text += f" {parameter.dtype}"
     if parameter.requires_grad != trainable:
         text += " trainable" if parameter.requires_grad else " frozen"
+    if parameter.persistent is not None:
+        text += " persistent" if parameter.persistent else " not persistent"
     return text if parameter.tied_to is None else f"{text} tied to {parameter.tied_to}"
 
 
@@ -90,7 +96,9 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _PARAMETER = re.compile(
-    r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|tied\b)(\w+))?( frozen| trainable)?(?: tied to (.*))?", re.DOTALL
+    r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|persistent\b|not\b|tied\b)(\w+))?( frozen| trainable)?"
+    r"( not persistent| persistent)?(?: tied to (.*))?",
+    re.DOTALL,
 )
 
 
@@ -112,11 +120,12 @@ def worded_parameter(text: str, usual: Usual, trainable: bool) -> Worded:
     found = _PARAMETER.fullmatch(text)
     if found is None:
         raise Unreadable(f"{text[:80]!r} describes no parameter")
-    shape, dtype, grad, tied_to = found.groups()
+    shape, dtype, grad, persistent, tied_to = found.groups()
     if ".." in shape:
         raise Unreadable(f"{text[:80]!r} describes no parameter: its size varies")
     requires_grad = grad == " trainable" if grad else trainable
-    return Worded(_shape(shape), dtype or usual.dtype, requires_grad, False, tied_to)
+    stored = None if persistent is None else persistent == " persistent"
+    return Worded(_shape(shape), dtype or usual.dtype, requires_grad, False, tied_to, stored)
 
 
 def _shape_text(shape: tuple[Dimension, ...]) -> str:

@@ -26,6 +26,10 @@ _MANY = 8
 """Files of one folder that a command names before it names the folder."""
 
 
+_EACH_WHOLE = 4
+"""Snapshots that changed of which each is told as a failure tells it: of more the causes are told together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One change of one layer, or the same change of several."""
@@ -392,16 +396,21 @@ def _heading(same: Sequence[Change]) -> str:
 
 
 def diff_text(verdict: Verdict) -> str:
-    """Return what changed, and why, as plain text."""
+    """Return what changed, and why, as plain text: of many snapshots the causes in one table, each once."""
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
-    parts = []
+    folded = len(verdict.changes) > _EACH_WHOLE
+    alike: dict[tuple[str, ...], list[Change]] = {}
     for change in verdict.changes:
-        lines = [_heading([change])]
-        lines += [printable(f"{kind}: {said}") for kind, said in _whole(change)]
+        lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
-            lines.append(comparison.text(change.diagnosis))
-        parts.append("\n".join(lines))
+            lines.append((comparison.first_line if folded else comparison.text)(change.diagnosis))
+        alike.setdefault(tuple(lines), []).append(change)
+    parts = ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
+    causes = cause_rows(verdict) if folded else []
+    if causes:
+        parts.append("\n".join(table(CAUSE_COLUMNS, causes, most=len(causes))))
+        parts.append("The diff of one snapshot alone says more of it: what moved, and how each cause was seen.")
     if verdict.unchanged:
         parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
     return "\n\n".join(parts)

@@ -26,7 +26,8 @@ def first_line(diagnosis: Diagnosis) -> str:
     >>> first_line(diagnose(compare(new, old)))
     'norm.eps 1e-05 → 1e-06; 1 cause'
     """
-    found = grouped(diagnosis.causes) or grouped(diagnosis.possible)
+    sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
+    found = grouped(diagnosis.causes if sure else diagnosis.possible)
     unchanged = "output unchanged; " if diagnosis.unchanged else ""
     if unchanged and found and all(cause.change is None for cause, _ in found):
         return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
@@ -37,16 +38,23 @@ def first_line(diagnosis: Diagnosis) -> str:
         moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
-    sure = "" if diagnosis.causes else "possibly "
     repeated = f" x{times}" if times > 1 else ""
-    counts = [count(len(found), "cause" if diagnosis.causes else "possible cause")]
+    counts = [count(len(found), "cause" if sure else "possible cause")]
+    if diagnosis.causes and not sure:
+        counts.append(f"{count(len(grouped(diagnosis.causes)), 'other')} without a known effect")
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
     if first.change is None and diagnosis.output is not None:
         effect = f": output changed{_by(diagnosis.output)}"
     shown = said(first, _label(first.layer, diagnosis))
-    return printable(f"{unchanged}{sure}{shown}{repeated}{effect}; {', '.join(counts)}")
+    return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
+
+
+def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
+    """Whether the output changed, no cause that is sure has a known effect, and one that is possible has."""
+    known = (any(cause.change is not None for cause in found) for found in (diagnosis.causes, diagnosis.possible))
+    return bool(diagnosis.output) and list(known) == [False, True]
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
@@ -169,9 +177,9 @@ def said(cause: Cause, label: str | None = None) -> str:
 def _architecture(cause: Cause, label: str, arrow: str) -> str:
     layer, what = cause.layer, cause.what
     if what == "added":
-        return f"{label} added: {_plain(cause.actual)}"
+        return f"{label} added: {', '.join((_plain(cause.actual), *cause.hints))}"
     if what == "removed":
-        return f"{label} removed: it was {_plain(cause.expected)}"
+        return f"{label} removed: {', '.join(cause.hints) or f'it was {_plain(cause.expected)}'}"
     if what == "path":
         if cause.actual is None or cause.expected is None:
             return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
