@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import actions, gate
 from .compare import Comparison, Difference, compare
@@ -72,8 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors hold names as they can be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="modelprobe",
         description="Show and compare snapshots of models, and gate changes of them.",
         epilog="Exit code: 0 nothing to object, 1 differences or denied changes, 2 could not complete.",
@@ -297,7 +304,8 @@ def _print(
 
 
 def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False)
+    """Return strict JSON that is no command where it stands in the log of a job."""
+    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False).replace("##[", r"##\u005b")
 
 
 # --- declare ------------------------------------------------------------------------------------------------------
