@@ -112,12 +112,19 @@ class Repository:
         paths = sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
         return [path for path in paths if (self.root / path).is_file() and not (self.root / path).is_symlink()]
 
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return name of a content → its bytes; what is no file has none."""
+        wanted = list(dict.fromkeys(names))
+        lines = self._batch("--batch-check", wanted).decode().splitlines() if wanted else []
+        found = (line.split(" ") for line in lines)  # name, kind, size; or: name, missing
+        return {name: int(size) for name, kind, size in (parts for parts in found if len(parts) == 3) if kind == "blob"}
+
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return name of a content → content, of any number of files by one process."""
         wanted = list(dict.fromkeys(names))
         if not wanted:
             return {}
-        answer = self._git("cat-file", "--batch", stdin="".join(f"{name}\n" for name in wanted).encode())
+        answer = self._batch("--batch", wanted)
         contents: dict[str, bytes] = {}
         position = 0
         for name in wanted:
@@ -129,6 +136,9 @@ class Repository:
             position = start + int(found[2]) + 1
             contents[name] = answer[start : position - 1]
         return contents
+
+    def _batch(self, how: str, names: Iterable[str]) -> bytes:
+        return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
 
     def trailers(self, key: str, base: str, head: str = "HEAD") -> list[str]:
         """Return the values of a trailer in the messages of all commits that ``head`` has and ``base`` has not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import cli
+from pytest_modelprobe import cli, sources
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.git import Repository
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.lasting import structure_of
 
@@ -831,6 +833,45 @@ def test_one_that_cannot_be_read_in_the_base_is_as_new_so_that_it_can_be_repaire
     assert code == 0
     assert err.startswith(f"modelprobe: in main: {PATH}.arch.json")
     assert [[finding["class"] for finding in change["findings"]] for change in json.loads(out)["changes"]] == [["new"]]
+
+
+@pytest.mark.parametrize("ref", ["", "HEAD:"])
+def test_what_is_too_large_is_refused_unread(
+    git: Git, modelprobe: Run, ref: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(f"{PATH}.arch.json")
+    write(net())
+    with path.open("r+b") as file:
+        file.truncate(65 << 20)
+    commit(git)
+    monkeypatch.setattr(Repository, "read", None)
+    monkeypatch.setattr(Path, "read_bytes", None)
+    code, _, err = modelprobe("show", f"{ref}{PATH}")
+    assert code == 2
+    assert f"{PATH}.arch.json has 65 MB, more than a snapshot ever has (64 MB)" in err
+
+
+def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
+    git: Git, modelprobe: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(6):
+        write(net(), f"{PATH}{i}")
+    commit(git)
+    git("switch", "-q", "-c", "branch")
+    for i in range(4):
+        write(net(mean=3.0), f"{PATH}{i}")
+    one = sum(Path(f"{PATH}0{ending}").stat().st_size for ending in (".arch.json", ".probe.json"))
+    monkeypatch.setattr(sources, "MOST_BYTES", 2 * one)
+    held: list[list[str]] = []
+    source = sources._of_files
+
+    def counted(files: dict[str, Path]) -> sources.Source:
+        found = source(files)
+        return dataclasses.replace(found, load=lambda paths: (held.append([*paths]), found.load(paths))[1])
+
+    monkeypatch.setattr(sources, "_of_files", counted)
+    assert modelprobe("check", "--base", "main")[1].startswith("nothing to object: 4 models changed, 2 unchanged")
+    assert [len(paths) for paths in held] == [4, 4]
 
 
 def test_a_snapshot_of_a_newer_version_is_said_to_be_that(branch: str, modelprobe: Run) -> None:
