@@ -34,6 +34,7 @@ from .sources import (
     in_working_tree,
     on_disk,
     refuse_directory,
+    refuse_links,
     scope_in,
     without_ending,
 )
@@ -262,8 +263,9 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
         base = actions.base(repository, os.environ)
     commit = repository.merge_base(base)
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
+    scopes = [scope_in(repository, path) for path in options.paths]
+    refuse_links(repository, commit, scopes or [""])
     if options.paths:
-        scopes = [scope_in(repository, path) for path in options.paths]
         for path, scope in zip(options.paths, scopes, strict=True):
             refuse_directory(Path(path).as_posix())
             if not before.within([scope]).pairs:  # else it may be one that was deleted

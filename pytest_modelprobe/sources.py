@@ -180,6 +180,23 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
     return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
 
+def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
+    """Complain of a symbolic link that is another than in a commit, where a snapshot or a folder of them belongs.
+
+    A snapshot is told of by its file: through a link a test may read one that the gate does not see.
+
+    Raises:
+        SourceError: There is one; the message says which.
+    """
+    before = repository.links(commit)
+    for path, target in repository.working_links().items():
+        inside = any(_inside(path, Pair(path, None), scope) for scope in scopes)
+        if DIRECTORY not in PurePosixPath(path).parts or not inside:
+            continue
+        if path not in before or repository.read([before[path]])[before[path]] != target:
+            raise SourceError(f"{path} is a symbolic link, behind which no change is seen: replace it by the files")
+
+
 def scope_in(repository: Repository, argument: str) -> str:
     """Return a path that a user gave as one from the root of the repository; empty: the root itself.
 

@@ -256,6 +256,27 @@ def test_a_snapshot_that_is_in_no_commit_has_no_history(git: Git, modelprobe: Ru
     assert f"{PATH} is in no commit yet" in err
 
 
+def test_where_nothing_is_committed_there_is_no_history(git: Git, modelprobe: Run) -> None:
+    write(net())
+    assert modelprobe("log", PATH) == (2, "", f"modelprobe: {PATH} is in no commit yet: there is nothing to follow\n")
+
+
+@pytest.mark.parametrize("path", [f"{PATH}b.arch.json", "other/__modelprobe__"])
+def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(
+    git: Git, branch: str, modelprobe: Run, path: str
+) -> None:
+    link = Path(path)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(Path("tests/__modelprobe__").absolute())
+    said = f"modelprobe: {path} is a symbolic link, behind which no change is seen: replace it by the files\n"
+    assert modelprobe("check", "--base", "main") == (2, "", said)
+    commit(git)
+    assert modelprobe("check", "--base", "HEAD")[0] == 0
+    link.unlink()
+    link.symlink_to("elsewhere")
+    assert modelprobe("check", "--base", "HEAD") == (2, "", said)
+
+
 def test_a_link_in_a_circle_is_told(git: Git, branch: str, modelprobe: Run) -> None:
     Path("loop").symlink_to("loop")
     code, _, err = modelprobe("check", "loop", "--base", "main")
