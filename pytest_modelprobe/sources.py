@@ -310,5 +310,6 @@ def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
         content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
         reason=found.reason,
         supersedes=tuple((found.supersedes or "").split()),
+        compared=found.compared,
         text=architecture,
     )
