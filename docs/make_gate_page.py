@@ -55,8 +55,8 @@ class the change is, and whether its author gave a reason.
 - **Whether a reason is a good one.** It has a word, and is not that of the base. It may be one that was given earlier
   still, or for another file.
 - **What lies in a submodule,** or is fetched by Git LFS.
-- **What a damaged base said.** A snapshot of it that cannot be read is taken as new, for else none could be repaired;
-  that is printed.
+- **What a damaged base said.** Where its numbers cannot be read, the structure alone is compared; where that cannot be
+  read either, the snapshot is taken as new, for else none could be repaired. Both is printed.
 - **Which levels hold.** `--allow` stands in the workflow.
 
 ## Pull requests that were tried

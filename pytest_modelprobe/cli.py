@@ -274,10 +274,12 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
     for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
         refuse_directory(path, repository.root)  # else it would be said to be deleted
-    # What could not be read then is taken as new, else no change could repair it.
+    # What could not be read then is taken as new, else no change could repair it; not so what of it can be read.
     was, broken = before.readable(before.states.keys() - same)
-    for error in broken.values():
-        print(f"modelprobe: {printable(str(error))}; the snapshot is taken as new", file=sys.stderr)
+    was |= (structures := before.structures(broken))
+    for name, error in broken.items():
+        taken = "of it the structure alone is compared" if name in structures else "the snapshot is taken as new"
+        print(printable(f"modelprobe: {error}; {taken}"), file=sys.stderr)
     verdict = gate.judge(
         was,
         now.read(now.states.keys() - same),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import stat
@@ -11,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from .exceptions import ModelProbeError, SnapshotError
-from .files import architecture_digest, decode
+from .files import Snapshot as Decoded
+from .files import architecture_digest, decode, decode_architecture
 from .files.parsing import MOST_BYTES, RESTORE, too_large
 from .files.storage import ARCH, DIRECTORY, PROBE
 from .gate import Snapshot
@@ -97,6 +99,19 @@ class Source:
         for name in pairs.keys() - found.keys() - errors.keys():
             errors[name] = self._too_large(pairs[name], sizes)
         return found, errors
+
+    def structures(self, names: Collection[str]) -> dict[str, Snapshot]:
+        """Return name → what the architecture alone says, for those whose architecture can be read."""
+        pairs = {name: Pair(self.pairs[name].architecture, None) for name in names}
+        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
+        found = {}
+        for name, pair in pairs.items():
+            path = pair.architecture
+            with contextlib.suppress(SnapshotError):
+                if sizes.get(path, MOST_BYTES) < MOST_BYTES:
+                    text = _text(self.load([path])[path], path)
+                    found[name] = _made(pair, text, None, decode_architecture(text, where=path))
+        return found
 
     def _too_large(self, pair: Pair, sizes: Mapping[str, int]) -> SourceError:
         path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
@@ -301,6 +316,10 @@ def _text(data: bytes, where: str) -> str:
 
 def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
     found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
+    return _made(pair, architecture, numbers, found)
+
+
+def _made(pair: Pair, architecture: str, numbers: str | None, found: Decoded) -> Snapshot:
     digest = architecture_digest(architecture)
     return Snapshot(
         path=pair.architecture,

@@ -856,6 +856,20 @@ def test_one_that_cannot_be_read_in_the_base_is_as_new_so_that_it_can_be_repaire
     assert [[finding["class"] for finding in change["findings"]] for change in json.loads(out)["changes"]] == [["new"]]
 
 
+def test_damaged_numbers_in_the_base_hide_no_change_of_the_structure(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    Path(f"{PATH}.probe.json").write_text("{", "utf-8")
+    commit(git)
+    git("switch", "-q", "-c", "next")
+    write(net(3))
+    code, out, err = modelprobe("check", "--base", "main")
+    assert code == 1
+    assert out.startswith("Net: checkpoint change is not declared")
+    assert err.endswith("; of it the structure alone is compared\n")
+    write(net())
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
 @pytest.mark.parametrize("ref", ["", "HEAD:"])
 def test_what_is_too_large_is_refused_unread(
     git: Git, modelprobe: Run, ref: str, monkeypatch: pytest.MonkeyPatch
