@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import actions, gate
 from .compare import Comparison, Difference, compare
@@ -34,6 +34,7 @@ from .sources import (
     in_working_tree,
     on_disk,
     refuse_directory,
+    refuse_links,
     scope_in,
     without_ending,
 )
@@ -72,8 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors hold names as they can be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="modelprobe",
         description="Show and compare snapshots of models, and gate changes of them.",
         epilog="Exit code: 0 nothing to object, 1 differences or denied changes, 2 could not complete.",
@@ -255,8 +263,9 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
         base = actions.base(repository, os.environ)
     commit = repository.merge_base(base)
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
+    scopes = [scope_in(repository, path) for path in options.paths]
+    refuse_links(repository, commit, scopes or [""])
     if options.paths:
-        scopes = [scope_in(repository, path) for path in options.paths]
         for path, scope in zip(options.paths, scopes, strict=True):
             refuse_directory(Path(path).as_posix())
             if not before.within([scope]).pairs:  # else it may be one that was deleted
@@ -265,10 +274,12 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
     for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
         refuse_directory(path, repository.root)  # else it would be said to be deleted
-    # What could not be read then is taken as new, else no change could repair it.
+    # What could not be read then is taken as new, else no change could repair it; not so what of it can be read.
     was, broken = before.readable(before.states.keys() - same)
-    for error in broken.values():
-        print(f"modelprobe: {printable(str(error))}; the snapshot is taken as new", file=sys.stderr)
+    was |= (structures := before.structures(broken))
+    for name, error in broken.items():
+        taken = "of it the structure alone is compared" if name in structures else "the snapshot is taken as new"
+        print(printable(f"modelprobe: {error}; {taken}"), file=sys.stderr)
     verdict = gate.judge(
         was,
         now.read(now.states.keys() - same),
@@ -297,7 +308,8 @@ def _print(
 
 
 def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False)
+    """Return strict JSON that is no command where it stands in the log of a job."""
+    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False).replace("##[", r"##\u005b")
 
 
 # --- declare ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -38,7 +40,7 @@ DEFAULTS: Mapping[Class, Level] = {
 
 MEANING: Mapping[Class, str] = {
     "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
-    "removed": "a snapshot or its numbers are gone: nothing watches this model any more",
+    "removed": "a snapshot or its numbers are gone, or a part of it is not compared any more",
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
@@ -67,6 +69,8 @@ class Snapshot:
     """Why the architecture is another than before, as its author declared."""
     supersedes: tuple[str, ...] = ()
     """Digests of the architectures that this one came after."""
+    compared: Parts = "all"
+    """What of it its test compares."""
     text: str = field(default="", repr=False)
     """The ``.arch.json``, for the lines of annotations."""
 
@@ -154,7 +158,7 @@ class Change:
         if self.before is None:
             return self.now.reason
         # A reason that was there before was given for an earlier change, whatever it says to supersede by now.
-        given_before = self.before.reason == self.now.reason
+        given_before = _words(self.before.reason or "") == _words(self.now.reason or "")
         follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
         return self.now.reason if follows and not given_before else None
 
@@ -306,10 +310,10 @@ def _change(
     by_class = _by_class(diagnosis, effect)
     for difference in _looser(comparison):
         by_class.setdefault("behaviour", []).append(difference)
-    if architecture and not any(difference.kind not in BEHAVIOUR for difference in comparison.differences):
+    if architecture and "structure" not in by_class:
         for difference in _besides(comparison):
             by_class.setdefault("structure", []).append(difference)
-    if gone:
+    if gone or not_compared(new, old):
         by_class["removed"] = []
     elif old.numbers is None and new.numbers is not None:
         by_class["new"] = []
@@ -333,6 +337,12 @@ def _change(
         diagnosis=None if comparison.same else diagnosis,
         effect=effect,
     )
+
+
+def not_compared(now: Snapshot, before: Snapshot) -> str | None:
+    """Return what of a snapshot its test compares no more; None where it compares what it did."""
+    lost = now.compared not in ("all", before.compared)
+    return ("architecture" if now.compared == "behaviour" else "behaviour") if lost else None
 
 
 def _by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Difference]]:
@@ -492,10 +502,17 @@ def parameters(record: Record) -> int:
 def is_said(reason: str | None) -> bool:
     r"""Whether a reason has anything to read in it: a letter or a digit, in any script.
 
-    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("--"), is_said(None)
-    (True, False, False, False, False)
+    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("\u3164"), is_said("--"), is_said(None)
+    (True, False, False, False, False, False)
     """
-    return reason is not None and any(map(str.isalnum, reason))
+    return bool(_words(reason or ""))
+
+
+def _words(reason: str) -> list[str]:
+    """Return what there is to read in a reason: neither signs nor what has no look of its own."""
+    plain = unicodedata.normalize("NFKC", reason).casefold()
+    seen = (sign for sign in plain if unicodedata.category(sign) != "Cf" and "FILLER" not in unicodedata.name(sign, ""))
+    return re.findall(r"[^\W_]+", "".join(seen))
 
 
 # --- what the writer of snapshots declares ------------------------------------------------------------------------

@@ -101,23 +101,45 @@ class Repository:
 
     def files(self, commit: str) -> dict[str, str]:
         """Return path → name of its content for all files of a commit; links are none."""
+        return self._tree(commit, b"100")
+
+    def links(self, commit: str) -> dict[str, str]:
+        """Return path → name of its content for all symbolic links of a commit: the content is where it leads."""
+        return self._tree(commit, b"120")
+
+    def _tree(self, commit: str, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-tree", "-r", "-z", commit)
         entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
         # 100644 blob 257cc5642cb1a054f08cc83f2d943e56fd3ebe99
-        return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(b"100")}
+        return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(mode)}
 
     def working_files(self) -> list[str]:
         """Return the paths of the files in the working tree that git tracks or would add; links are none."""
+        paths = [(path, self.root / path) for path in self._working_paths()]
+        return [path for path, there in paths if there.is_file() and not there.is_symlink()]
+
+    def working_links(self) -> dict[str, bytes]:
+        """Return path → where it leads, for all symbolic links that git tracks or would add."""
+        paths = [(path, self.root / path) for path in self._working_paths()]
+        return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
+
+    def _working_paths(self) -> list[str]:
         listing = self._git("ls-files", "-z", "-co", "--exclude-standard")
-        paths = sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
-        return [path for path in paths if (self.root / path).is_file() and not (self.root / path).is_symlink()]
+        return sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return name of a content → its bytes; what is no file has none."""
+        wanted = list(dict.fromkeys(names))
+        lines = self._batch("--batch-check", wanted).decode().splitlines() if wanted else []
+        found = (line.split(" ") for line in lines)  # name, kind, size; or: name, missing
+        return {name: int(size) for name, kind, size in (parts for parts in found if len(parts) == 3) if kind == "blob"}
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return name of a content → content, of any number of files by one process."""
         wanted = list(dict.fromkeys(names))
         if not wanted:
             return {}
-        answer = self._git("cat-file", "--batch", stdin="".join(f"{name}\n" for name in wanted).encode())
+        answer = self._batch("--batch", wanted)
         contents: dict[str, bytes] = {}
         position = 0
         for name in wanted:
@@ -130,6 +152,9 @@ class Repository:
             contents[name] = answer[start : position - 1]
         return contents
 
+    def _batch(self, how: str, names: Iterable[str]) -> bytes:
+        return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
+
     def trailers(self, key: str, base: str, head: str = "HEAD") -> list[str]:
         """Return the values of a trailer in the messages of all commits that ``head`` has and ``base`` has not."""
         form = f"%(trailers:key={key},valueonly,unfold,separator=%x00)%x00"
@@ -137,7 +162,11 @@ class Repository:
         return [value.strip() for value in values if value.strip()]
 
     def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
-        """Return the commits up to ``start`` that changed one of the files, the newest first."""
+        """Return the commits up to ``start``, if any, that changed one of the files, the newest first."""
+        try:
+            start = self.commit(start)
+        except GitError:  # nothing is committed yet
+            return []
         specs = (f":(top,literal){path}" for path in paths)
         log = os.fsdecode(self._git("log", "-z", "--parents", "--format=%H|%P|%as|%s", start, "--", *specs))
         fields = (entry.split("|", 3) for entry in log.split("\0") if entry)

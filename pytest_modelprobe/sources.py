@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from .exceptions import ModelProbeError, SnapshotError
-from .files import architecture_digest, decode
+from .files import Snapshot as Decoded
+from .files import architecture_digest, decode, decode_architecture
 from .files.parsing import MOST_BYTES, RESTORE, too_large
 from .files.storage import ARCH, DIRECTORY, PROBE
 from .gate import Snapshot
@@ -43,6 +45,8 @@ class Source:
     """Name → files. The name is the path of the numbers without their ending: one for each device."""
     contents: Mapping[str, str]
     """Path → a name that stands for its content: equal names, equal contents."""
+    sizes: Callable[[Sequence[str]], Mapping[str, int]]
+    """Paths → their bytes."""
     load: Callable[[Sequence[str]], Mapping[str, bytes]]
     """Paths → their contents."""
 
@@ -84,13 +88,37 @@ class Source:
         """Return name → snapshot for those that can be read, and name → why not for the others."""
         found, errors = {}, {}
         pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
-        contents = self.load([path for path in self.contents if any(path in pair for pair in pairs.values())])
-        for name, pair in pairs.items():
-            try:
-                found[name] = self._snapshot(pair, contents)
-            except SourceError as error:
-                errors[name] = error
+        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
+        for batch in _batches(pairs, sizes):  # many files of many megabytes are never held at once
+            contents = self.load([path for path in _files(pairs[name] for name in batch) if path in sizes])
+            for name in batch:
+                try:
+                    found[name] = self._snapshot(pairs[name], contents)
+                except SourceError as error:
+                    errors[name] = error
+        for name in pairs.keys() - found.keys() - errors.keys():
+            errors[name] = self._too_large(pairs[name], sizes)
         return found, errors
+
+    def structures(self, names: Collection[str]) -> dict[str, Snapshot]:
+        """Return name → what the architecture alone says, for those whose architecture can be read."""
+        pairs = {name: Pair(self.pairs[name].architecture, None) for name in names}
+        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
+        found = {}
+        for name, pair in pairs.items():
+            path = pair.architecture
+            with contextlib.suppress(SnapshotError):
+                if sizes.get(path, MOST_BYTES) < MOST_BYTES:
+                    text = _text(self.load([path])[path], path)
+                    found[name] = _made(pair, text, None, decode_architecture(text, where=path))
+        return found
+
+    def _too_large(self, pair: Pair, sizes: Mapping[str, int]) -> SourceError:
+        path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
+        try:
+            too_large(path, size)
+        except SnapshotError as error:
+            return SourceError(f"{self.place}: {error}" if self.place else str(error))
 
     @property
     def _at(self) -> str:
@@ -160,7 +188,28 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
         contents = repository.read(names[path] for path in paths)
         return {path: contents[names[path]] for path in paths}
 
-    return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, load=load)
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        found = repository.sizes(names[path] for path in paths)
+        return {path: found[names[path]] for path in paths}
+
+    return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
+
+
+def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
+    """Complain of a symbolic link that is another than in a commit, where a snapshot or a folder of them belongs.
+
+    A snapshot is told of by its file: through a link a test may read one that the gate does not see.
+
+    Raises:
+        SourceError: There is one; the message says which.
+    """
+    before = repository.links(commit)
+    for path, target in repository.working_links().items():
+        inside = any(_inside(path, Pair(path, None), scope) for scope in scopes)
+        if DIRECTORY not in PurePosixPath(path).parts or not inside:
+            continue
+        if path not in before or repository.read([before[path]])[before[path]] != target:
+            raise SourceError(f"{path} is a symbolic link, behind which no change is seen: replace it by the files")
 
 
 def scope_in(repository: Repository, argument: str) -> str:
@@ -180,24 +229,51 @@ def scope_in(repository: Repository, argument: str) -> str:
 
 
 def _of_files(files: Mapping[str, Path]) -> Source:
-    contents = {name: _bytes(name, path) for name, path in files.items()}
-    # As git names contents, so that what did not change needs no reading in the other revision.
-    names = {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
+    # As git names contents, so that what did not change needs no reading, neither here nor in the other revision.
+    found = {name: _named(name, path) for name, path in files.items()}
     return Source(
-        place="", pairs=_pairs(names), contents=names, load=lambda paths: {path: contents[path] for path in paths}
+        place="",
+        pairs=_pairs(files),
+        contents={name: digest for name, (digest, _) in found.items()},
+        sizes=lambda paths: {path: found[path][1] for path in paths},
+        load=lambda paths: {path: files[path].read_bytes() for path in paths},
     )
 
 
-def _bytes(name: str, path: Path) -> bytes:
+def _named(name: str, path: Path) -> tuple[str, int]:
+    """Return how git names the content of a file, and its bytes."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
-        if status.st_size > MOST_BYTES:
-            too_large(name, status.st_size)
-        return path.read_bytes()
+        digest = hashlib.sha1(b"blob %d\0" % status.st_size)
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+        return digest.hexdigest(), status.st_size
     except OSError as error:
         raise SourceError(f"{name} cannot be read ({error.strerror})") from error
+
+
+def _files(pairs: Iterable[Pair]) -> list[str]:
+    return list(dict.fromkeys(path for pair in pairs for path in pair if path is not None))
+
+
+def _batches(pairs: Mapping[str, Pair], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield names of snapshots that are not too large, as many at once as one file may have bytes."""
+    batch: list[str] = []
+    room = MOST_BYTES
+    for name, pair in pairs.items():
+        own = [sizes.get(path, 0) for path in pair if path]
+        if max(own) > MOST_BYTES:
+            continue
+        if batch and sum(own) > room:
+            yield batch
+            batch, room = [], MOST_BYTES
+        batch.append(name)
+        room -= sum(own)
+    if batch:
+        yield batch
 
 
 def _pairs(paths: Collection[str]) -> dict[str, Pair]:
@@ -240,6 +316,10 @@ def _text(data: bytes, where: str) -> str:
 
 def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
     found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
+    return _made(pair, architecture, numbers, found)
+
+
+def _made(pair: Pair, architecture: str, numbers: str | None, found: Decoded) -> Snapshot:
     digest = architecture_digest(architecture)
     return Snapshot(
         path=pair.architecture,
@@ -249,5 +329,6 @@ def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
         content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
         reason=found.reason,
         supersedes=tuple((found.supersedes or "").split()),
+        compared=found.compared,
         text=architecture,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import cli
+from pytest_modelprobe import cli, sources
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.git import Repository
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.lasting import structure_of
 
@@ -252,6 +254,27 @@ def test_a_snapshot_that_is_in_no_commit_has_no_history(git: Git, modelprobe: Ru
     code, _, err = modelprobe("log", PATH)
     assert (code, err.count("\n")) == (2, 1)
     assert f"{PATH} is in no commit yet" in err
+
+
+def test_where_nothing_is_committed_there_is_no_history(git: Git, modelprobe: Run) -> None:
+    write(net())
+    assert modelprobe("log", PATH) == (2, "", f"modelprobe: {PATH} is in no commit yet: there is nothing to follow\n")
+
+
+@pytest.mark.parametrize("path", [f"{PATH}b.arch.json", "other/__modelprobe__"])
+def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(
+    git: Git, branch: str, modelprobe: Run, path: str
+) -> None:
+    link = Path(path)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(Path("tests/__modelprobe__").absolute())
+    said = f"modelprobe: {path} is a symbolic link, behind which no change is seen: replace it by the files\n"
+    assert modelprobe("check", "--base", "main") == (2, "", said)
+    commit(git)
+    assert modelprobe("check", "--base", "HEAD")[0] == 0
+    link.unlink()
+    link.symlink_to("elsewhere")
+    assert modelprobe("check", "--base", "HEAD") == (2, "", said)
 
 
 def test_a_link_in_a_circle_is_told(git: Git, branch: str, modelprobe: Run) -> None:
@@ -831,6 +854,59 @@ def test_one_that_cannot_be_read_in_the_base_is_as_new_so_that_it_can_be_repaire
     assert code == 0
     assert err.startswith(f"modelprobe: in main: {PATH}.arch.json")
     assert [[finding["class"] for finding in change["findings"]] for change in json.loads(out)["changes"]] == [["new"]]
+
+
+def test_damaged_numbers_in_the_base_hide_no_change_of_the_structure(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    Path(f"{PATH}.probe.json").write_text("{", "utf-8")
+    commit(git)
+    git("switch", "-q", "-c", "next")
+    write(net(3))
+    code, out, err = modelprobe("check", "--base", "main")
+    assert code == 1
+    assert out.startswith("Net: checkpoint change is not declared")
+    assert err.endswith("; of it the structure alone is compared\n")
+    write(net())
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+@pytest.mark.parametrize("ref", ["", "HEAD:"])
+def test_what_is_too_large_is_refused_unread(
+    git: Git, modelprobe: Run, ref: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(f"{PATH}.arch.json")
+    write(net())
+    with path.open("r+b") as file:
+        file.truncate(65 << 20)
+    commit(git)
+    monkeypatch.setattr(Repository, "read", None)
+    monkeypatch.setattr(Path, "read_bytes", None)
+    code, _, err = modelprobe("show", f"{ref}{PATH}")
+    assert code == 2
+    assert f"{PATH}.arch.json has 65 MB, more than a snapshot ever has (64 MB)" in err
+
+
+def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
+    git: Git, modelprobe: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(6):
+        write(net(), f"{PATH}{i}")
+    commit(git)
+    git("switch", "-q", "-c", "branch")
+    for i in range(4):
+        write(net(mean=3.0), f"{PATH}{i}")
+    one = sum(Path(f"{PATH}0{ending}").stat().st_size for ending in (".arch.json", ".probe.json"))
+    monkeypatch.setattr(sources, "MOST_BYTES", 2 * one)
+    held: list[list[str]] = []
+    source = sources._of_files
+
+    def counted(files: dict[str, Path]) -> sources.Source:
+        found = source(files)
+        return dataclasses.replace(found, load=lambda paths: (held.append([*paths]), found.load(paths))[1])
+
+    monkeypatch.setattr(sources, "_of_files", counted)
+    assert modelprobe("check", "--base", "main")[1].startswith("nothing to object: 4 models changed, 2 unchanged")
+    assert [len(paths) for paths in held] == [4, 4]
 
 
 def test_a_snapshot_of_a_newer_version_is_said_to_be_that(branch: str, modelprobe: Run) -> None:

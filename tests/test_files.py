@@ -1077,6 +1077,7 @@ ARCH, PROBE = 0, 1
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,-1]]', "-1 is no noise"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
         (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
+        (PROBE, '"noise": "measured"', '"compared": "nothing"', "what is compared of it is 'nothing'"),
         (PROBE, '">output":"act"', f'">output":[[1,1,1,1,{[0.01] * 16}]]', "the norm 4 and its fingerprint has 0.04"),
         (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),

@@ -246,6 +246,33 @@ def test_what_a_file_says_besides_is_structure(edit: str) -> None:
     assert (finding.kind, (first.layer, first.kind, first.what)) == ("structure", expected)
 
 
+def test_what_a_file_says_besides_is_told_beside_a_parameter_that_was_frozen() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    swapped = dataclasses.replace(record(frozen), model="Other")
+    assert classes(record(linear("fc", 2, 4)), swapped) == ["structure", "trainable"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ("all", "behaviour", "its architecture is not compared any more"),
+        ("all", "architecture", "its behaviour is not compared any more"),
+        ("architecture", "behaviour", "its architecture is not compared any more"),
+    ],
+)
+def test_what_is_not_compared_any_more_is_removed(before: str, now: str, told: str) -> None:
+    files = [snapshot(numbers(1.0), numbers="t.probe.json", compared=part) for part in (before, now)]
+    files[1] = dataclasses.replace(files[1], content="other")
+    (found,) = judge({"a": files[0]}, {"a": files[1]}).denied
+    assert [(f.kind, finding_text(f, found)) for f in found.findings] == [("removed", told)]
+
+
+@pytest.mark.parametrize(("before", "now"), [("behaviour", "all"), ("architecture", "all"), ("behaviour", "behaviour")])
+def test_what_is_compared_as_before_or_with_more_is_not(before: str, now: str) -> None:
+    files = [snapshot(numbers(1.0), numbers="t.probe.json", compared=part) for part in (before, now)]
+    assert judge({"a": files[0]}, {"a": dataclasses.replace(files[1], content="other")}).denied == ()
+
+
 def test_what_came_and_what_went_have_classes_of_their_own() -> None:
     a, b = record(Layer(name="a", type="A")), record(Layer(name="b", type="B"))
     verdict = judge({"a": snapshot(a)}, {"b": snapshot(b)})
@@ -449,15 +476,16 @@ def test_a_digest_without_a_reason_does_not() -> None:
     assert denied(before, snapshot(NOW, supersedes=(before.architecture,)))
 
 
-@pytest.mark.parametrize("reason", ["", " ", "\u200b", "\t\n", "\u2060-", "..."])
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "\t\n", "\u2060-", "...", "\u3164", "\uffa0\u115f", "_"])
 def test_a_reason_without_a_word_does_not(reason: str) -> None:
     before = snapshot(BEFORE)
     assert denied(before, snapshot(NOW, reason=reason, supersedes=(before.architecture,)))
 
 
-def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes() -> None:
+@pytest.mark.parametrize("reason", ["wider", "wider ", "Wider!", "wi\u200bder", "wider\u3164"])
+def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes(reason: str) -> None:
     before = snapshot(BEFORE, reason="wider", supersedes=("x",))
-    assert denied(before, snapshot(NOW, reason="wider", supersedes=("x", before.architecture)))
+    assert denied(before, snapshot(NOW, reason=reason, supersedes=("x", before.architecture)))
 
 
 def test_an_approval_without_a_word_is_none() -> None:

@@ -77,6 +77,14 @@ def test_many_files_are_read_by_one_process(git: Git, tmp_path: Path, monkeypatc
     assert len(started) == 1
 
 
+def test_sizes_are_known_without_reading(git: Git, tmp_path: Path) -> None:
+    first = commit(git, tmp_path, a="1234", b="")
+    repository = Repository(tmp_path / "here")
+    files = repository.files(first)
+    assert repository.sizes([*files.values(), first, "0" * 40]) == {files["a"]: 4, files["b"]: 0}
+    assert repository.sizes([]) == {}
+
+
 def test_names_may_hold_anything(git: Git, tmp_path: Path) -> None:
     first = commit(git, tmp_path, **{'tab\there "größe"\n': "text"})
     assert list(Repository(tmp_path / "here").files(first)) == ['tab\there "größe"\n']

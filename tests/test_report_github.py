@@ -74,7 +74,8 @@ def test_of_more_than_nine_the_rest_is_counted() -> None:
     ("text", "message", "title"),
     [
         ("50 %", "50 %25", "50 %25"),
-        ("a\r\nb", "a%0D%0Ab", "a%0D%0Ab"),
+        ("a\r\nb", "a\\r%0Ab", "a\\r\\nb"),
+        ("a\u202eb\x1b[m", "a\\u202eb\\x1b[m", "a\\u202eb\\x1b[m"),
         ("a:b,c", "a:b,c", "a%3Ab%2Cc"),
     ],
 )

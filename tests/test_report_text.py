@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, Record
-from pytest_modelprobe.report.text import count, failure, layer_table, listed, number, printable, shape, table
+from pytest_modelprobe.report.text import (
+    count,
+    failure,
+    layer_table,
+    listed,
+    number,
+    printable,
+    shape,
+    shortened,
+    table,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,10 @@ def test_of_a_long_word_the_ends_are_shown() -> None:
 
 def test_a_word_that_is_just_not_too_long_is_whole() -> None:
     assert printable("a" * 4096) == "a" * 4096
+
+
+def test_a_word_of_any_length_is_read_once() -> None:
+    assert shortened(f"{'x' * 1_000_000} is dead").endswith("x is dead")
 
 
 def test_a_failure_has_the_whole_name_of_the_layer_in_its_first_line_and_in_its_table() -> None:

@@ -938,10 +938,11 @@ def test_tolerance_multiplies_what_may_change(project: Project) -> None:
 
 @pytest.mark.parametrize("how", ["option", "ini"])
 def test_the_run_may_compare_a_part_and_says_so(project: Project, how: str) -> None:
-    project.update(test=SAME)
+    part = "compare=architecture" if how == "option" else "compare = architecture"
     if how == "ini":
-        project.pytester.makeini("[pytest]\nmodelprobe_compare = architecture")
-    option = ["--modelprobe-compare=architecture"] if how == "option" else []
+        project.pytester.makeini(f"[pytest]\nmodelprobe_{part}")
+    option = [f"--modelprobe-{part}"] if how == "option" else []
+    project.update(test=SAME)
     result = project.run(*option, test=one("assert record(mean=9.0) == modelprobe_snapshot"))
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["the behaviour of 1 snapshot was not compared (*modelprobe*compare*architecture)"])
@@ -952,12 +953,47 @@ def test_the_run_may_compare_a_part_and_says_so(project: Project, how: str) -> N
         ).assert_outcomes(failed=1)
 
 
-def test_a_test_may_compare_a_part(project: Project) -> None:
+def test_a_test_that_compares_less_than_its_snapshot_says_fails_until_that_is_written(project: Project) -> None:
     project.update(test=SAME)
-    body = "assert record(mean=9.0) == modelprobe_snapshot(compare='architecture')"
-    project.run(test=one(body)).assert_outcomes(passed=1)
-    marked = CHANGED.replace("def ", "@pytest.mark.modelprobe(compare='behaviour')\ndef ")
-    project.run(test=marked).assert_outcomes(passed=1)
+    less = CHANGED.replace("modelprobe_snapshot\n", "modelprobe_snapshot(compare='behaviour')\n")
+    result = project.run(test=less)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*test_x compares the behaviour alone, and its snapshot says that it compares all", "E*Intended? *update*"]
+    )
+    project.update().assert_outcomes(passed=1)
+    assert b'"compared": "behaviour"' in project.contents()["test_net/test_x.probe.json"]
+    project.run().assert_outcomes(passed=1)
+    project.update(test=SAME).assert_outcomes(passed=1)
+    assert b'"compared"' not in project.contents()["test_net/test_x.probe.json"]
+
+
+def test_an_ini_file_hides_nothing_until_the_snapshots_say_it(project: Project) -> None:
+    project.update(test=SAME)
+    project.pytester.makeini("[pytest]\naddopts = --modelprobe-compare=behaviour")
+    result = project.run(test=CHANGED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*test_x compares the behaviour alone (--modelprobe-compare=behaviour), and its *"])
+
+
+def test_what_nothing_is_compared_of_fails(project: Project) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot(compare='behaviour')"))
+    project.pytester.makeini("[pytest]\nmodelprobe_compare = architecture")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*nothing is compared: the test asks for the behaviour alone, and modelprobe_compare = architecture; *"]
+    )
+
+
+def test_a_test_may_compare_a_part(project: Project) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot(compare='architecture')"))
+    project.run(test=one("assert record(mean=9.0) == modelprobe_snapshot(compare='architecture')")).assert_outcomes(
+        passed=1
+    )
+    marked = "@pytest.mark.modelprobe(compare='behaviour')\ndef "
+    project.update(test=SAME.replace("def ", marked))
+    project.run(test=CHANGED.replace("def ", marked)).assert_outcomes(passed=1)
     result = project.run("--modelprobe-compare=architecture")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["the behaviour of 1 snapshot was not compared*"])

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.record import (
@@ -39,6 +39,7 @@ from .layout import (
     RECIPES,
     RESPONSES,
     UNREACHED,
+    Compared,
     digest_of,
 )
 from .order import Kind, kind_of, moments
@@ -65,6 +66,8 @@ class Snapshot:
     """Why the architecture is another one than before."""
     supersedes: str | None = None
     """The `architecture_digest` of the one before."""
+    compared: Compared = "all"
+    """What of it the test compares."""
 
 
 def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> Snapshot:
@@ -82,8 +85,9 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
 
     >>> from pytest_modelprobe.files import encode
     >>> record = Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")})
-    >>> decode(*encode(record, reason="why not"), where="test_net.arch.json")
-    Snapshot(record=<Record of Net: 1 layer, 0 forwards, 0 backwards>, reason='why not', supersedes=None)
+    >>> snapshot = decode(*encode(record, reason="why not"), where="test_net.arch.json")
+    >>> snapshot.record, snapshot.reason
+    (<Record of Net: 1 layer, 0 forwards, 0 backwards>, 'why not')
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
     with _without_collections():
@@ -186,7 +190,8 @@ def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
         noise=header.get("noise"),
         versions=texts(header.get("versions", {}), "versions"),
     )
-    return Snapshot(record, data.get("reason"), data.get("supersedes"))
+    alone: Compared = "all" if structure.has_numbers else "architecture"
+    return Snapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
 
 
 def _operation(data: Any) -> Operation | None:
@@ -200,7 +205,7 @@ def _operation(data: Any) -> Operation | None:
 # --- the numbers --------------------------------------------------------------------------------------------------
 
 _NUMBERS = {
-    "modelprobe": int, "architecture": str, "device": str, "noise": str, "notes": list, "origin": list,
+    "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
     "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
     RESPONSES: dict, LAYERS: dict,
 }  # fmt: skip
@@ -216,6 +221,8 @@ class _Numbers:
         known(data, _NUMBERS)
         if data.get("noise", _MEASURED[0]) not in _MEASURED:
             raise Unreadable(f"how its noise came about is {shown(data['noise'])}")
+        if data.get("compared", "all") not in get_args(Compared):
+            raise Unreadable(f"what is compared of it is {shown(data['compared'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
             or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS

@@ -44,6 +44,7 @@ from .layout import (
     RECIPES,
     SCHEMA,
     UNREACHED,
+    Compared,
     Texts,
     digest_of,
     laid_out,
@@ -60,7 +61,9 @@ Line = tuple[str, Layer, list[Call]]
 """A layer's name, the layer, and its calls in the order of the file."""
 
 
-def encode(record: Record, *, reason: str | None = None, supersedes: str | None = None) -> Texts:
+def encode(
+    record: Record, *, reason: str | None = None, supersedes: str | None = None, compared: Compared = "all"
+) -> Texts:
     """Return the texts of the two files that hold a record.
 
     Args:
@@ -68,6 +71,7 @@ def encode(record: Record, *, reason: str | None = None, supersedes: str | None 
             classes are left out; numbers are rounded as `readings` says.
         reason: Why the architecture is another one than before; goes into the file.
         supersedes: The `architecture_digest` of the one before.
+        compared: What of it the test compares; stands beside the numbers, where it is not all.
 
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
@@ -93,7 +97,7 @@ def encode(record: Record, *, reason: str | None = None, supersedes: str | None 
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
     if not numbers:
         return Texts(architecture, None)
-    top = _numbers_header(record, digest_of({**header, "layers": layers}))
+    top = _numbers_header(record, digest_of({**header, "layers": layers}), compared)
     content = _Numbers(lines, usual)
     rows = list(content.lines())
     return Texts(architecture, laid_out(top, rows, content.responses.items()))
@@ -140,10 +144,11 @@ def _dtypes(lines: Sequence[Line]) -> Iterator[str]:
     yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
 
 
-def _numbers_header(record: Record, digest: str) -> dict[str, Any]:
+def _numbers_header(record: Record, digest: str, compared: Compared) -> dict[str, Any]:
     header: dict[str, Any] = {
         "modelprobe": SCHEMA,
         "architecture": digest,
+        "compared": None if compared == "all" else compared,
         "device": record.device,
         "noise": record.noise,
         "notes": record.notes or None,

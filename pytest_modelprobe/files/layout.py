@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 SCHEMA = 1
 LAYERS = "layers"
@@ -14,6 +14,9 @@ RESPONSES = "responses"
 DECLARATION = ("reason", "supersedes")
 """Why the architecture changed, and the digest of the one before."""
 
+
+Compared = Literal["all", "architecture", "behaviour"]
+"""What of a snapshot its test compares."""
 
 COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
 GRADIENT_COLUMNS = ["rms", "fingerprint", "noise", "zeros"]

@@ -101,7 +101,8 @@ def _numbers(new: _File, old: _File, same: Collection[str]) -> str:
     layers = {name: (old if name in kept else new).layers[name] for name in new.layers}
     header = new.header
     if kept == new.layers.keys() == old.layers.keys():  # what was noted of the run belongs to the numbers
-        header = old.header | {"architecture": new.header["architecture"]}
+        told = {key: new.header[key] for key in ("architecture", "compared") if key in new.header}
+        header = {key: line for key, line in old.header.items() if key != "compared"} | told
     responses: dict[str, _Line] = {}
     for name, line in layers.items():
         table = (old if name in kept else new).responses

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause
-from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of
+from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of, not_compared
 from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
@@ -153,6 +153,9 @@ def finding_text(finding: Finding, change: Change) -> str:
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
     if finding.kind == "removed" and change.now is not None:
+        lost = not_compared(change.now, change.before) if change.before is not None else None
+        if lost and change.now.numbers is not None:
+            return f"its {lost} is not compared any more"
         device = change.either.record.device if change.now.numbers is not None else ""
         now = f"there are those of {device}" if device else "there is the structure alone"
         return f"its numbers are gone: {now}"

@@ -32,11 +32,12 @@ def command(name: str, message: str, **properties: str | int) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    shown = "\n".join(printable(line) for line in text.split("\n"))
+    return shown.replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+    return printable(text).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
 
 
 def shown(verdict: Verdict) -> list[str]:

@@ -35,13 +35,28 @@ def escaped(text: str) -> str:
     """Return text that Markdown shows as it is, also in a cell of a table.
 
     >>> escaped("a|b <script> `c` @you")
-    'a&#124;b &lt;script&gt; &#96;c&#96; &#64;you'
+    'a&#124;b &lt;script&gt; &#96;c&#96; <span>@</span>you'
     """
     shown = printable(text)
     shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
-    shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    # Entities rather than backslashes: they hold inside and outside tables, and break the addresses of links.
-    return re.sub(r"[|`*_\[\]~\\@$]|#(?=\d)|(?<=[a-z]):(?=//)|(?<=www)\.", lambda sign: f"&#{ord(sign[0])};", shown)
+    return _SIGNS.sub(_literal, shown)
+
+
+_SIGNS = re.compile(r"[&<>|`*_\[\]~\\]|[@$]|#(?=\d)|:(?=//|[\w+-]+:)|(?<=www)\.|(?<=GH)-(?=\d)", re.IGNORECASE)
+
+
+def _literal(sign: re.Match[str]) -> str:
+    """Return a sign of Markdown as an entity, which holds inside and outside tables.
+
+    Addresses, people, issues, formulas and emoji GitHub finds in what is rendered already, where entities are signs
+    again: what they begin with stands in an element of its own.
+    """
+    if sign[0] in "&<>|`*_[]~\\":
+        return f"&{_ENTITIES.get(sign[0]) or f'#{ord(sign[0])}'};"
+    return f"<span>{sign[0]}</span>"
+
+
+_ENTITIES = {"&": "amp", "<": "lt", ">": "gt"}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
@@ -117,8 +132,8 @@ def diff(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
         return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
     blocks = []
     for change in verdict.changes:
-        lines = [f"### {escaped(change.model)}: {escaped(change.path)}", ""]
-        lines += [f"- {finding.kind}: {escaped(finding_text(finding, change))}" for finding in change.findings]
+        lines = [f"### {escaped(f'{change.model}: {change.path}')}", ""]
+        lines += [f"- {escaped(f'{finding.kind}: {finding_text(finding, change)}')}" for finding in change.findings]
         diagnosis = change.diagnosis
         if diagnosis is not None:
             lines += ["", *table(CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible)))]

@@ -92,19 +92,30 @@ def collapsed(names: Iterable[str]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    r"""Return text that moves no cursor, sets no colour and floods no screen, whatever names are in it.
+    r"""Return text that moves no cursor, sets no colour, floods no screen and commands nothing, whatever is in it.
 
-    Control characters are written as escapes; of a word longer than `LONGEST` the middle is left out.
+    Control characters, and what would make a line of the log of a job a command to GitHub Actions, are written as
+    escapes; of a word longer than `LONGEST` the middle is left out.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc\\x1b[31m'
+    >>> printable("::error::fc"), printable("a ##[group]fc"), printable("test_fc.py::test_a")
+    (':\\x3aerror::fc', 'a ##\\x5bgroup]fc', 'test_fc.py::test_a')
     """
     half = LONGEST // 2
     shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
-    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
+    shown = "".join(_escape(c) if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
+    return _COMMAND.sub(lambda start: start[0][:-1] + _escape(start[0][-1]), shown)
+
+
+def _escape(sign: str) -> str:
+    return f"\\x{ord(sign):02x}" if sign.isascii() and sign.isprintable() else sign.encode("unicode_escape").decode()
 
 
 _NOT_PRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+_COMMAND = re.compile(r"^\s*::|##\[")
+"""What Actions looks for: the one at the start of a line, the other anywhere."""
 
 
 def shortened(text: str, widest: int = WIDEST) -> str:
@@ -128,7 +139,8 @@ def shortened(text: str, widest: int = WIDEST) -> str:
     return f"{first} {rest[: room - end - 1]}…{rest[-end:]}"
 
 
-_LIST = re.compile(r"[^\W\d][\w.]*(?:, [^\W\d][\w.]*){4,}")
+# From the start of a word on, and never less of one: a long word is read once.
+_LIST = re.compile(r"(?<![\w.])[^\W\d][\w.]*+(?:, [^\W\d][\w.]*+){4,}")
 
 
 def table(

@@ -51,6 +51,8 @@ class Policy:
     compare: Parts = "all"
     compare_from: str = ""
     """How it was asked for, as a person wrote it."""
+    for_this_run: bool = False
+    """Whether it was asked for where pytest was called, and not in a file that holds for every run."""
     reason: str | None = None
     accept: tuple[Accepted, ...] = ()
     accept_from: str = ""
@@ -107,8 +109,12 @@ def policy_of(config: pytest.Config) -> Policy:
     for name, given in {"reason": reason, "accept": accept}.items():
         if given and not updating:
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
+    # The workers of pytest-xdist have their options from here, and not where pytest was called.
+    here = any(argument.startswith("--modelprobe-compare") for argument in config.invocation_params.args)
+    config.option.modelprobe_compares_here = getattr(config.option, "modelprobe_compares_here", here)
     return Policy(
         compare=option or ini,
+        for_this_run=config.option.modelprobe_compares_here,
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,
         accept=tuple(_accepted(text) for text in accept),

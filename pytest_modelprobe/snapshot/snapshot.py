@@ -203,6 +203,10 @@ class _Outcome:
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
     """What the run as a whole leaves out: ``architecture`` or ``behaviour``."""
+    compared: Parts = "all"
+    """What the test compares in every run: what the numbers say of themselves."""
+    narrowed: str = ""
+    """That the file says something else of what is compared."""
     declared: bool = False
     """Whether the reason that was given went into the file."""
     diagnosis: Diagnosis | None = None
@@ -347,10 +351,14 @@ class Comparer:
         code, line = asked_by.f_code, asked_by.f_lineno
         outcome = _Outcome(self._place(record, options), record, record.rerun, code, line, options.compare)
         parts, outcome.not_compared = _both(options.compare, self._policy.compare)
-        if parts is None:
+        always = options.compare if self._policy.for_this_run else parts
+        if always is None:
+            outcome.verdict, outcome.text = "unreadable", words.nothing_left(options.compare, self._policy)
+        elif parts is None:
             outcome.verdict = "not compared"
         else:
             try:
+                outcome.compared = always
                 self._judge(outcome, options, parts)
             except SnapshotError as error:
                 outcome.verdict, outcome.text = "unreadable", printable(str(error))
@@ -365,12 +373,14 @@ class Comparer:
             diagnosis = _diagnosis(outcome.record, expected, known, options)
             if not diagnosis.comparison.same or self._brings_up_to_date(outcome, options, diagnosis):
                 outcome.diagnosis = diagnosis
-        if old is not None and complete and outcome.diagnosis is None:
+        outcome.narrowed = self._narrowed(outcome, old)
+        if old is not None and complete and outcome.diagnosis is None and not outcome.narrowed:
             self._tell_syrupy(outcome, old)
             return
         if outcome.diagnosis:
             outcome.record = outcome.diagnosis.comparison.actual
-        outcome.verdict = "changed" if outcome.diagnosis else "new"
+        is_known = bool(outcome.diagnosis or outcome.narrowed)
+        outcome.verdict = "changed" if is_known else "new"
         updating = self._updates or (self._updates_new and outcome.verdict == "new")
         refusal = self._refusal(outcome, options) if updating else None
         new = Texts("", None)
@@ -379,7 +389,7 @@ class Comparer:
             refusal = _nondeterministic(record, options)
         if updating and refusal is None:
             new = self._texts(outcome, record, old)
-            outcome.verdict = "updated" if outcome.diagnosis else "created"
+            outcome.verdict = "updated" if is_known else "created"
             outcome.declared = bool(self._policy.reason) and old is not None
         elif self._policy.actual:
             folder, root = self._policy.actual, self._item.config.rootpath
@@ -392,6 +402,13 @@ class Comparer:
         """Whether an update has to write attributes that came or went, or names that a test says."""
         other = same.comparison.notes or same.comparison.renamed
         return bool(other) and self._updates and self._refusal(outcome, options) is None
+
+    def _narrowed(self, outcome: _Outcome, old: Texts | None) -> str:
+        """Return that the file says that more is compared than is; to an update, that it says something else."""
+        if old is None or old.numbers is None or (outcome.compared == "all" and not self._updates):
+            return ""
+        told = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
+        return "" if told == outcome.compared else words.narrowed(self.name, told, outcome.compared, self._policy)
 
     def _expected(self, outcome: _Outcome, parts: Parts) -> tuple[Texts | None, Record | None, bool]:
         """Return the texts of the snapshot, its record, and whether it has all that is to be compared.
@@ -481,13 +498,15 @@ class Comparer:
 
     def _texts(self, outcome: _Outcome, record: Record, old: Texts | None) -> Texts:
         """Return the files that hold a record: lines of what changed are new."""
-        new = encode(record)
+        new = encode(record, compared=outcome.compared)
         if old is None:
             return new
         if self._policy.reason:
             chain = parsed(old.architecture, str(outcome.place.arch)).get("supersedes")
             before, now = architecture_digest(old.architecture), architecture_digest(new.architecture)
-            new = encode(record, reason=self._policy.reason, supersedes=superseded(chain, before, now))
+            new = encode(
+                record, reason=self._policy.reason, supersedes=superseded(chain, before, now), compared=outcome.compared
+            )
         found = None if outcome.diagnosis is None else outcome.diagnosis.comparison
         changed = () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before)
         return rewritten(new, old, set(changed))
@@ -498,7 +517,13 @@ class Comparer:
         command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
         if outcome.verdict == "created":
             return ""
-        if outcome.diagnosis is None:
+        if outcome.narrowed and outcome.diagnosis is None:
+            text = (
+                outcome.narrowed
+                if outcome.verdict == "updated"
+                else words.to_be_seen(outcome.narrowed, command, way_out)
+            )
+        elif outcome.diagnosis is None:
             place = outcome.place
             name = self._item.name + place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
             device = kind(outcome.record.device)
@@ -508,6 +533,7 @@ class Comparer:
             text = report.text(outcome.diagnosis)
         else:
             text = words.changed(outcome.diagnosis, command, way_out)
+            text += f"\n\n{outcome.narrowed}" if outcome.narrowed else ""
         return f"{printable(refusal.said)}\n\n{text}" if refusal else text
 
     def _moves(self, outcome: _Outcome) -> list[str]:

@@ -71,6 +71,32 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), way_
     return "\n\n".join(parts)
 
 
+def narrowed(test: str, told: str, compared: str, policy: Policy) -> str:
+    """Return that a snapshot says that something else is compared than is.
+
+    >>> narrowed("test_x", "all", "behaviour", Policy())
+    'test_x compares the behaviour alone, and its snapshot says that it compares all'
+    """
+    why = f" ({policy.compare_from})" if policy.compare != "all" and not policy.for_this_run else ""
+    now, then = (part if part == "all" else f"the {part} alone" for part in (compared, told))
+    return printable(f"{test} compares {now}{why}, and its snapshot says that it compares {then}")
+
+
+def to_be_seen(narrowed: str, command: str, way_out: str = "") -> str:
+    """Return the text of a comparison of which the file says something else."""
+    step = way_out or f'Intended? {command} --snapshot-update --modelprobe-reason="..." writes it into the file.'
+    return f"{narrowed}\n\nWhoever reviews a change has to see what is not compared any more.\n\n{printable(step)}"
+
+
+def nothing_left(asked: str, policy: Policy) -> str:
+    """Return that test and ini file together compare nothing.
+
+    >>> print(nothing_left("behaviour", Policy(compare_from="modelprobe_compare = architecture")))
+    nothing is compared: the test asks for the behaviour alone, and modelprobe_compare = architecture; leave one out
+    """
+    return f"nothing is compared: the test asks for the {asked} alone, and {policy.compare_from}; leave one out"
+
+
 def not_accepted(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
     """Return which causes are not among those that an update takes over; None if all are."""
     causes = [*diagnosis.causes, *diagnosis.possible]
