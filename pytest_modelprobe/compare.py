@@ -587,11 +587,11 @@ def _norm(reading: Reading | None) -> float:
 
 def _scale(call: Call, *, backward: bool = False) -> float:
     """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
-    values = filter(_is_quantity, (*call.inputs, *call.outputs))
+    values = filter(is_quantity, (*call.inputs, *call.outputs))
     return max((_norm(value.backward if backward else value.forward) for value in values), default=0.0)
 
 
-def _is_quantity(value: Value) -> bool:
+def is_quantity(value: Value) -> bool:
     """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
     numbers = value.forward.statistics
     if not value.dtype.startswith(("float", "bfloat", "complex")):

@@ -52,7 +52,7 @@ def _changes_no_gradient(cause: Cause) -> bool:
 
 def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
-    if not evidence.tells(pair) or evidence.has(pair.layer, "mode"):
+    if not evidence.tells(pair) or evidence.gets_others(pair) is not None:
         return []
 
     def of_another(name: str) -> bool:

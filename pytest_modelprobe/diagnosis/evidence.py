@@ -9,7 +9,7 @@ from typing import Literal
 
 from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, children, comparable
 from pytest_modelprobe.course import Course, Step
-from pytest_modelprobe.record import qualified
+from pytest_modelprobe.record import NOT_DEFAULT, qualified
 from pytest_modelprobe.tolerance import Change
 
 from .places import parent
@@ -95,6 +95,23 @@ class Evidence:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
 
+    def called(self, pair: Pair, name: str) -> Pair | None:
+        """Return the call that another makes and knows as ``attn`` or ``attn (call 2)``; None: it is not in both."""
+        child, _, number = name.partition(" (call ")
+        made = self.inside(self._steps.get(id(pair)))
+        calls = [step for step in made if step.layer.name == child_of(pair, child)]
+        index = int(number.removesuffix(")")) - 1 if number else 0
+        return self.pair(calls[index]) if index < len(calls) else None
+
+    def gets_others(self, pair: Pair) -> str | None:
+        """Return what may be to blame in the place of a layer's own code: its mode, an input that came or went."""
+        if self.has(pair.layer, "mode"):
+            return "its mode changed too"
+        others = self.of_call(pair, "input added", "input removed")
+        if others and not pair.outermost:
+            return f"it {'gets' if others[0].kind == 'input added' else 'does not get'} {others[0].what} now"
+        return None
+
     def calls_nothing(self, pair: Pair) -> bool:
         """Whether a call makes no other."""
         return not self._inside.get(self._steps.get(id(pair)))
@@ -107,7 +124,8 @@ class Evidence:
 
     def inputs(self, pair: Pair) -> Inputs:
         """Return how what came in compares with what came in then."""
-        if self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input"):
+        others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
+        if others or self._is_asked_otherwise(pair):
             return Inputs(match=False)
         a, e = pair.actual, pair.expected
         changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
@@ -132,6 +150,12 @@ class Evidence:
         changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
         return max(changes, key=lambda c: c.units, default=None)
 
+    def same_structure(self, pair: Pair) -> bool:
+        """Whether a call got what it got and its layer holds what it held, whatever the numbers are."""
+        got = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
+        held = {"type", "attribute", "mode", *STRUCTURE}
+        return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+
     def same_layer(self, pair: Pair) -> bool:
         """Whether the layer that is called has all that it had: attributes, weights, the number of its calls."""
         return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
@@ -141,9 +165,23 @@ class Evidence:
         a, e = pair.actual.response, pair.expected.response
         if not comparable(a, e) or self.of_call(pair, "argument", "context", "interface", side="input"):
             return False
+        if self._is_asked_otherwise(pair):
+            return False
         # What a child is said to give out depends on the path of the output.
         names = (child_of(pair, called) for called in children(a)) if a is not None else ()
         return not any(self.has(name, "path") for name in names)
+
+    def _is_asked_otherwise(self, pair: Pair) -> bool:
+        """Whether the caller's response shows that the call gets False now or then, where that is not the default."""
+        step = self._steps.get(id(pair))
+        above = None if step is None else self.pair(step.around)
+        if above is None:
+            return False
+        return any(
+            child_of(above, d.what.rpartition(" ")[0]) == pair.layer
+            and any(str(side).endswith(NOT_DEFAULT) for side in (d.actual, d.expected))
+            for d in self.of_call(above, "response")
+        )
 
     def tells(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
@@ -158,6 +196,14 @@ class Evidence:
         if a is None or e is None or children(a) == children(e):
             return False
         return self.inputs(pair).match and self.change(pair, "output") is None and not self.of_call(pair, "path")
+
+    @property
+    def all_compared(self) -> bool:
+        """Whether nothing was left out for being of another shape, or made after another recipe."""
+        if any(self.differences("interface", "input added", "input removed", "path")):
+            return False
+        both = ((pair.actual.response, pair.expected.response) for pair in self.comparison.calls)
+        return all(a is None or e is None or comparable(a, e) for a, e in both)
 
     def judged(self, layer: str) -> bool:
         """Whether either witness could speak of a layer."""
