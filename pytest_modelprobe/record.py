@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 ROOT = "(root)"
+NOT_DEFAULT = ", not the default"
+"""Stands behind an argument that is False, as most are where they are not given, of a layer that takes another one."""
 
 Plain = None | bool | int | float | str
 """What is recorded exactly: an argument or an attribute that is no tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -302,7 +303,7 @@ def test_another_type_is_the_cause_of_its_own_answer() -> None:
 
     diagnosis = diagnosed(edit)
     assert causes(diagnosis) == [("architecture", "blocks.1.act", "type")]
-    assert diagnosis.causes[0].change > 0.1
+    assert diagnosis.causes[0].change > 1e-3
 
 
 @both_witnesses
@@ -1042,7 +1043,7 @@ def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others
 
     edit = like(nn.Sequential, forward=one_by_one, __module__=nn.Sequential.__module__)
     found = rewritten(nested, lambda: edit(*nested()), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["(root): own code calls 0 0 times, not 1"]
+    assert [said(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
 
 
 def test_another_mode_hides_no_change_of_code() -> None:
@@ -1091,7 +1092,7 @@ def test_a_momentum_changes_the_statistics_and_no_output() -> None:
     expected = recorded(PROBE.build(lambda: normed(0.1)), PROBE.randn(4, 8))
     actual = recorded(PROBE.build(lambda: normed(0.2)), PROBE.randn(4, 8), like=expected)
     (cause,) = diagnose(compare(actual, expected)).causes
-    assert (cause.what, cause.effect) == ("momentum", "running_mean")
+    assert (cause.what, cause.effect) == ("momentum", "running_var")  # which the large row moves most
 
 
 def test_a_change_of_structure_alone_has_no_size() -> None:
@@ -1211,7 +1212,8 @@ def trained_again(model: nn.Module) -> nn.Module:
 def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
     found = refactored(Scaling, lambda: trained_again(Scaling(1.5, in_chans=3)))
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
-    assert first_line(found).startswith("(root): own code changed between a and b: ")
+    # No effect: the weights changed the output, too.
+    assert first_line(found).startswith("(root): own code changed between a and b; ")
     assert said(found.causes[1]).startswith("all weights changed by ")
 
 
@@ -1516,3 +1518,260 @@ def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() ->
     found = refactored(lambda: build({"flag": True}), lambda: build({}))
     assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
     assert found.possible == ()
+
+
+# --- what a container makes for its children ----------------------------------------------------------------------
+
+TOKENS = PROBE.randint(3, 64, (2, 12))
+LEFT_PADDED = torch.ones(2, 12, dtype=torch.long)
+LEFT_PADDED[1, :4] = 0
+MODELING = {
+    transformers.LlamaForCausalLM: (transformers.models.llama.modeling_llama, "create_causal_mask"),
+    transformers.MistralForCausalLM: (
+        transformers.models.mistral.modeling_mistral,
+        "create_sliding_window_causal_mask",
+    ),
+    transformers.BertModel: (transformers.models.bert.modeling_bert, "create_bidirectional_mask"),
+}
+
+
+def made(kind: Any, implementation: str = "eager") -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = kind.config_class(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, sliding_window=4,
+        use_cache=False, attn_implementation=implementation,
+    )  # fmt: skip
+    return PROBE.build(lambda: kind(config)).eval()
+
+
+def without_padding(make: Any) -> Any:
+    return lambda *args, **kwargs: make(*args, **{**kwargs, "attention_mask": None})
+
+
+def one_token_further(make: Any) -> Any:
+    def masked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask = make(*args, **kwargs).clone()
+        mask[..., torch.arange(11), torch.arange(1, 12)] = mask[..., torch.arange(1, 12), torch.arange(1, 12)]
+        return mask
+
+    return masked
+
+
+def another_window(make: Any) -> Any:
+    def masked(**kwargs: Any) -> torch.Tensor:
+        config = copy.copy(kwargs.pop("config"))
+        config.sliding_window = 5
+        return make(config=config, **kwargs)
+
+    return masked
+
+
+def diagnosed_mask(kind: Any, fault: Any, monkeypatch: Any, *, trained: bool = False, x: Any = None) -> Diagnosis:
+    given = {"kwargs": {"attention_mask": LEFT_PADDED} if x is None else x}
+    expected = recorded(made(kind), TOKENS, **given)
+    module, maker = MODELING[kind]
+    monkeypatch.setattr(module, maker, fault(getattr(module, maker)))
+    model = made(kind)
+    for parameter in model.parameters() if trained else ():
+        parameter.data.copy_(parameter.flip(0) * 1.1 if parameter.std() > 0 else parameter + 0.1)
+    return diagnose(compare(recorded(model, TOKENS, like=expected, **given), expected))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["", "other weights"])
+@pytest.mark.parametrize(
+    ("kind", "fault", "share"),
+    [
+        (transformers.LlamaForCausalLM, without_padding, "15 %"),
+        (transformers.LlamaForCausalLM, one_token_further, "6.6 %"),
+        (transformers.MistralForCausalLM, another_window, "4.2 %"),
+    ],
+    ids=["padding ignored", "causal mask off by one", "window off by one"],
+)
+def test_a_mask_that_is_made_otherwise_is_named(
+    kind: Any, fault: Any, share: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosis = diagnosed_mask(kind, fault, monkeypatch, trained=trained)
+    line = first_line(diagnosis)
+    assert line.startswith(f"model: builds another attention_mask (for layers.0): {share} of its entries differ; ")
+    assert ("; output changed by " in line) == (not trained)
+    assert {cause.kind for cause in diagnosis.causes} == ({"computation", "weights"} if trained else {"computation"})
+
+
+def test_a_mask_that_is_not_made_any_more_accuses_none_of_those_who_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = diagnosed_mask(transformers.BertModel, without_padding, monkeypatch)
+    line = first_line(diagnosis)
+    assert line.startswith("(root): own code no longer gives encoder attention_mask: output changed by ")
+    assert len(diagnosis.causes) == 1
+
+
+class Windowed(nn.Module):
+    """Gives its child a mask, in one way or another."""
+
+    def __init__(self, mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.make, self.attn = [mask], Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, mask=self.make[0](x))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        hidden = ~mask if mask.dtype == torch.bool else mask < 0
+        return scores.masked_fill(hidden, -1e9).softmax(-1) @ self.v(x)
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def diagnosed_pair(old: nn.Module, new: nn.Module, x: Any = None, **run: Any) -> Diagnosis:
+    x = PROBE.randn(2, 6, 8) if x is None else x
+    new.load_state_dict(old.state_dict())
+    expected = recorded(old, x, **run)
+    return diagnose(compare(recorded(new, x, like=expected, **run), expected))
+
+
+def test_a_mask_in_another_dtype_is_not_said_to_be_another() -> None:
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(6, 6).masked_fill(~seen(x), float("-inf"))
+
+    line = first_line(diagnosed_pair(Windowed(seen), Windowed(floats)))
+    assert "entries differ" not in line
+    assert line.startswith("output unchanged; ")
+
+
+def test_a_mask_that_is_expanded_and_one_that_is_copied_are_one() -> None:
+    old, new = (Windowed(mask) for mask in (lambda x: seen(x).expand(2, 6, 6), lambda x: seen(x).repeat(2, 1, 1)))
+    new.attn.extra = 1  # else nothing differs, and no layer is called alone
+    found = diagnosed_pair(old, new)
+    assert [d for d in found.comparison.found if d.kind.startswith("response")] == []
+
+
+def test_positions_that_are_counted_otherwise_are_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first = types.SimpleNamespace(value=first)
+            self.embed = nn.Embedding(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.embed(torch.arange(x.shape[1]) + self.first.value)
+
+    line = first_line(diagnosed_pair(Positions(0), Positions(1)))
+    assert line.startswith("(root): builds another input (for embed): about ")
+
+
+class Variant(nn.Module):
+    """Two layers, and what is done with them."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how = [forward]
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.how[0](self, x)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["", "other weights"])
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        (
+            lambda s, x: s.b(torch.cat([s.a(x), torch.ones(2, 1, 8)], 1)),
+            "(root): own code gives b input (2, 7, 8) float32, not (2, 6, 8) float32",
+        ),
+        (lambda s, x: s.b(s.a(x)).double(), "(root): own code gives out (2, 6, 8) float64, not (2, 6, 8) float32"),
+        (lambda s, x: s.b(s.a(x)).flatten(1), "(root): own code gives out (2, 48) float32, not (2, 6, 8) float32"),
+        (lambda s, x: s.b(s.b(s.a(x))), "(root): own code calls b 2 times, not 1"),
+    ],
+    ids=["a token more", "another dtype", "another shape", "another call"],
+)
+def test_what_a_container_hands_on_in_another_shape_is_its_own_code(
+    forward: Callable[[Any, torch.Tensor], torch.Tensor], line: str, trained: bool
+) -> None:
+    torch.manual_seed(0)
+    old, new = Variant(lambda s, x: s.b(s.a(x))), Variant(forward)
+    x = PROBE.randn(2, 6, 8)
+    expected = recorded(old, x)
+    new.load_state_dict({k: v.flip(0) * 1.1 if trained else v for k, v in old.state_dict().items()})
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert line in first_line(diagnosis)
+    assert not diagnosis.redrawn
+    assert "all else agrees" not in text(diagnosis)
+    assert "∞" not in first_line(diagnosis)
+
+
+def test_how_many_rows_are_chosen_may_be_a_matter_of_numbers() -> None:
+    def chosen(s: Any, x: torch.Tensor) -> torch.Tensor:
+        y = s.a(x)
+        return s.b(y[y[..., 0] > 0.3]).sum(0)
+
+    torch.manual_seed(0)
+    old, new = Variant(chosen), Variant(chosen)
+    new.load_state_dict({k: -v for k, v in old.state_dict().items()})
+    x = PROBE.randn(2, 6, 8)
+    expected = recorded(old, x)
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert {kind for kind, _, _ in causes(diagnosis)} == {"weights"}
+    assert not diagnosis.redrawn
+
+
+class Asked(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = [arguments]
+        self.attn = Causal()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, **self.arguments[0])
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_causal: bool = True, output_attentions: bool = False) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        return (scores.tril() if is_causal else scores) @ self.v(x)
+
+
+def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
+    diagnosis = diagnosed_pair(Asked(), Asked(is_causal=False))
+    line = first_line(diagnosis)
+    assert line.startswith("(root): own code gives attn is_causal False, not the default: output changed by ")
+    assert len(diagnosis.causes) == 1
+
+
+def test_false_for_what_is_false_by_default_is_nothing() -> None:
+    assert diagnosed_pair(Asked(), Asked(output_attentions=False)).comparison.same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_computed_in_half_precision_is_named(dtype: torch.dtype) -> None:
+    class Norm(nn.Module):
+        def __init__(self, wide: bool) -> None:
+            super().__init__()
+            self.how = types.SimpleNamespace(wide=wide)
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float() if self.how.wide else x
+            return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    x = PROBE.randn(2, 16, 64).to(dtype)
+    old, new = (nn.Sequential(Norm(wide), nn.Linear(64, 64)).to(dtype) for wide in (True, False))
+    expected = recorded(old, x)
+    expected = expected.rerun.measured(expected)
+    new.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert first_line(diagnosis).startswith("layer '0' (Norm): own code changed: by 0.")
+    again = diagnose(compare(recorded(old, x, like=expected), expected))
+    assert again.comparison.same

@@ -811,6 +811,13 @@ def test_an_open_watch_sees_nothing_of_it() -> None:
         (torch.tensor([-100, 5, 77, -100]), "-100 or 0..63"),
         (torch.tensor([-3, 5, -1]), "-3..5"),
         (torch.tensor([2, 2]), "const 2"),
+        (torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]), "const 1 with 0 first"),
+        (torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), "const 1 with 0 last"),
+        (torch.tensor([[False, False, False], [True, True, False]]), "false with true first"),
+        (torch.tensor([[5, 9, 62, 3, 40], [7, 8, 63, 1, 1]]), "0..63 with 1 last"),
+        (torch.tensor([[5, 9, -100, -100], [7, 8, 30, 63]]), "0..63 with -100 last"),
+        (torch.tensor([[0, 1, 1], [0, 0, 1]]), "0..1 sorted"),
+        (torch.linspace(-1, 1, 64).view(2, 32), "2^-1*"),
     ],
     ids=str,
 )
@@ -918,3 +925,45 @@ def test_own_code_runs_once_for_the_notes_and_once_alone() -> None:
 
     respond(Counted(Counted(), Counted(Counted())), torch.ones(2))
     assert sorted(calls) == sorted(["xx", "", "x", ""] * 2)
+
+
+def test_tokens_and_their_mask_are_padded_alike() -> None:
+    ids = torch.tensor([[5, 9, 62, 3], [1, 1, 7, 8]])
+    tokens, mask = (synthetic(kind_of(x), (3, 12), "x", x.dtype) for x in (ids, (ids != 1).long()))
+    assert torch.equal(tokens[:, :6] == 1, mask[:, :6] == 0)
+    assert mask.sum(-1).tolist() == [12, 9, 6]
+
+
+class Padded(nn.Module):
+    """Finds its padding by the token, in a vocabulary where chance hardly ever meets it."""
+
+    def __init__(self, pad: int) -> None:
+        super().__init__()
+        self.pad = [pad]
+        self.embed, self.attn = nn.Embedding(5000, 4), nn.Identity()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        shown = ids != self.pad[0]
+        return self.attn(self.embed(ids) * shown[..., None]).sum(1)
+
+
+def test_padding_that_is_not_found_shows_alone() -> None:
+    ids = torch.randint(10, 5000, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[1, :5] = 3
+    assert changed(respond(Padded(4), ids), respond(Padded(3), ids)) == {"(root)"}
+
+
+def test_a_cap_on_scores_shows_alone() -> None:
+    class Capped(nn.Module):
+        def __init__(self, cap: float | None) -> None:
+            super().__init__()
+            self.cap = [cap]
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
+            cap = self.cap[0]
+            return (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(-1)
+
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) / 8
+    assert changed(respond(Capped(None), x), respond(Capped(50.0), x)) == {"(root)"}

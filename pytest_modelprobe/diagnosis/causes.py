@@ -12,6 +12,9 @@ from pytest_modelprobe.record import Plain
 CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
 Witness = Literal["recorded", "isolated", "propagation", "both"]
 
+How = Literal["counted", "estimated"]
+"""How the share of entries that differ is known: from the numbers of each kind, or from the fingerprints."""
+
 DRIFT = "drift first visible here"
 """The hint of a change that is hardly larger than what came in."""
 
@@ -35,6 +38,9 @@ class Cause:
     gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
     """Of a gradient: the loss is another, that of one value is, some values get none, a call has it switched on or off,
     the code lets none through any more; None: the code lets another one through."""
+    built: How | None = None
+    """Of code that makes another mask, or other positions or tokens, for a child: `what` names it, and `change` is the
+    share of its entries that differ, found so."""
     hints: tuple[str, ...] = ()
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()
@@ -44,6 +50,20 @@ class Cause:
         """Whether all that a response shows is that the code calls a child with something else, or does not call it."""
         first = self.differences[0] if self.differences else None
         return first is not None and first.kind == "response" and self.change is None and self.what == first.what
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is that all weights are others."""
+        return self.kind == "weights" and self.what.startswith("all ")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a container hands on something of another shape or dtype: of that there is no change to tell."""
+        return self.kind == "computation" and self.witness == "recorded" and self._first_kind == "interface"
+
+    @property
+    def _first_kind(self) -> str | None:
+        return self.differences[0].kind if self.differences else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +121,15 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
     What the test itself gives the model comes before all: the rest may follow from it.
     """
 
-    def weight(cause: Cause) -> tuple[bool, bool, int, bool]:
+    def weight(cause: Cause) -> tuple[bool, int, int, bool]:
         silent = cause.change is None
         # What layers are called with, and how often, may change nothing; what a code computes otherwise does.
-        told = cause.kind == "computation" and cause.witness != "recorded" and not cause.about_a_call
+        own = cause.kind == "computation"
+        told = own and (cause.is_exact or (cause.witness != "recorded" and not cause.about_a_call))
         given = cause.kind in ("input", "seed")
-        return not given, silent and not (told or given), _WEIGHT[cause.kind], silent
+        # A model that was trained again explains all numbers, and so tells of nothing.
+        rank = 0 if not silent or told or given else 1 if own else 3
+        return not given, 2 if cause.whole else rank, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

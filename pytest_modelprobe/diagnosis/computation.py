@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.compare import Difference, Pair, is_quantity
+from pytest_modelprobe.compare import Difference, Pair, children, is_quantity
 from pytest_modelprobe.course import Step
 from pytest_modelprobe.record import ROOT, Plain
 from pytest_modelprobe.tolerance import Change
 
+from .built import built
+from .built import moved as built_in_run
 from .causes import DRIFT, Cause, cause_of, in_order
-from .evidence import Evidence, Inputs
+from .evidence import Evidence, Inputs, child_of
 from .hints import hints
 from .places import between, parent, relative
 
 _AMPLIFICATION = 10.0
 """A module that makes this much more of what came in, in units of what is allowed, is more than sensitive."""
+
+_BY_NUMBERS = "how many rows it chooses may depend on numbers that changed"
 
 
 def computation_causes(
@@ -33,9 +38,9 @@ def computation_causes(
     possible: dict[str, Cause] = {}
     around = {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
-    for cause in (*_handed_on(evidence), *_times_called(evidence)):
+    for cause in (*_handed_on(evidence), *_given_out(evidence), *_times_called(evidence)):
         if cause.layer not in altered:
-            certain.setdefault(cause.layer, cause)
+            (possible if _BY_NUMBERS in cause.hints else certain).setdefault(cause.layer, cause)
     for pair in evidence.comparison.calls:
         found = _otherwise(evidence, pair)
         if pair.layer in explained:  # a child that came or went has no part in masks and positions
@@ -83,6 +88,8 @@ def _with_attributes(evidence: Evidence, cause: Cause) -> Cause:
 
 def _joined(first: Cause, second: Cause) -> Cause:
     """Return one cause for what two witnesses say of one module; what was computed says more than what was called."""
+    if first.is_exact and (second.change is None or math.isinf(second.change)):
+        return dataclasses.replace(first, differences=(*first.differences, *second.differences))
     if first.witness == "recorded" and second.witness != "recorded":
         hint = f"{first.what} {first.expected} → {first.actual}"
         return dataclasses.replace(
@@ -109,6 +116,9 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
             continue
         container, child = step.around.layer.name, relative(pair.layer, step.around.layer.name)
         above = evidence.pair(step.around)
+        for difference, doubts in _shaped_otherwise(evidence, above, step):
+            cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
+            yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
         asked = above is not None and evidence.answers(above)  # then its answer says what it hands to whom
         for difference in evidence.of_call(pair, "source", "argument", "context", "input added", "input removed"):
             if asked and difference.kind != "context":
@@ -122,6 +132,56 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
             if difference.what == "grad_enabled":
                 cause = dataclasses.replace(cause, kind="gradient", gradient="switched")
             yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
+
+
+def _shaped_otherwise(
+    evidence: Evidence, above: Pair | None, step: Step
+) -> Iterator[tuple[Difference, tuple[str, ...]]]:
+    """Yield the inputs of a child that have another shape or dtype, though nothing has that the code had before.
+
+    Whatever numbers changed, code alone makes other shapes of the same ones; of how many rows it chooses the hint says
+    that numbers may decide.
+    """
+    pair = evidence.pair(step)
+    if above is None or pair is None:
+        return
+    siblings = evidence.inside(step.around)
+    before = [evidence.pair(sibling) for sibling in siblings[: siblings.index(step)]]
+    found = evidence.of_call(pair, "interface", side="input")
+    yield from _made_of_the_same(evidence, above, before, found)
+
+
+def _given_out(evidence: Evidence) -> Iterator[Cause]:
+    """Yield the layers that give out another shape or dtype, though nothing has that their code had."""
+    for step in evidence.course:
+        pair = evidence.pair(step)
+        found = [] if pair is None else evidence.of_call(pair, "interface", side="output")
+        if pair is not None and found:
+            inside = [evidence.pair(child) for child in evidence.inside(step)]
+            for difference, doubts in _made_of_the_same(evidence, pair, inside, found):
+                yield dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
+
+
+def _made_of_the_same(
+    evidence: Evidence, pair: Pair, before: Sequence[Pair | None], found: Sequence[Difference]
+) -> Iterator[tuple[Difference, tuple[str, ...]]]:
+    """Yield what a call makes in another shape, if all that it had for it is of the same: what it got, what it called.
+
+    Each comes with the doubts that there are.
+    """
+    if not evidence.same_structure(pair):
+        return
+    if any(p is None or evidence.of_call(p, "interface", "path", "context") for p in before):
+        return
+    same = evidence.inputs(pair).match and all(p and evidence.change(p, "output") is None for p in before)
+    for difference in found:
+        sides = (_sizes(difference.actual), _sizes(difference.expected))
+        yield difference, () if same or sides[0][1:] != sides[1][1:] else (_BY_NUMBERS,)
+
+
+def _sizes(described: Plain) -> list[str]:
+    """Return what stands in ``(2, 12, 16) float32``."""
+    return str(described).replace("(", "").replace(")", "").replace(",", "").split()
 
 
 def _fed_by_another(evidence: Evidence, difference: Difference, container: Step) -> bool:
@@ -175,9 +235,18 @@ def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
     came_or_went = {d.what for d in evidence.of_call(pair, "path") if None in (d.actual, d.expected)}
     found = (d for d in evidence.of_call(pair, "response") if d.what not in came_or_went)
+    # What a container does not get any more it cannot hand on.
+    came, went = ({d.what for d in evidence.of_call(pair, kind)} for kind in ("input added", "input removed"))
+
+    def only_handed_on(difference: Difference) -> bool:
+        now, then = difference.actual, difference.expected
+        return (then is None and now in came) or (now is None and then in went)
+
     # What a layer is given otherwise, it may hand on.
     given = {tuple(map(_as_handed, (d.actual, d.expected))) for d in evidence.of_call(pair, "argument")}
-    return [d for d in found if (d.actual, d.expected) not in given and evidence.tells_of(pair, d)]
+    return [
+        d for d in found if (d.actual, d.expected) not in given and not only_handed_on(d) and evidence.tells_of(pair, d)
+    ]
 
 
 def _as_handed(value: Plain) -> str | None:
@@ -200,7 +269,18 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
         return dataclasses.replace(cause_of("computation", found), witness="isolated")
     order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
     first = min(found, key=lambda d: order.index(d.what) if d.what in order else len(order))
+    made = built(evidence, pair, first)
+    if made is not None:
+        cause = dataclasses.replace(cause_of("computation", [first, *(d for d in found if d is not first)]), noise=None)
+        return dataclasses.replace(cause, what=made.what, change=made.share, witness="isolated", built=made.how)
     worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
+    times = _other_times(evidence, pair)
+    came_or_went = times is not None and 0 in (times.actual, times.expected)
+    if times is not None and not came_or_went:
+        cause = cause_of("computation", [times, *found])
+        change, noise = (None, None) if worst is None else (worst.change, worst.noise)
+        what = f"calls of {relative(times.layer, pair.layer)}"
+        return dataclasses.replace(cause, layer=pair.layer, what=what, change=change, noise=noise, witness="isolated")
     return Cause(
         kind="computation",
         layer=pair.layer,
@@ -208,9 +288,25 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
         change=None if worst is None else worst.change,
         noise=None if worst is None else worst.noise,
         witness="isolated",
-        hints=_looks(evidence, pair, [d.what for d in found]),
+        hints=(*_called_or_not(times, pair), *_looks(evidence, pair, [d.what for d in found])),
         differences=tuple(found),
     )
+
+
+def _called_or_not(times: Difference | None, pair: Pair) -> Iterator[str]:
+    """Yield the child that is called now or no more: an inert one may be, so it is a hint beside what was computed."""
+    if times is not None:
+        child = relative(times.layer, pair.layer)
+        yield f"no longer calls {child}" if times.actual == 0 else f"calls {child} now"
+
+
+def _other_times(evidence: Evidence, pair: Pair) -> Difference | None:
+    """Return of which child a response shows that it is called more or fewer times, as it is in the run."""
+    a, e = pair.actual.response, pair.expected.response
+    if a is None or e is None:
+        return None
+    names = {child_of(pair, called) for called in children(a).keys() ^ children(e).keys() if called}
+    return next((d for d in evidence.differences("calls") if d.layer in names), None)
 
 
 def _is_argument(difference: Difference) -> bool:
@@ -232,7 +328,11 @@ def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool
             return None
         moved = evidence.change(inner, "input")
         if moved is not None:
-            return _between_calls(pair, previous, child, moved, inputs)
+            cause, sure = _between_calls(pair, previous, child, moved, inputs)
+            made = built_in_run(evidence, inner, relative(child.name, pair.layer))
+            if made is not None:
+                cause = dataclasses.replace(cause, what=made.what, change=made.share, noise=None, built=made.how)
+            return cause, sure
         if evidence.change(inner, "output") is not None or evidence.of_call(inner, "interface"):
             return None
         known = inputs.known and inner.actual.inputs_known and inner.expected.inputs_known

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pytest_modelprobe.compare import Comparison, Difference, Kind, Pair, children, comparable
 from pytest_modelprobe.course import Course, Step
-from pytest_modelprobe.record import qualified
+from pytest_modelprobe.record import NOT_DEFAULT, qualified
 from pytest_modelprobe.tolerance import Change
 
 from .places import parent
@@ -97,9 +97,9 @@ class Evidence:
         return self._inside.get(step, ())
 
     def called(self, pair: Pair, name: str) -> Pair | None:
-        """Return the call that another one makes, known as ``attn`` or ``attn (call 2)``; None: it is not in both."""
+        """Return the call that another makes and knows as ``attn`` or ``attn (call 2)``; None: it is not in both."""
         child, _, number = name.partition(" (call ")
-        made = (step for step in self.inside(self._steps.get(id(pair))))
+        made = self.inside(self._steps.get(id(pair)))
         calls = [step for step in made if step.layer.name == child_of(pair, child)]
         index = int(number.removesuffix(")")) - 1 if number else 0
         return self.pair(calls[index]) if index < len(calls) else None
@@ -126,7 +126,8 @@ class Evidence:
 
     def inputs(self, pair: Pair) -> Inputs:
         """Return how what came in compares with what came in then."""
-        if self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input"):
+        others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
+        if others or self._is_asked_otherwise(pair):
             return Inputs(match=False)
         a, e = pair.actual, pair.expected
         changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
@@ -151,6 +152,12 @@ class Evidence:
         changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
         return max(changes, key=lambda c: c.units, default=None)
 
+    def same_structure(self, pair: Pair) -> bool:
+        """Whether a call got what it got and its layer holds what it held, whatever the numbers are."""
+        got = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
+        held = {"type", "attribute", "mode", *STRUCTURE}
+        return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+
     def same_layer(self, pair: Pair) -> bool:
         """Whether the layer that is called has all that it had: attributes, weights, the number of its calls."""
         return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
@@ -164,7 +171,8 @@ class Evidence:
         given = self.of_call(pair, "argument", "context", "interface", side="input")
         # An argument that came or went may say what the code did anyhow; then its caller may be to blame.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
-        return came_or_went and comparable(pair.actual.response, pair.expected.response)
+        same = comparable(pair.actual.response, pair.expected.response)
+        return came_or_went and same and not self._is_asked_otherwise(pair)
 
     def _called_alone(self, pair: Pair) -> list[str]:
         """Return the layers that a call, alone, hands something to: one for each value, in their order."""
@@ -188,6 +196,18 @@ class Evidence:
         first = called.index(renamed)
         last = next((i for i in range(first, len(called)) if called[i] != renamed), len(called))
         return difference.what in [handed.where for handed in pair.actual.response.handed[:last]]
+
+    def _is_asked_otherwise(self, pair: Pair) -> bool:
+        """Whether the caller's response shows that the call gets False now or then, where that is not the default."""
+        step = self._steps.get(id(pair))
+        above = None if step is None else self.pair(step.around)
+        if above is None:
+            return False
+        return any(
+            child_of(above, d.what.rpartition(" ")[0]) == pair.layer
+            and any(str(side).endswith(NOT_DEFAULT) for side in (d.actual, d.expected))
+            for d in self.of_call(above, "response")
+        )
 
     def tells(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
@@ -213,6 +233,14 @@ class Evidence:
         if None in (pair.actual.response, pair.expected.response) or self.calls_the_same(pair):
             return False
         return self.inputs(pair).match and self.change(pair, "output") is None and not self.of_call(pair, "path")
+
+    @property
+    def all_compared(self) -> bool:
+        """Whether nothing was left out for being of another shape, or made after another recipe."""
+        if any(self.differences("interface", "input added", "input removed", "path")):
+            return False
+        both = ((pair.actual.response, pair.expected.response) for pair in self.comparison.calls)
+        return all(a is None or e is None or comparable(a, e) for a, e in both)
 
     def judged(self, layer: str) -> bool:
         """Whether either witness could speak of a layer."""

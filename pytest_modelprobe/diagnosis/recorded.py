@@ -68,6 +68,8 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
     """Whether weights are all that is to blame, and every layer that has random ones has others."""
     if not causes or any(cause.kind != "weights" or (cause.change or 0.0) < _ANOTHER_DRAW for cause in causes):
         return False
+    if not evidence.all_compared:
+        return False
     random = {name for name, layer in evidence.comparison.actual.layers.items() if _is_drawn(layer)}
     return random <= {cause.layer for cause in causes}
 

@@ -108,15 +108,26 @@ def noisy(responses: Mapping[Key, Response], repeats: Sequence[Mapping[Key, Resp
     return {key: _with_noise(response, [repeat.get(key) for repeat in repeats]) for key, response in responses.items()}
 
 
+_OF_A_UNIT = 1 / 32
+"""What a response in half precision moves by on its own, of what it does where each input moves by a unit: what it is
+given is the same to the last bit, and kernels sum in float32 and round once, which hardly ever falls otherwise."""
+
+
+def _is_narrow(recipe: str) -> bool:
+    return recipe.partition(" ")[0].endswith(("float16", "float8"))
+
+
 def _with_noise(response: Response, repeats: Sequence[Response | None]) -> Response:
     others = [{} if r is None else {h.where: h.reading for h in r.handed} for r in repeats]
+    share = _OF_A_UNIT if any(map(_is_narrow, response.recipes.values())) else 1.0
 
-    def measured(reading: Reading | None, again: Iterable[Reading | None]) -> Reading | None:
+    def measured(reading: Reading | None, again: Iterable[Reading | None], share: float = 1.0) -> Reading | None:
         known = [c for c in (change(reading, other) for other in again) if c is not None] if reading else []
-        return dataclasses.replace(reading, noise=max(known)) if reading and known else reading
+        return dataclasses.replace(reading, noise=share * max(known)) if reading and known else reading
 
     handed = (
-        dataclasses.replace(h, reading=measured(h.reading, [o.get(h.where) for o in others])) for h in response.handed
+        dataclasses.replace(h, reading=measured(h.reading, [o.get(h.where) for o in others], share))
+        for h in response.handed
     )
     gradient = measured(response.gradient, [None if r is None else r.gradient for r in repeats])
     return dataclasses.replace(response, handed=tuple(handed), gradient=gradient)

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.flatten import Flat, flatten, flatten_call
 from pytest_modelprobe.layers import Layers
 from pytest_modelprobe.memory import has_bytes
-from pytest_modelprobe.record import ROOT, Handed, Response
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, Handed, Response
 
 from .contexts import left_as_it_was, seeder, unfused, without_hooks
 from .gradients import combined, projected
@@ -25,6 +26,7 @@ from .noting import Noted, Notes, Slot, Template, copied
 from .own import ATOMIC, buffers_of, same, weights_of
 from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, fits, head_of, kind_of, synthetic
+from .signatures import defaults_of
 
 Key = tuple[str, int]
 """Which call: its layer, and its index among the layer's calls, from 0."""
@@ -254,7 +256,7 @@ class _Alone:
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
-            self._hand(label, role, flat)
+            self._hand(label, role, flat, defaults_of(forward))
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
         return self._made(child.outputs, role, label, (child.shape, actual))
 
@@ -275,9 +277,7 @@ class _Alone:
         if not slot.name:
             drawn = self._session.synthetic("2^0", shape, "inside", slot.dtype)
             return _laid_out(drawn.to(slot.device), stride)
-        kind = self._recipe(slot, label, shape)
-        # Along an axis of stride 0 all elements are one.
-        single = shape if stride is None else [1 if step == 0 else n for n, step in zip(shape, stride, strict=True)]
+        kind, single = self._recipe(slot, label, shape, stride)
         leaf = self._session.synthetic(kind, single, role, slot.dtype).to(slot.device)
         with torch.set_grad_enabled(self._session.gradient):
             entry = None
@@ -286,17 +286,32 @@ class _Alone:
                 entry = self._leaf(role, label, leaf)
             # Code may write into what it gets, but not into a leaf of the graph.
             tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
-            tensor = tensor.expand(shape) if tuple(tensor.shape) != tuple(shape) else tensor
+            if tuple(tensor.shape) != tuple(shape):
+                tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
         self._give(tensor, label, entry)
         return tensor
 
-    def _recipe(self, slot: Slot, label: str, shape: tuple[int, ...]) -> str:
+    def _recipe(
+        self, slot: Slot, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
+    ) -> tuple[str, tuple[int, ...]]:
+        """Return the recipe of a tensor, and the shape of those elements that are not one with others.
+
+        Along an axis of stride 0 all elements are one: in each run, however that one lays them out.
+        """
         head = head_of(shape, slot.dtype)
+        single = (
+            shape
+            if stride is None
+            else tuple(min(n, 1) if not step else n for n, step in zip(shape, stride, strict=True))
+        )
         wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
+        wanted, _, apart = wanted.partition(" of ")
         most = getattr(self._call.module, "num_embeddings", None)
-        kind = wanted if wanted_head == head and fits(wanted, slot.dtype, most) else slot.kind
-        self._recipes[label] = f"{head} {kind}"
-        return kind
+        kind = slot.kind
+        if wanted_head == head and fits(wanted, slot.dtype, most):
+            kind, single = wanted, _parsed(apart, shape)
+        self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
+        return kind, single
 
     def _leaf(self, role: str, label: str, tensor: Tensor) -> _Leaf:
         return self._leaves.setdefault(role, _Leaf(label, tensor))
@@ -306,7 +321,7 @@ class _Alone:
 
     # --- what comes out -------------------------------------------------------------------------------------------
 
-    def _hand(self, label: str, role: str, flat: Flat) -> None:
+    def _hand(self, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
             name = self._passed(tensor)
@@ -317,7 +332,10 @@ class _Alone:
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._cut.append(label + path)
             self._add_term(role + path, tensor)
-        self._handed += [(label + path, f"={value!r}"[:80]) for path, value in flat.plain.items() if value is not None]
+        for path, value in flat.plain.items():
+            if value is not None:
+                other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
+                self._handed.append((label + path, f"={value!r}"[:80] + other))
 
     def _passed(self, tensor: Tensor) -> str | None:
         """Return which synthetic tensor another one is, or a view or a copy of, untouched; None if it was computed."""
@@ -407,6 +425,13 @@ def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
         return shape
     follows = (i < len(before) and n == before[i] for i, n in enumerate(shape))
     return tuple(now[i] if follow else n for i, (n, follow) in enumerate(zip(shape, follows, strict=True)))
+
+
+def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that a recipe names, if a tensor of it can be expanded to another shape; else that one."""
+    sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
+    fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
+    return sizes if fit else shape
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:

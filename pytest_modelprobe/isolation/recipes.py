@@ -4,13 +4,14 @@ A recipe, behind the shape and a dtype that is not the usual one (``2x16x64 2^-3
 
 =====================  ==============================================================================================
 ``2^-3``               normal numbers of that root mean square; ``2^-3+`` and ``2^-3-`` their magnitudes with that
-                       sign, ``2^-3+ to 1`` none above 1
+                       sign, ``2^-3+ to 1`` none above 1; ``2^-3*`` has one row of root mean square 8 among them
 ``near 1``             parameters that are all equal: normal numbers about it
 ``const 1``            all elements equal
 ``mask -inf``          zeros and that number, for attention masks
 ``0 or 1``             floats that are a mask
 ``0..511``             integers, evenly; ``0..63 sorted`` in order; ``-100 or 0..511`` with a mark among them
 ``bool``, ``true``...  coins; all true; all false
+``... with 0 last``    the same with a mark at the end of rows, as padding is; ``with 0 first`` at their beginning
 =====================  ==============================================================================================
 """
 
@@ -29,7 +30,7 @@ _EXTREME = -1e4
 """Floats from here down are what masks are made of."""
 
 _FLOATS = re.compile(
-    r"2\^(?P<exponent>-?\d{1,3})(?P<sign>[+-]?)(?P<capped>(?<=\+) to 1)?"
+    r"2\^(?P<exponent>-?\d{1,3})(?P<sign>[+*-]?)(?P<capped>(?<=\+) to 1)?"
     r"|(?P<how>near|const|mask) (?P<value>-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"
     r"|(?P<either>0 or 1)"
 )
@@ -38,6 +39,10 @@ _INTEGERS = re.compile(
     r"|const (?P<value>-?\d{1,18})"
 )
 _BOOLS = ("bool", "true", "false")
+_PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
+
+_LARGE = 3
+"""Exponent of one row of a synthetic tensor: among small numbers alone a cap or a clamp is the identity."""
 
 
 def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
@@ -57,11 +62,38 @@ def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
         if x.is_complex():
             x = x.abs()
         if x.dtype == torch.bool:
-            return "true" if x.all() else "bool" if x.any() else "false"
+            return _kind_of_padded(x) or ("true" if x.all() else "bool" if x.any() else "false")
         if not x.is_floating_point():
-            return _kind_of_integers(x.to(torch.int64)) if x.numel() else "0..0"
+            return _kind_of_padded(x) or _kind_of_integers(x.to(torch.int64)) if x.numel() else "0..0"
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        return _kind_of_floats(wide, torch.finfo(x.dtype).min / 2, weight) if x.numel() else "2^0"
+        kind = _kind_of_floats(wide, torch.finfo(x.dtype).min / 2, weight) if x.numel() else "2^0"
+        if kind == "0 or 1":
+            return _kind_of_padded(x) or kind
+        rows = x.dim() > 1 and x.numel() > x.shape[-1]
+        plain = _FLOATS.fullmatch(kind) if rows and not weight else None
+        small = plain is not None and plain["exponent"] and not plain["sign"] and int(plain["exponent"]) < _LARGE
+        return f"{kind}*" if small else kind
+
+
+def _kind_of_padded(x: Tensor) -> str | None:
+    """Return the recipe of tokens or of a mask, a row for each sample, of which some begin or end with one mark."""
+    if x.dim() < 2 or x.shape[-1] < 3 or x.numel() != x.shape[0] * x.shape[-1]:
+        return None
+    rows = x.reshape(x.shape[0], -1).to(torch.int64)
+    a_mask = bool(((rows == 0) | (rows == 1)).all())
+    for end, ordered in (("last", rows.flip(-1)), ("first", rows)):
+        # A mask may hide one position; the same token twice in a row is more than chance.
+        at_end = ordered[:, 0] if a_mask else ordered[:, 0][ordered[:, 0] == ordered[:, 1]]
+        for mark in at_end.unique().tolist()[:2]:
+            marked = ordered == mark
+            only_there = bool((marked.cumprod(-1) == marked).all()) and not bool(marked.all(-1).any())
+            # Where each row of a mask has both, either may be the mark.
+            if only_there and not (a_mask and bool(marked.any(-1).all())):
+                rest = ordered[~marked]
+                if x.dtype == torch.bool:
+                    return f"{_BOOLS[1 + mark]} with {_BOOLS[2 - mark]} {end}"
+                return f"{_kind_of_integers(rest).removesuffix(' sorted')} with {mark} {end}"
+    return None
 
 
 def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
@@ -123,6 +155,11 @@ def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
     ... )
     (True, False, False, False)
     """
+    padded = _PADDED.fullmatch(kind)
+    if padded is not None:
+        mark = padded["mark"]
+        mark = mark if dtype == torch.bool or mark in _BOOLS else f"const {mark}"
+        return not dtype.is_complex and all(fits(part, dtype, most) for part in (padded["rest"], mark))
     if dtype == torch.bool:
         return kind in _BOOLS
     if dtype.is_floating_point or dtype.is_complex:
@@ -156,6 +193,11 @@ def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *,
     tensor([0, 1, 2, 3])
     """
     draw = draw or _drawn
+    padded = _PADDED.fullmatch(kind)
+    if padded is not None:
+        rest = synthetic(padded["rest"], shape, name, dtype, draw=draw)
+        mark = padded["mark"] == "true" if padded["mark"] in _BOOLS else int(padded["mark"])
+        return _padded(rest, mark, first=padded["end"] == "first")
     if dtype == torch.bool:
         return _coins(draw(shape, name)) if kind == "bool" else torch.full(tuple(shape), kind == "true")
     if dtype.is_complex:
@@ -173,6 +215,8 @@ def _floats(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
         return _coins(draw(shape, name)).float()
     if match["exponent"]:
         numbers = draw(shape, name) * 2.0 ** int(match["exponent"])
+        if match["sign"] == "*":
+            return _with_a_large_row(numbers, 2.0 ** (_LARGE - int(match["exponent"])), name)
         if match["sign"]:
             numbers = numbers.abs() if match["sign"] == "+" else -numbers.abs()
         return numbers.clamp(max=1) if match["capped"] else numbers
@@ -200,6 +244,31 @@ def _integers(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
     if match["mark"]:
         numbers[draw(shape, name) > 0.5] = int(match["mark"])
     return numbers
+
+
+def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
+    """Return the numbers with one row so many times larger; which one depends on the name: two meet small ones."""
+    if numbers.dim() < 2 or not numbers.numel():
+        return numbers
+    rows = numbers.view(-1, numbers.shape[-1])
+    rows[seeding.derive(0, f"row {name}") % len(rows)] *= times
+    return numbers
+
+
+def _padded(tensor: Tensor, mark: bool | int, *, first: bool) -> Tensor:
+    """Return the tensor with a mark at one end of its rows: a quarter of the second, half of the third and so on.
+
+    Tokens and their mask, which have as many rows of one length, are marked alike. Of several rows the first has none.
+    """
+    if not tensor.dim() or tensor.shape[-1] < 2 or not tensor.numel():
+        return tensor
+    tensor = tensor.clone()
+    rows = tensor.view(-1, tensor.shape[-1])
+    length = tensor.shape[-1]
+    for i, row in enumerate(rows if len(rows) == 1 else rows[1:]):
+        count = max(1, length * (i % 3 + 1) // 4)
+        row[slice(count) if first else slice(length - count, length)] = mark
+    return tensor
 
 
 def _coins(numbers: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.compare import Difference
 from pytest_modelprobe.diagnosis import Cause, Diagnosis
-from pytest_modelprobe.record import Plain, Record, label_of, qualified
+from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table
 
@@ -45,16 +45,20 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
-    if first.change is None and diagnosis.output is not None:
-        effect = f": output changed{_by(diagnosis.output)}"
+    retrained = any(cause.whole for cause in diagnosis.causes)  # then that is what changed the output
+    if (first.change is None or first.built) and diagnosis.output is not None and not retrained:
+        effect = f"{';' if first.built else ':'} output changed{_by(diagnosis.output)}"
     shown = said(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
 
 def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
     """Whether the output changed, no cause that is sure has a known effect, and one that is possible has."""
-    known = (any(cause.change is not None for cause in found) for found in (diagnosis.causes, diagnosis.possible))
-    return bool(diagnosis.output) and list(known) == [False, True]
+    if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
+        return False
+    # A layer that gets no mask any more gives out something else for that reason.
+    unmasked = any(cause.about_a_call and "mask" in cause.what for cause in diagnosis.causes)
+    return not unmasked and any(cause.change is not None for cause in diagnosis.possible)
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
@@ -165,7 +169,7 @@ def said(cause: Cause, label: str | None = None) -> str:
         return _architecture(cause, label, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
-    if cause.kind == "weights" and what.startswith("all "):
+    if cause.whole:
         return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
         return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
@@ -196,13 +200,22 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
 
 def _computation(cause: Cause, label: str) -> str:
     first = cause.differences[0] if cause.differences else None
+    if cause.built:
+        about = "about " if cause.built == "estimated" else ""
+        share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
+        return f"{label}: builds another {cause.what}{share}"
     if first is not None and cause.about_a_call:
         return f"{label}: own code {_handed(first)}"
+    if first is not None and first.kind == "calls":
+        child = cause.what.removeprefix("calls of ")
+        if not cause.actual:
+            return f"{label}: own code no longer calls {child}"
+        return f"{label}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
     if first is None or cause.witness != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
-    if first.kind == "calls":
-        child = cause.what.removeprefix("calls of ")
-        return f"{label}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
+    if first.kind == "interface" and cause.what == first.what:
+        made = "gives out" if cause.what == "output" else f"gives out {cause.what} as"
+        return f"{label}: own code {made} {_plain(cause.actual)}, not {_plain(cause.expected)}"
     if first.kind == "source":
         where = cause.what.removesuffix(" source")
         return f"{label}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
@@ -217,7 +230,7 @@ def _handed(difference: Difference) -> str:
     child, _, path = difference.what.rpartition(" ")
     actual, expected = (str(side).removeprefix("=") for side in (difference.actual, difference.expected))
     if difference.actual is not None and difference.expected is not None:
-        return f"gives {child} {path} {actual}, not {expected}"
+        return f"gives {child} {path} {actual.removesuffix(NOT_DEFAULT)}, not {expected.removesuffix(NOT_DEFAULT)}"
     came = difference.expected is None
     if path in ("input", "input[0]"):
         return f"calls {child}" if came else f"no longer calls {child}"
@@ -279,7 +292,7 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
 
 
 def _effect(cause: Cause) -> str:
-    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None:
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.built:
         return ""
     noise = _times_noise(cause)
     what = f"{cause.effect} changed " if cause.effect else ""
