@@ -103,8 +103,10 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
 
     def weight(cause: Cause) -> tuple[bool, bool, int, bool]:
         silent = cause.change is None
-        # What layers are called with, and how often, may change nothing; what a code computes otherwise does.
+        # What layers are called with, and how often, may change nothing; what a code computes otherwise does, as does
+        # a gradient that does not arrive, or one that is taken now.
         told = cause.kind == "computation" and cause.witness != "recorded" and not cause.about_a_call
+        told = told or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         given = cause.kind in ("input", "seed")
         return not given, silent and not (told or given), _WEIGHT[cause.kind], silent
 

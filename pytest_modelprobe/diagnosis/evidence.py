@@ -61,7 +61,8 @@ class Evidence:
         self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
         self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
         """Layers that are no more, as `compare` names them in the expected."""
-        self._callers = _callers(Course(comparison.expected).started) | _callers(self.course)
+        self._course_then: Sequence[Step] = Course(comparison.expected).started
+        self._callers = _callers(self._course_then) | _callers(self.course)
 
     # --- what differs ---------------------------------------------------------------------------------------------
 
@@ -143,11 +144,50 @@ class Evidence:
             return False
         # What a child is said to give out depends on the path of the output.
         names = (child_of(pair, called) for called in children(a)) if a is not None else ()
+        if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
+            return False  # weights are drawn by their names
         return not any(self.has(name, "path") for name in names)
 
     def tells(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
-        return self.answers(pair) and not self.calls_others(pair)
+        return self.answers(pair) and not self.calls_others(pair) and not self._regrouped(pair)
+
+    def _regrouped(self, pair: Pair) -> bool:
+        """Whether a call makes its calls by others: through a container, or without layers that only passed on.
+
+        Each child that is called gives out synthetic tensors, so that the answer is another one.
+        """
+        mine, theirs = (
+            set() if r is None else {child_of(pair, called) for called in children(r)}
+            for r in (pair.actual.response, pair.expected.response)
+        )
+        came, went = mine - theirs, theirs - mine
+        if any(f"{one}.".startswith(f"{other}.") for x, y in ((came, went), (went, came)) for one in x for other in y):
+            return True
+        gone = (f"{name} (removed)" for name in went)
+        left = [*came & self.added, *self.gone.intersection(gone)]
+        return any(self.passes_on(name) for name in left)
+
+    def passes_on(self, name: str) -> bool:
+        """Whether a layer that came or went gave out what it got, or what a layer called inside it gave out.
+
+        What it does is then nothing, or what layers do that were there before and after, or came and went with it.
+        """
+        new = name in self.added
+        layer = (self.comparison.actual if new else self.comparison.expected).layers[name]
+        others = self.added if new else self.gone
+        if not layer.calls:
+            return not layer.parameters  # a list of layers; what code takes weights from, it may not call
+        steps = self.course if new else self._course_then
+        for call in layer.calls:
+            known = [v.forward.fingerprint for v in call.inputs]
+            for step in steps:
+                inside = call.started < step.call.started and step.call.finished < call.finished
+                if inside and step.call.root == call.root and step.layer.name not in others:
+                    known += [v.forward.fingerprint for v in step.call.outputs]
+            if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
+                return False
+        return True
 
     def calls_others(self, pair: Pair) -> bool:
         """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.

@@ -35,7 +35,8 @@ def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose own answer may differ for what is already said."""
     told = (cause for cause in recorded if cause.kind in ("architecture", "attribute", "buffers"))
     names = {cause.layer for cause in told if cause.what not in ("renamed", "path")}
-    names |= {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
+    came_or_went = (name for name in (*evidence.added, *evidence.gone) if not evidence.passes_on(name))
+    names |= {evidence.caller(name) for name in came_or_went}
     # Of torch's own layers it is known what the mode does: another one's code may have changed besides.
     layers = evidence.comparison.actual.layers
     modes = {difference.layer for difference in evidence.differences("mode")}
@@ -55,8 +56,9 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
-    # What a layer calls may have changed by itself.
-    moved = evidence.change(pair, "output") if evidence.inputs(pair).match and evidence.calls_nothing(pair) else None
+    # What a layer calls may have changed by itself, and its weights.
+    alone = evidence.calls_nothing(pair) and not evidence.has(cause.layer, "weights")
+    moved = evidence.change(pair, "output") if alone and evidence.inputs(pair).match else None
     if moved is None or evidence.of_call(pair, "interface", side="output"):
         return cause  # of another shape there is no change to tell
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
@@ -80,7 +82,13 @@ def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
     weights = [cause for cause in causes if cause.kind == "weights"]
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
-    owning = [name for name, layer in now.items() if name in then and any(p.requires_grad for p in layer.parameters)]
+    owning = [
+        name
+        for name, layer in now.items()
+        if name in then
+        and not evidence.has(name, "layer renamed")  # which has others for that
+        and any(p.requires_grad and p.tied_to is None for p in layer.parameters)
+    ]
     if len(owning) < _MANY or not {cause.layer for cause in weights} >= set(owning):
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
