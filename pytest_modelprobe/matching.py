@@ -8,6 +8,7 @@ import difflib
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,12 +189,16 @@ class _Node:
     """The user says which layer of the other record it is."""
 
     def signature(self) -> Any:
-        """What the layer is made of, whatever it and its children are called."""
+        """What the layer is made of, whatever it and its children are called.
+
+        The order of its children counts where they are numbered: a file has them as they ran, a model as they were made.
+        """
         made_of = None
         if self.layer is not None:
             parameters = tuple((p.name, p.shape, p.dtype) for p in self.layer.parameters)
             made_of = self.layer.type_name, parameters
-        return made_of, tuple(child.signature() for child in self.children.values())
+        inside = [child.signature() for child in self.children.values()]
+        return made_of, tuple(inside) if all(map(str.isdigit, self.children)) else frozenset(Counter(inside).items())
 
     def kind(self) -> str:
         return "" if self.layer is None else self.layer.type_name

@@ -404,3 +404,13 @@ def test_a_child_named_like_a_value_is_not_taken_for_one() -> None:
     new = renamed(old, {"output": "head"})["(root)"].calls[0].response
     assert new is not None
     assert [handed.where for handed in new.handed] == ["head input", "output"]
+
+
+def test_a_container_is_found_under_another_name_whatever_the_order_its_children_are_told_in() -> None:
+    kinds = {"gate": "Linear", "squash": "Sigmoid", "plain": "Linear"}
+    ran, made = list(kinds), ["gate", "plain", "squash"]
+    old, new = (
+        record(**{at: "Block"} | {f"{at}.{name}": kinds[name] for name in names})
+        for at, names in (("block", ran), ("unit", made))
+    )
+    assert match(new, old)["block"] == "unit"
