@@ -191,7 +191,7 @@ class _Node:
     def signature(self) -> Any:
         """What the layer is made of, whatever it and its children are called.
 
-        The order of its children counts where they are numbered: a file has them as they ran, a model as they were made.
+        Their order counts where they are numbered: a file has the others as they ran, a model as they were made.
         """
         made_of = None
         if self.layer is not None:
