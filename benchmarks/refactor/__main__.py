@@ -60,7 +60,7 @@ def main() -> None:
 def tell(name: str, started: float, future: concurrent.futures.Future[dict[str, list[dict[str, Any]]]]) -> None:
     """Say what a model's trials came to, as soon as they are done."""
     rows = [row for rows in future.result().values() for row in rows]
-    missed = [row for row in rows if row["verdict"] not in ("", "first line") or row["alarm"]]
+    missed = [row for row in rows if (row["verdict"] != "first line" if row["verdict"] else row["alarm"])]
     print(
         f"{name}: {len(rows) - len(missed)} of {len(rows)} right, {time.monotonic() - started:.0f} s", file=sys.stderr
     )
