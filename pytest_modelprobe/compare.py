@@ -435,7 +435,9 @@ class _Comparer:
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        if a.gradient is not None and e.gradient is not None and not (lost or found):
+        # Gradients are put together by the names of what they are of.
+        renamed = any(other is not None and handed.where != other.where for handed, other in pairs)
+        if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
             place = (pair.layer, pair.key, "response gradient", "")
             yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
 
@@ -550,7 +552,24 @@ def _handed_pairs(
     for handed in expected:
         theirs.setdefault(handed.where, []).append(handed)
     pairs = [(handed, theirs[handed.where].pop(0) if theirs.get(handed.where) else None) for handed in actual]
-    return pairs, [handed for left in theirs.values() for handed in left]
+    gone = [handed for left in theirs.values() for handed in left]
+    came = [handed for handed, other in pairs if other is None]
+
+    def alone(handed: Handed, others: Sequence[Handed]) -> bool:
+        child = _child(handed)
+        tensor = child != "" and not (handed.passed or "").startswith("=")
+        return tensor and sum(_child(other) == child for other in others) == 1
+
+    # One tensor that a child gets by keyword now, and got by position then.
+    renamed = {id(h): other for h in came for other in gone if _child(h) == _child(other) and alone(h, came)}
+    renamed = {key: other for key, other in renamed.items() if alone(other, gone)}
+    moved = set(map(id, renamed.values()))
+    return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
+
+
+def _child(handed: Handed) -> str:
+    """Return the child that gets something; empty for what a call gives out."""
+    return handed.where.rpartition(" ")[0]
 
 
 def _handed_alone(difference: Difference) -> Sequence[Difference]:

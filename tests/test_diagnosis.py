@@ -1273,6 +1273,41 @@ def test_code_beside_layers_called_as_one_is_named() -> None:
     assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
 
 
+class Called(nn.Module):
+    """Calls a child with its input by position or by keyword, and maybe with a mask."""
+
+    def __init__(self, *, keyword: bool = False, mask: bool = False) -> None:
+        super().__init__()
+        self._keyword, self._mask = [keyword], [mask]
+        self.masked = Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"mask": torch.linspace(0, 1, 8)} if self._mask[0] else {}
+        return self.masked(x=x, **given) if self._keyword[0] else self.masked(x, **given)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        inner = self.fc(x)
+        return inner.tanh() if mask is None else (inner * (mask + torch.arange(8))).tanh()
+
+
+def test_an_argument_by_keyword_is_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(Called), lambda: trained_again(in_a_row(lambda: Called(keyword=True))))
+    assert {cause.kind for cause in found.causes} == {"weights"}
+    assert not found.possible
+
+
+def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
+    found = refactored(lambda: in_a_row(lambda: Called(mask=True)), lambda: in_a_row(Called))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "1")]
+    assert said(found.causes[0]) == "1: own code no longer gives masked mask"
+
+
 class Adapter(nn.Module):
     def __init__(self, name: str = "a", scale: float = 1.0) -> None:
         super().__init__()

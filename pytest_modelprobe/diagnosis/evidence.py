@@ -145,7 +145,10 @@ class Evidence:
         # What a child is said to give out depends on the path of the output.
         names = (child_of(pair, called) for called in children(a)) if a is not None else ()
         if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
-            return False  # weights are drawn by their names
+            return False  # weights are drawn by their names, as are inputs: by keyword now, by position then
+        paths, before = ({value.path for value in call.inputs} for call in (pair.actual, pair.expected))
+        if paths - before and before - paths:
+            return False
         return not any(self.has(name, "path") for name in names)
 
     def tells(self, pair: Pair) -> bool:
