@@ -294,11 +294,10 @@ class _Comparer:
             return max((_norm(p.gradient) for p in expected), default=0.0)
 
         for name in dict.fromkeys((*theirs, *mine)):
-            difference = functools.partial(_structural, layer.name, what, name)
             if name not in theirs:
-                yield difference("added", _described(mine[name]), None)
+                yield _structural(layer.name, what, name, "added", _described(mine[name]), None)
             elif name not in mine:
-                yield difference("removed", None, _described(theirs[name]))
+                yield _structural(layer.name, what, name, "removed", None, _described(theirs[name]))
             else:
                 a, e = mine[name], theirs[name]
                 for aspect, x, y in (
@@ -310,7 +309,8 @@ class _Comparer:
                 ):
                     unknown = aspect == "persistent" and None in (x, y)
                     if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
-                        yield difference(aspect, *(_shape(v) if isinstance(v, tuple) else v for v in (x, y)))
+                        shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
+                        yield _structural(layer.name, what, name, aspect, *shown)
                 if a.shape == e.shape:
                     yield from self._numbers_of(layer.name, a, e, what, scale)
 
@@ -358,8 +358,9 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_described(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_described(value))
+        scales = functools.partial(_scale, e), functools.partial(_scale, e, backward=True)
         for value, other in inputs:
-            yield from self._values(pair, "input", value, other)
+            yield from self._values(pair, "input", value, other, scales)
         outputs, added, removed = _paired(a.outputs, e.outputs)
         for value in added:
             yield at(kind="path", what=value.path, actual=value.path)
@@ -368,25 +369,32 @@ class _Comparer:
         for value, other in outputs:
             if value.path != other.path:
                 yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
-            yield from self._values(pair, "output", value, other)
-        yield from self._responses(pair, {value.path: other.path for value, other in outputs})
+            yield from self._values(pair, "output", value, other, scales)
+        if a.response is not None and e.response is not None:
+            yield from self._responses(
+                pair, a.response, e.response, {value.path: other.path for value, other in outputs}
+            )
 
-    def _values(self, pair: Pair, side: str, a: Value, e: Value) -> Iterator[Difference]:
-        at = functools.partial(Difference, layer=pair.layer, call=pair.actual.index, what=a.path)
-        if (a.shape, a.dtype) != (e.shape, e.dtype):
-            yield at(kind="interface", actual=f"{_shape(a.shape)} {a.dtype}", expected=f"{_shape(e.shape)} {e.dtype}")
+    def _values(
+        self, pair: Pair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
+    ) -> Iterator[Difference]:
+        index = pair.actual.index
+        if a.shape != e.shape or a.dtype != e.dtype:
+            mine, theirs = _described(a), _described(e)
+            yield Difference(layer=pair.layer, kind="interface", call=index, what=a.path, actual=mine, expected=theirs)
         is_input = side == "input"
-        if is_input and not pair.outermost and a.source != e.source and not self._one_tensor(pair, a, e):
-            yield at(kind="source", actual=a.source, expected=e.source)
+        if is_input and a.source != e.source and not pair.outermost and not self._one_tensor(pair, a, e):
+            yield Difference(
+                layer=pair.layer, kind="source", call=index, what=a.path, actual=a.source, expected=e.source
+            )
         told = not is_input or a.source is None  # else it is told of the output that it is
         place = (pair.layer, pair.key, side, a.path)
-        scale = functools.partial(_scale, pair.expected)
-        found = self._value(place, "input" if is_input else "output", a.forward, e.forward, e.dtype, "forward", scale)
+        kind: Kind = "input" if is_input else "output"
+        found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scales[0])
         yield from found if told else ()
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
-            scale = functools.partial(_scale, pair.expected, backward=True)
-            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scale)
+            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scales[1])
             yield from found if told else ()
 
     def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
@@ -411,21 +419,14 @@ class _Comparer:
     def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
         return _outputs(self.expected)
 
-    def _responses(self, pair: Pair, paths: Mapping[str, str]) -> Iterator[Difference]:
+    def _responses(self, pair: Pair, a: Response, e: Response, paths: Mapping[str, str]) -> Iterator[Difference]:
         """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
-        a, e = pair.actual.response, pair.expected.response
         if not comparable(a, e):
             return
-        assert a is not None
-        assert e is not None
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
         dtype = next((value.dtype for value in pair.expected.outputs), "float32")
-        theirs: dict[str, list[Handed]] = {}
-        for handed in e.handed:
-            theirs.setdefault(handed.where, []).append(handed)
-        for handed in a.handed:
-            was = paths.get(handed.where, handed.where)
-            other = theirs[was].pop(0) if theirs.get(was) else None
+        pairs, gone = _handed_pairs(a.handed, e.handed, paths)
+        for handed, other in pairs:
             if other is None:
                 yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
             elif handed.passed != other.passed:
@@ -434,12 +435,13 @@ class _Comparer:
             elif handed.reading is not None and other.reading is not None:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
-        for other in (handed for left in theirs.values() for handed in left):
+        for other in gone:
             yield from _handed_alone(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        renamed = any(path != was for path, was in paths.items())  # the random loss is of the outputs by their paths
+        # Gradients are put together by the names of what they are of.
+        renamed = any(other is not None and handed.where != other.where for handed, other in pairs)
         if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
             place = (pair.layer, pair.key, "response gradient", "")
             yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
@@ -474,7 +476,7 @@ class _Comparer:
             rounding=self.rounding,
         )
         index = 0 if key is None else key[-1]
-        if allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
+        if a.noise and allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
             noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
             self.looser.append(noise)
         if not found.differs:
@@ -501,6 +503,8 @@ def comparable(a: Response | None, e: Response | None) -> bool:
     """Whether two responses are answers to the same synthetic tensors."""
     if a is None or e is None or a.reason is not None or e.reason is not None:
         return False
+    if a.recipes == e.recipes:
+        return True
     return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
 
 
@@ -541,6 +545,40 @@ def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
 def _equal(a: Plain, e: Plain) -> bool:
     """Whether two plain values are one, also NaN and NaN; True is not 1."""
     return type(a) is type(e) and (a == e or (a != a and e != e))
+
+
+def _handed_pairs(
+    actual: Sequence[Handed], expected: Sequence[Handed], paths: Mapping[str, str]
+) -> tuple[Sequence[tuple[Handed, Handed | None]], Sequence[Handed]]:
+    """Return what is handed on with what was handed on to the same place, and what is not any more.
+
+    ``paths`` are those of outputs that were known by another.
+    """
+    was = [paths.get(handed.where, handed.where) for handed in actual]
+    if was == [handed.where for handed in expected]:
+        return list(zip(actual, expected, strict=True)), ()
+    theirs: dict[str, list[Handed]] = {}
+    for handed in expected:
+        theirs.setdefault(handed.where, []).append(handed)
+    pairs = [(h, theirs[where].pop(0) if theirs.get(where) else None) for h, where in zip(actual, was, strict=True)]
+    gone = [handed for left in theirs.values() for handed in left]
+    came = [handed for handed, other in pairs if other is None]
+
+    def alone(handed: Handed, others: Sequence[Handed]) -> bool:
+        child = _child(handed)
+        tensor = child != "" and not (handed.passed or "").startswith("=")
+        return tensor and sum(_child(other) == child for other in others) == 1
+
+    # One tensor that a child gets by keyword now, and got by position then.
+    renamed = {id(h): other for h in came for other in gone if _child(h) == _child(other) and alone(h, came)}
+    renamed = {key: other for key, other in renamed.items() if alone(other, gone)}
+    moved = set(map(id, renamed.values()))
+    return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
+
+
+def _child(handed: Handed) -> str:
+    """Return the child that gets something; empty for what a call gives out."""
+    return handed.where.rpartition(" ")[0]
 
 
 def _handed_alone(difference: Difference) -> Sequence[Difference]:

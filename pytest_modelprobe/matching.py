@@ -8,6 +8,7 @@ import difflib
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ def match(actual: Record, expected: Record, said: Mapping[str, str] | None = Non
     What is ``said`` of a layer, as `declared` returns it, is so. Any other is first looked for under its name. Among
     the children of one container those left over are the same if they are made of the same types and parameters in the
     same order; the numbered children of a ``Sequential`` are aligned by their types, so that one inserted layer does
-    not turn all after it into others. What has parameters and is left over then is looked for in other containers.
+    not turn all after it into others. What has parameters and is left over then is looked for in other containers, and
+    so are containers, by what they hold.
     Where several could be meant and nothing tells which, none is.
 
     >>> old = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("fc", "Linear"), ("act", "ReLU")]})
@@ -39,6 +41,7 @@ def match(actual: Record, expected: Record, said: Mapping[str, str] | None = Non
         _match(new[after], old[before], found)
     _match_wrapped(new, old, found)
     _match_across(new, old, found)
+    _match_by_contents(new, old, found)
     return found
 
 
@@ -188,12 +191,16 @@ class _Node:
     """The user says which layer of the other record it is."""
 
     def signature(self) -> Any:
-        """What the layer is made of, whatever it and its children are called."""
+        """What the layer is made of, whatever it and its children are called.
+
+        Their order counts where they are numbered: a file has the others as they ran, a model as they were made.
+        """
         made_of = None
         if self.layer is not None:
             parameters = tuple((p.name, p.shape, p.dtype) for p in self.layer.parameters)
             made_of = self.layer.type_name, parameters
-        return made_of, tuple(child.signature() for child in self.children.values())
+        inside = [child.signature() for child in self.children.values()]
+        return made_of, tuple(inside) if all(map(str.isdigit, self.children)) else frozenset(Counter(inside).items())
 
     def kind(self) -> str:
         return "" if self.layer is None else self.layer.type_name
@@ -356,6 +363,31 @@ def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dic
                 if _tells(group, numbered=numbered):
                     for before, after in group:
                         _match(after, before, found)
+
+
+def _match_by_contents(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
+    """Match containers that hold the same layers, and then what is left in them by its name: one of it may be another.
+
+    Those that are farthest inside come first, for they are what the others hold.
+    """
+    taken = set(found.values())
+    for before in sorted(old.values(), key=lambda node: -node.name.count(".")):
+        if before.name in found or before.said or before.layer is None:
+            continue
+        holders = {_holder(found[child.name]) for child in before.children.values() if child.name in found}
+        after = new.get(holders.pop()) if len(holders) == 1 else None
+        if after is None or after.name in taken or after.said or after.kind() != before.kind():
+            continue
+        found[before.name] = after.name
+        for name, child in before.children.items():
+            other = after.children.get(name)
+            if other is not None and child.name not in found and other.name not in taken:
+                _match(other, child, found)
+        taken = set(found.values())
+
+
+def _holder(name: str) -> str:
+    return name.rpartition(".")[0] or ROOT
 
 
 def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:

@@ -100,13 +100,15 @@ def change(
     """
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # of weights that changed since the forward nothing can be said
-    if not (is_read(actual) and is_read(expected)) or _kinds(actual) != _kinds(expected):
-        return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
+    x, y = actual.fingerprint, expected.fingerprint
+    if x is None or y is None or actual.digest is not None or expected.digest is not None:
+        both = is_read(actual) and is_read(expected)
+        if not both or _kinds(actual) != _kinds(expected):
+            return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
     floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
     most = max(MOST[direction], MULTIPLE * rounding)
     limit = max(floor, min(noise, most)) * times
     a, e = actual.statistics, expected.statistics
-    x, y = actual.fingerprint, expected.fingerprint
     if expected.digest is not None:
         share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
         return Change(share, expected.noise, min(noise, MOST[direction]) * times)
@@ -116,6 +118,8 @@ def change(
         return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
     if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
         return Change(math.inf, expected.noise, limit)
+    if x == y:
+        return Change(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
     found = estimated_change(x, y, norm)

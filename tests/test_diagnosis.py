@@ -1238,6 +1238,156 @@ def test_norms_as_fresh_as_they_were_are_no_exception_among_weights_drawn_anew()
     assert [(cause.kind, cause.layer) for cause in causes] == [("weights", "blocks.2.norm"), ("weights", "(root)")]
 
 
+class Passed(Scaling):
+    """Hands what the first child gives out to layers that pass it on."""
+
+    def __init__(self, scale: float = 1.0, *, between: nn.Module | None = None) -> None:
+        super().__init__(scale)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b((x if self.between is None else self.between(x)) * self._scale[0])
+
+
+def test_a_layer_that_passed_on_what_it_got_does_not_excuse_the_code_beside_it() -> None:
+    found = refactored(lambda: Passed(between=nn.Identity()), lambda: Passed(1.5))
+    assert [(cause.kind, cause.layer, cause.what) for cause in found.causes] == [
+        ("computation", "(root)", "between a and b"),
+        ("architecture", "between", "removed"),
+    ]
+
+
+def test_a_layer_that_did_something_is_told_by_itself() -> None:
+    found = refactored(lambda: Passed(between=nn.Tanh()), Passed)
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("architecture", "between")]
+
+
+class InARow(nn.Module):
+    """Calls three layers one by one, or as one."""
+
+    def __init__(self, scale: float = 1.0, *, as_one: bool = False) -> None:
+        super().__init__()
+        self._scale = [scale]  # a list of a private name is no attribute of a record
+        self.layers = (nn.Sequential if as_one else lambda *layers: nn.ModuleList(layers))(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self._scale[0]
+        if isinstance(self.layers, nn.Sequential):
+            return self.layers(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_a_row(make: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), make())
+
+
+def test_layers_called_as_one_are_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(InARow), lambda: trained_again(in_a_row(lambda: InARow(as_one=True))))
+    assert "computation" not in {cause.kind for cause in found.causes}
+    assert not found.possible
+
+
+def test_code_beside_layers_called_as_one_is_named() -> None:
+    found = refactored(lambda: in_a_row(InARow), lambda: in_a_row(lambda: InARow(1.5, as_one=True)))
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
+
+
+class Called(nn.Module):
+    """Calls a child with its input by position or by keyword, and maybe with a mask."""
+
+    def __init__(self, *, keyword: bool = False, mask: bool = False) -> None:
+        super().__init__()
+        self._keyword, self._mask = [keyword], [mask]
+        self.masked = MaskAdded()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"mask": torch.linspace(0, 1, 8)} if self._mask[0] else {}
+        return self.masked(x=x, **given) if self._keyword[0] else self.masked(x, **given)
+
+
+class MaskAdded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        inner = self.fc(x)
+        return inner.tanh() if mask is None else (inner * (mask + torch.arange(8))).tanh()
+
+
+def test_an_argument_by_keyword_is_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(Called), lambda: trained_again(in_a_row(lambda: Called(keyword=True))))
+    assert {cause.kind for cause in found.causes} == {"weights"}
+    assert not found.possible
+
+
+def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
+    found = refactored(lambda: in_a_row(lambda: Called(mask=True)), lambda: in_a_row(Called))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "1")]
+    assert said(found.causes[0]) == "1: own code no longer gives masked mask"
+
+
+class Adapter(nn.Module):
+    def __init__(self, name: str = "a", scale: float = 1.0) -> None:
+        super().__init__()
+        self._names, self._scale = [name], [scale]
+        self.register_parameter(name, nn.Parameter(torch.ones(8, 8) / 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ getattr(self, self._names[0]) * self._scale[0]
+
+
+def test_a_parameter_with_another_name_changes_no_answer() -> None:
+    found = refactored(lambda: in_a_row(Adapter), lambda: in_a_row(lambda: Adapter("lora_a")))
+    assert found.unchanged
+    assert first_line(found) == (
+        "output unchanged; structure differs in 2 places: 1.a removed: (8, 8) float32; 1.lora_a added: (8, 8) float32"
+    )
+
+
+def test_a_gradient_that_is_cut_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
+    class Cut(Flagged):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+            return self.fc(x.detach())
+
+    def made(kind: type[nn.Module]) -> nn.Module:
+        model = Scaling()
+        model.b = kind()
+        return model
+
+    Cut.__qualname__, Cut.__module__ = Flagged.__qualname__, Flagged.__module__
+    found = refactored(lambda: made(Flagged), lambda: trained_again(made(Cut)))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("gradient", "b"), ("weights", "(root)")]
+
+
+def test_weights_that_are_trained_now_come_before_those_of_a_model_that_was_trained_again() -> None:
+    def frozen() -> nn.Module:
+        model = Scaling()
+        model.a.requires_grad_(False)
+        return model
+
+    found = refactored(frozen, lambda: trained_again(Scaling()))
+    assert (said(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
+
+
+def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_trained_again() -> None:
+    def made(name: str) -> nn.Module:
+        model = nn.Sequential(
+            OrderedDict([("one", nn.Linear(8, 8)), ("two", nn.Linear(8, 8)), (name, nn.Linear(8, 8))])
+        )
+        model.append(nn.Linear(8, 8))
+        model[-1].weight = model[0].weight
+        return model
+
+    found = refactored(lambda: made("head"), lambda: trained_again(made("last")))
+    assert [cause.what for cause in found.causes if cause.kind == "weights"] == ["all 3 layers"]
+
+
 def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
     class Cut(Flagged):
         def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

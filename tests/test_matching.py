@@ -404,3 +404,28 @@ def test_a_child_named_like_a_value_is_not_taken_for_one() -> None:
     new = renamed(old, {"output": "head"})["(root)"].calls[0].response
     assert new is not None
     assert [handed.where for handed in new.handed] == ["head input", "output"]
+
+
+def test_a_container_is_found_under_another_name_whatever_the_order_its_children_are_told_in() -> None:
+    kinds = {"gate": "Linear", "squash": "Sigmoid", "plain": "Linear"}
+    ran, made = list(kinds), ["gate", "plain", "squash"]
+    old, new = (
+        record(**{at: "Block"} | {f"{at}.{name}": kinds[name] for name in names})
+        for at, names in (("block", ran), ("unit", made))
+    )
+    assert match(new, old)["block"] == "unit"
+
+
+def test_a_container_with_another_name_is_found_though_one_layer_in_it_is_another() -> None:
+    class Block(nn.Module):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(4, 8), act, nn.Linear(8, 4)
+
+    def listed(name: str, *acts: nn.Module) -> Record:
+        return structure(nn.ModuleDict({name: nn.ModuleList(Block(act) for act in acts)}))
+
+    old = listed("blocks", nn.ReLU(), nn.ReLU(), nn.ReLU())
+    new = listed("layers", nn.ReLU(), nn.ELU(), nn.ReLU())
+    found = match(new, old)
+    assert found == {name: name.replace("blocks", "layers") for name in old.layers}

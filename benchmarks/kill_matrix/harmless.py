@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from architectures import Attention
+from architectures import GPT, Attention, Cell, Expert, Highway, Residual
 from faults import ATTENTION, FEED_FORWARD, Trial, by_hand, override
 from torch import Tensor, nn
 
@@ -167,3 +167,61 @@ def renamed(trial: Trial, names: dict[str, str]) -> bool:
         if old in new:
             trial.model.__dict__[old] = child  # the code still says the old name
     return bool(new)
+
+
+# --- what comes with a fault --------------------------------------------------------------------------------------
+
+
+def inert_attributes(trial: Trial) -> None:
+    """Give each module of the model's own classes an attribute that nothing reads."""
+    for module in trial.model.modules():
+        if not type(module).__module__.startswith("torch."):
+            module.inert = 3
+
+
+def plain_first(self: Any, x: Tensor) -> Tensor:
+    new = self.act(self.plain(x))
+    return self.mix(self.sigmoid(self.gate(x)), new, x)
+
+
+def shortcut_first(self: Any, x: Tensor) -> Tensor:
+    shortcut = self.shortcut(x)
+    return self.act2(self.add(self.norm2(self.conv2(self.act1(self.norm1(self.conv1(x))))), shortcut))
+
+
+def hidden_first(self: Any, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    before = self.hidden(hidden)
+    return self.update(self.gates(self.input(x) + before), memory)
+
+
+def values_first(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    v, k, q = self.v(x), self.k(x), self.q(x)
+    return q, k, v
+
+
+def positions_first(self: Any, ids: Tensor) -> Tensor:
+    positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
+    return self.tokens(ids) + positions
+
+
+def up_first(self: Any, x: Tensor) -> Tensor:
+    up = self.up(x)
+    return self.down(self.act(self.gate(x)) * up)
+
+
+_REORDERED: list[tuple[type[nn.Module], str, Callable[..., Any]]] = [
+    (Highway, "forward", plain_first),
+    (Residual, "forward", shortcut_first),
+    (Cell, "forward", hidden_first),
+    (Attention, "project", values_first),
+    (GPT, "embed", positions_first),
+    (Expert, "forward", up_first),
+]
+
+
+def statements_reordered(trial: Trial) -> None:
+    """Let each module of these classes call two of its children in the other order."""
+    for kind, method, function in _REORDERED:
+        for module in trial.model.modules():
+            if isinstance(module, kind) and not hasattr(module, "qkv"):  # which has one child for all three
+                override(module, method, function)

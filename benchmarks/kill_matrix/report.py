@@ -20,6 +20,7 @@ def report(results: Mapping[str, list[Row]], not_shown: Mapping[str, str], machi
         ["# Kill matrix", "", f"Command: `python benchmarks/kill_matrix`. Machine: {machine}.", ""],
         summary(single, several, harmless),
         misses(single),
+        with_more(single),
         witnesses(single),
         others(single, harmless),
         at_once(several),
@@ -92,6 +93,28 @@ def misses(single: list[Row]) -> list[str]:
         for row in missed
     )
     return ["## Not named exactly", "", *(table(head, rows) if missed else ["None."])]
+
+
+def with_more(single: list[Row]) -> list[str]:
+    """Return what is said of each fault that comes with something else."""
+    visible = [row for row in single if row["visible"]]
+    kinds = list(visible[0]["beside"]) if visible else []
+    shares, missed = [], []
+    for kind in kinds:
+        tried = [(row, row["beside"][kind]) for row in visible if row["beside"][kind] is not None]
+        found = [said for _, said in tried]
+        keys = ("detected", "named", "first", "exact")
+        shares.append([kind, len(tried), *(share(count(found, key), len(tried)) for key in keys)])
+        missed += [
+            [kind, row["fault"], row["architecture"], row["truth"], "; ".join(said["said"]) or "nothing"]
+            for row, said in tried
+            if not (said["named"] and said["first"])
+        ]
+    head = ["besides", "faults", "detected", "named", "first of the causes", "named, and nothing else"]
+    lines = ["## Each fault with something else", "", *table(head, shares)]
+    if missed:
+        lines += ["", *table(["besides", "fault", "architecture", "true", "said"], missed)]
+    return lines
 
 
 def witnesses(single: list[Row]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 import truth
 from architectures import ARCHITECTURES
 from faults import FAULTS, Answer, Cause, Fault, Trial, start
-from harmless import REFACTORS, RENAMES, ROUNDINGS, SETTINGS, renamed
+from harmless import REFACTORS, RENAMES, ROUNDINGS, SETTINGS, inert_attributes, renamed, statements_reordered
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.diagnosis import Diagnosis
@@ -95,7 +95,56 @@ def single(fault: Fault, name: str) -> Row:
         **dataclasses.asdict(verdict),
         "truth": tool.told(answer.says[0]),
         "rivals": others,
+        "beside": {title: beside(fault, name, title) for title in BESIDE},
     }
+
+
+# --- one fault, and what else a commit brings ---------------------------------------------------------------------
+
+BESIDE = ("inert attribute", "renamed children", "statements reordered", "other weights")
+NAMES = {new: old for names in RENAMES.values() for new, old in names.items()}
+
+
+def beside(fault: Fault, name: str, title: str) -> Row | None:
+    """Return what is said of a fault that comes with something else; None where that would hide it."""
+    trial = start(name, train=fault.train)
+    if title == "statements reordered":
+        statements_reordered(trial)
+    if title == "other weights":
+        trial.model.load_state_dict(trained(name))
+    answer = fault.plant(trial)
+    if title == "other weights" and any(cause.kind in ("weights", "buffers") for cause in answer.says):
+        return None  # they are others anyway
+    background: tuple[Cause, ...] = BACKGROUNDS["all weights changed"] if title == "other weights" else ()
+    if title == "inert attribute":
+        inert_attributes(trial)
+    if title == "renamed children":
+        renamed(trial, NAMES)
+        answer = under_other_names(answer)
+        background = tuple(Cause("architecture", new, "renamed") for new in NAMES)
+    diagnosis = tool.judge(tool.record(trial), snapshot(name, fault.train))
+    verdict = tool.verdict(diagnosis, [answer], background)
+    first = diagnosis.causes[:1]
+    return {
+        "detected": verdict.detected,
+        "named": verdict.named[0],
+        "exact": verdict.exact,
+        "first": any(tool.means(cause, true) for cause in first for true in (*answer.says, *answer.also)),
+        "said": verdict.said or tuple(f"possible: {said}" for said in verdict.possible),
+    }
+
+
+def under_other_names(answer: Answer) -> Answer:
+    """Return the answer with the layers as they are called once the children are renamed."""
+
+    def other(layer: str) -> str:
+        head, dot, rest = layer.partition(".")
+        return {old: new for new, old in NAMES.items()}.get(head, head) + dot + rest
+
+    def causes(some: Sequence[Cause]) -> tuple[Cause, ...]:
+        return tuple(dataclasses.replace(cause, layer=other(cause.layer)) for cause in some)
+
+    return dataclasses.replace(answer, says=causes(answer.says), also=causes(answer.also), place=None)
 
 
 # --- several at once ----------------------------------------------------------------------------------------------

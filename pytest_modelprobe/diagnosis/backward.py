@@ -54,6 +54,8 @@ def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
     if not evidence.tells(pair) or evidence.gets_others(pair) is not None:
         return []
+    if evidence.of_call(pair, "input added", "input removed"):
+        return []  # code that gets a mask no more lets another gradient through
 
     def of_another(name: str) -> bool:
         return " " in name and any(evidence.has(child_of(pair, name), kind) for kind in ("type", "interface"))

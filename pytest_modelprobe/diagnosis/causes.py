@@ -123,9 +123,11 @@ def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
 
     def weight(cause: Cause) -> tuple[bool, int, int, bool]:
         silent = cause.change is None
-        # What layers are called with, and how often, may change nothing; what a code computes otherwise does.
+        # What layers are called with, and how often, may change nothing; what a code computes otherwise does, as does
+        # a gradient that does not arrive, or one that is taken now.
         own = cause.kind == "computation"
         told = own and (cause.is_exact or (cause.witness != "recorded" and not cause.about_a_call))
+        told = told or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         given = cause.kind in ("input", "seed")
         # A model that was trained again explains all numbers, and so tells of nothing.
         rank = 0 if not silent or told or given else 1 if own else 3

@@ -65,7 +65,7 @@ def computation_causes(
             certain[cause.layer] = _joined(known, cause)
         elif not sure:
             possible.setdefault(cause.layer, cause)
-        elif evidence.answers(pair_here):
+        elif evidence.tells(pair_here):
             hint = "its own code answers synthetic inputs as before"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:

@@ -62,7 +62,8 @@ class Evidence:
         self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
         self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
         """Layers that are no more, as `compare` names them in the expected."""
-        self._callers = _callers(Course(comparison.expected).started) | _callers(self.course)
+        self._course_then: Sequence[Step] = Course(comparison.expected).started
+        self._callers = _callers(self._course_then) | _callers(self.course)
 
     # --- what differs ---------------------------------------------------------------------------------------------
 
@@ -172,7 +173,14 @@ class Evidence:
         # An argument that came or went may say what the code did anyhow; then its caller may be to blame.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
-        return came_or_went and same and not self._is_asked_otherwise(pair)
+        return came_or_went and same and not (self._is_asked_otherwise(pair) or self._has_other_names(pair))
+
+    def _has_other_names(self, pair: Pair) -> bool:
+        """Whether parameters, or inputs, have other names: synthetic ones are drawn by them."""
+        if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
+            return True
+        paths, before = ({value.path for value in call.inputs} for call in (pair.actual, pair.expected))
+        return bool(paths - before) and bool(before - paths)  # by keyword now, by position then
 
     def _called_alone(self, pair: Pair) -> list[str]:
         """Return the layers that a call, alone, hands something to: one for each value, in their order."""
@@ -187,7 +195,7 @@ class Evidence:
 
         Of what it does after a child gave out something by another path nothing is known.
         """
-        if not self._is_asked_the_same(pair) or self.calls_others(pair):
+        if not self._is_asked_the_same(pair) or self.calls_others(pair) or self._regrouped(pair):
             return False
         called = self._called_alone(pair)
         renamed = next((name for name in called if name and self._has_another_path(name)), None)
@@ -211,7 +219,44 @@ class Evidence:
 
     def tells(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
-        return self.answers(pair) and not self.calls_others(pair)
+        return self.answers(pair) and not self.calls_others(pair) and not self._regrouped(pair)
+
+    def _regrouped(self, pair: Pair) -> bool:
+        """Whether a call makes its calls by others: through a container, or without layers that only passed on.
+
+        Each child that is called gives out synthetic tensors, so that the answer is another one.
+        """
+        mine, theirs = (
+            set() if r is None else {child_of(pair, called) for called in children(r)}
+            for r in (pair.actual.response, pair.expected.response)
+        )
+        came, went = mine - theirs, theirs - mine
+        if any(f"{one}.".startswith(f"{other}.") for x, y in ((came, went), (went, came)) for one in x for other in y):
+            return True
+        gone = (f"{name} (removed)" for name in went)
+        left = [*came & self.added, *self.gone.intersection(gone)]
+        return any(self.passes_on(name) for name in left)
+
+    def passes_on(self, name: str) -> bool:
+        """Whether a layer that came or went gave out what it got, or what a layer called inside it gave out.
+
+        What it does is then nothing, or what layers do that were there before and after, or came and went with it.
+        """
+        new = name in self.added
+        layer = (self.comparison.actual if new else self.comparison.expected).layers[name]
+        others = self.added if new else self.gone
+        if not layer.calls:
+            return not layer.parameters  # a list of layers; what code takes weights from, it may not call
+        steps = self.course if new else self._course_then
+        for call in layer.calls:
+            known = [v.forward.fingerprint for v in call.inputs]
+            for step in steps:
+                inside = call.started < step.call.started and step.call.finished < call.finished
+                if inside and step.call.root == call.root and step.layer.name not in others:
+                    known += [v.forward.fingerprint for v in step.call.outputs]
+            if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
+                return False
+        return True
 
     def is_as_it_was(self, pair: Pair) -> bool:
         """Whether the run shows that a call gave out for the same what it gave out, and left the same behind."""

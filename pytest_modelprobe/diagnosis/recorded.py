@@ -35,7 +35,8 @@ def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose own answer may differ for what is already said."""
     told = (cause for cause in recorded if cause.kind in ("architecture", "attribute", "buffers"))
     names = {cause.layer for cause in told if cause.what not in ("renamed", "path")}
-    names |= {evidence.caller(name) for name in (*evidence.added, *evidence.gone)}
+    came_or_went = (name for name in (*evidence.added, *evidence.gone) if not evidence.passes_on(name))
+    names |= {evidence.caller(name) for name in came_or_went}
     # Of torch's own layers it is known what the mode does: another one's code may have changed besides.
     layers = evidence.comparison.actual.layers
     modes = {difference.layer for difference in evidence.differences("mode")}
@@ -57,8 +58,9 @@ def with_effect(evidence: Evidence, cause: Cause) -> Cause:
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
-    # What a layer calls may have changed by itself.
-    moved = evidence.change(pair, "output") if evidence.inputs(pair).match and evidence.calls_nothing(pair) else None
+    # What a layer calls may have changed by itself, and its weights.
+    alone = evidence.calls_nothing(pair) and not evidence.has(cause.layer, "weights")
+    moved = evidence.change(pair, "output") if alone and evidence.inputs(pair).match else None
     if moved is None or evidence.of_call(pair, "interface", side="output"):
         return cause  # of another shape there is no change to tell
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
@@ -77,9 +79,15 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
 def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
-    owning = [name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))]
-    weights = [cause for cause in causes if cause.kind == "weights" and cause.layer in owning]
-    if len(owning) < _MANY or len({cause.layer for cause in weights}) < len(owning):
+    drawn = [name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))]
+    owning = {
+        name
+        for name in drawn
+        if not evidence.has(name, "layer renamed")  # which has others for that
+        and any(p.requires_grad and p.tied_to is None for p in now[name].parameters)
+    }
+    weights = [cause for cause in causes if cause.kind == "weights" and cause.layer in drawn]
+    if len(owning) < _MANY or not owning <= {cause.layer for cause in weights}:
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
     both = (_rms(p.reading for name in owning for p in layers[name].parameters) for layers in (then, now))
