@@ -43,6 +43,7 @@ from pytest_modelprobe.summary import findings
 
 from . import words
 from .extension import ModelProbeExtension, Place, tell
+from .forked import Children
 from .lasting import active_dropout, is_training, nondeterministic, nonfinite, structure_of
 from .names import DEVICES, folder_of, kind, stem_of
 from .session import SnapshotSession
@@ -188,6 +189,10 @@ def _record(other: object) -> Record:
     return other
 
 
+_UNEQUAL = ("changed", "new", "unreadable")
+"""Verdicts of a record that is not what is on disk."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Outcome:
     """One comparison, and what came of it."""
@@ -213,7 +218,7 @@ class _Outcome:
     @property
     def good(self) -> bool:
         """Whether the record is what is on disk, or is there now."""
-        return self.verdict not in ("changed", "new", "unreadable")
+        return self.verdict not in _UNEQUAL
 
     def plain(self, item: pytest.Item) -> dict[str, Any]:
         """Return what the reports take along, in builtin types."""
@@ -291,6 +296,7 @@ class Comparer:
         self._updates = self._syrupy.update_snapshots
         self._updates_new = self._syrupy.update_new_snapshots_only
         self._outcomes: list[_Outcome] = []
+        self._children, self._heard = Children(), 0
         self._unnamed = 0
 
     @property
@@ -314,12 +320,19 @@ class Comparer:
         """Return, once, the text of the comparisons that did not turn out equal and whose result nobody asked."""
         unasked = [outcome for outcome in self._outcomes if not (outcome.good or outcome.looked_at)]
         if not unasked:
-            return None
+            return self._unequal_in_children()
         for outcome in unasked:
             outcome.looked_at = True
         lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unasked)))
         said = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
         return "\n\n".join([said, *(outcome.text for outcome in unasked)])
+
+    def _unequal_in_children(self) -> str | None:
+        """Return, once, what forked processes found: whatever they raised, this one did not hear of it."""
+        news = self._children.told[self._heard :]
+        self._heard += len(news)
+        texts = list(dict.fromkeys(result["text"] for result in news if result["verdict"] in _UNEQUAL))
+        return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
 
     def explain(self, call: pytest.CallInfo[None]) -> None:
         """Put the whole text on an assertion's error, whoever rewrites, truncates or bypasses `assert`."""
@@ -335,8 +348,8 @@ class Comparer:
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one remembers how the text began
 
     def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types."""
-        return [outcome.plain(self._item) for outcome in self._outcomes]
+        """Return every comparison in builtin types, those of forked processes too."""
+        return [*(outcome.plain(self._item) for outcome in self._outcomes), *self._children.told]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
@@ -355,6 +368,7 @@ class Comparer:
             except SnapshotError as error:
                 outcome.verdict, outcome.text = "unreadable", printable(str(error))
         self._outcomes.append(outcome)
+        self._children.tell(outcome.plain(self._item))
         return outcome
 
     def _judge(self, outcome: _Outcome, options: Options, parts: Parts) -> None:
