@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -738,11 +739,11 @@ def test_integers_are_exact() -> None:
 
 
 def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
-    units = Units(axis=-2, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
+    units = Units(axis=-3, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
     numbers = Statistics(count=8, mean=0.1, zeros=4)
     found = back(Reading(statistics=numbers, units=units)).units
     assert found is not None
-    assert (found.dead, len(found), found.axis) == (2, 3, -2)
+    assert (found.dead, len(found), found.axis) == (2, 3, -3)
     alive = Units(axis=-2, low=(-1.0,), high=(1.0,))
     assert back(Reading(statistics=numbers, units=alive)).units is None
 
@@ -897,7 +898,9 @@ def drifted(record: Record, factor: float = 1 + 1e-7) -> Record:
     def moved(r: Reading | None) -> Any:
         if r is None or r.statistics is None or r.statistics.mean is None:
             return r
-        numbers = dataclasses.replace(r.statistics, mean=r.statistics.mean * (1 + 1e-4))
+        s, more = r.statistics, 1 + 1e-4
+        ends = {end: v if type(v := getattr(s, end)) is not float else v * more for end in ("min", "max")}
+        numbers = dataclasses.replace(s, mean=s.mean * more, deviations=s.deviations * more**2, **ends)  # type: ignore[operator]
         return dataclasses.replace(
             r, statistics=numbers, fingerprint=r.fingerprint and tuple(x * factor * (1 + 1e-6) for x in r.fingerprint)
         )
@@ -1143,7 +1146,7 @@ def test_a_source_outside_of_the_model_is_told() -> None:
 
 
 def test_a_small_file_does_not_take_all_memory() -> None:
-    dead = ",".join(f'"{n}>output":[[1,1,1,1,null,null,1,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
+    dead = ",".join(f'"{n}>output":[[0,0,0,0,null,null,8,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
     call = '"(2, 4) -> (2, 4)"'
     texts = changed(
         encode(small()), ARCH, '"calls": ["(2, 4) from fc1', f'"calls": [{f"{call}, " * 58}"(2, 4) from fc1'
@@ -1429,13 +1432,31 @@ def test_a_directory_that_is_read_only_is_told(place: Path, monkeypatch: pytest.
     assert read(place) == decoded(encode(small()))
 
 
-def test_a_full_disk_is_told_and_nothing_lost(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"), [("os", "fsync"), ("pathlib.Path", "replace"), ("pathlib.Path", "open")], ids=str
+)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
+def test_a_full_disk_is_told_and_nothing_lost(
+    place: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, number: int
+) -> None:
     write(place, encode(small()))
-    refusing(monkeypatch, "os", "fsync", OSError(28, "No space left on device"))
-    with pytest.raises(SnapshotError, match="No space left on device"):
-        write(place, encode(drifted(small())))
+    with monkeypatch.context() as patch:
+        refusing(patch, module, name, OSError(number, os.strerror(number)))
+        with pytest.raises(SnapshotError) as caught:
+            write(place, encode(edited(small(), "act", attributes={"inplace": True})))
+    probe = place.with_name("test_net.probe.json")
+    assert str(caught.value) == (
+        f"{probe} cannot be written ({os.strerror(number)}): free space where {place.parent} lies, and run the update "
+        "again"
+    )
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
     assert read(place) == decoded(encode(small()))
+
+
+def test_a_directory_on_a_full_disk_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, "pathlib.Path", "mkdir", OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space where .* lies"):
+        write(place, encode(small()))
 
 
 @unprivileged
