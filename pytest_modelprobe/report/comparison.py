@@ -80,10 +80,22 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
+    counts += not_compared(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
+
+
+def not_compared(values: int) -> list[str]:
+    """Return one sentence on values of which nothing can be told, if there are some.
+
+    >>> not_compared(2), not_compared(0)
+    (['2 values could not be compared: there are no numbers of them that repeat.'], [])
+    """
+    those = "it" if values == 1 else "them"
+    said = f"{count(values, 'value')} could not be compared: there are no numbers of {those} that repeat."
+    return [said] if values else []
 
 
 def noted(notes: Iterable[Difference]) -> list[str]:

@@ -208,6 +208,8 @@ class _Outcome:
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
     """What the run as a whole leaves out: ``architecture`` or ``behaviour``."""
+    unknown: int = 0
+    """Values that could not be compared."""
     declared: bool = False
     """Whether the reason that was given went into the file."""
     diagnosis: Diagnosis | None = None
@@ -229,6 +231,7 @@ class _Outcome:
             "device": kind(self.record.device),
             "verdict": self.verdict,
             "not_compared": self.not_compared,
+            "values_not_compared": self.unknown,
             "declared": self.declared,
             "model": self.record.model,
             "layers": len(self.record.layers),
@@ -377,6 +380,7 @@ class Comparer:
         if expected is not None:
             known = parts if complete else "architecture"
             diagnosis = _diagnosis(outcome.record, expected, known, options)
+            outcome.unknown = diagnosis.comparison.unknown
             if not diagnosis.comparison.same or self._brings_up_to_date(outcome, options, diagnosis):
                 outcome.diagnosis = diagnosis
         if old is not None and complete and outcome.diagnosis is None:
