@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from .compare import BEHAVIOUR, Comparison, Difference, Parts, compare
 from .diagnosis import Cause, Diagnosis, diagnose
-from .record import ROOT, Call, Parameter, Record, Response, qualified
+from .record import ROOT, Call, Parameter, Record, Response, Value, qualified
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
@@ -419,11 +419,14 @@ _Told = Callable[..., Difference]
 
 def _in_call(call: Call, other: Call, told: _Told) -> Iterator[Difference]:
     yield from _fields(call, other, functools.partial(told, kind="calls"))
-    for values, others in ((call.inputs, other.inputs), (call.outputs, other.outputs)):
-        by_path = {value.path: value for value in others}
-        for value in values:
-            if value.path in by_path:
-                yield from _fields(value, by_path[value.path], functools.partial(told, kind="calls"), f"{value.path} ")
+    for value, was in _by_path((*call.inputs, *call.outputs), other):
+        yield from _fields(value, was, functools.partial(told, kind="calls"), f"{value.path} ")
+
+
+def _by_path(values: Iterable[Value], other: Call) -> Iterator[tuple[Value, Value]]:
+    """Yield the values that another call has too."""
+    known = {value.path: value for value in (*other.inputs, *other.outputs)}
+    return ((value, known[value.path]) for value in values if value.path in known)
 
 
 # Of a layer, a call and a value: what no comparison looks at.
@@ -462,6 +465,10 @@ def _evidence(comparison: Comparison) -> Iterator[Difference]:
         told = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
         if pair.actual.random != pair.expected.random:
             yield told(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
+        for value, other in _by_path((*pair.actual.inputs, *pair.actual.outputs), pair.expected):
+            now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))
+            if now_dead != then_dead:
+                yield told(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
         x, y = _answer(pair.actual.response), _answer(pair.expected.response)
         if x != y:
             yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))

@@ -35,7 +35,6 @@ _PRINTED = 2e-5  # statistics in a file have six digits
 _NOTHING = 1e-5  # of the scale: what is zero in exact arithmetic is not larger
 _SHOWN = 4.0  # what mean, deviation and range show a value to have moved at least, in units of what is allowed
 _FEW_ZEROS = 0.01  # of the elements: as many may be zero or next to it, by how a machine rounds
-_MOST_UNITS = 1 << 20  # of more units no file says how many are dead
 
 
 class Change(NamedTuple):
@@ -205,13 +204,8 @@ def _beyond(x: float | None, y: float | None, size: float) -> float:
 
 
 def _agree(a: Reading, e: Reading) -> bool:
-    """Whether two readings of the same elements count the same zeros, and the same units that are dead."""
+    """Whether two readings of the same elements count the same zeros."""
     if a.statistics is None or e.statistics is None:
         return a.statistics is e.statistics
     few = 0.0 if e.digest is not None else _FEW_ZEROS * e.statistics.count
-    return abs(a.statistics.zeros - e.statistics.zeros) <= few and _dead(a) == _dead(e)
-
-
-def _dead(reading: Reading) -> int:
-    units = reading.units
-    return 0 if units is None or len(units) > _MOST_UNITS else units.dead
+    return abs(a.statistics.zeros - e.statistics.zeros) <= few

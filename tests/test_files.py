@@ -1322,6 +1322,8 @@ SWAPPED = {  # what was `format` → where, and what of it
     "the order of calls": ("lstm", ARCH, ("layers",), lambda x: dict(sorted(x.items()))),
     "an inner gradient": ("shared", PROBE, ("layers", "late", ">output"), lambda x: [*x, x[1]]),
     "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
+    "how many units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead", 0), 1),
+    "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
     "the gradient of an input": ("shared", PROBE, ("layers", "late", "<input", 1), GONE),
 }
 
