@@ -169,9 +169,11 @@ def _floor(number: Number) -> float:
     return max((_FLOOR if number.measured else _UNMEASURED)[number.direction], epsilon(number.dtype) / 4)
 
 
-def _allowed(number: Number) -> float:
+def _allowed(number: Number, beside: float = 1.0) -> float:
+    """Return what a comparison allows; ``beside`` is how much larger the largest number of the record is."""
     floor = _floor(number)
-    return max(floor, min(4 * (number.reading.noise or 0.0), max(_MOST[number.direction], 4 * epsilon(number.dtype))))
+    most = max(_MOST[number.direction], 4 * epsilon(number.dtype) * beside)
+    return max(floor, min(4 * (number.reading.noise or 0.0), most))
 
 
 def _moved(now: Number, before: Number, scale: float) -> Iterator[str]:
@@ -182,8 +184,8 @@ def _moved(now: Number, before: Number, scale: float) -> Iterator[str]:
         yield "digest or tensors"
     if (a.statistics is None) != (e.statistics is None) or (a.fingerprint is None) != (e.fingerprint is None):
         yield "columns came or went"
-    limit = SLACK * _allowed(before)
     norm = max(_norm(e), 1e-5 * scale)
+    limit = SLACK * _allowed(before, scale / norm if norm else 1.0)
     if a.fingerprint is not None and e.fingerprint is not None and a.digest is None:
         length = norm if e.statistics is not None and not e.statistics.nonfinite else math.hypot(*e.fingerprint)
         if not math.dist(a.fingerprint, e.fingerprint) <= limit * length:
