@@ -854,7 +854,7 @@ def test_a_rename_that_is_no_mapping_of_names_is_an_error(project: Project, give
 
 def test_tolerance_multiplies_what_may_change(project: Project) -> None:
     project.update(test=SAME)
-    test = one("assert record(mean=0.5001) == modelprobe_snapshot")
+    test = one("assert record(mean=0.501) == modelprobe_snapshot")
     project.run(test=test).assert_outcomes(failed=1)
     for tolerance in ("1e6", "{'norm': 1e6}"):
         project.run(test=test.replace("snapshot\n", f"snapshot(tolerance={tolerance})\n")).assert_outcomes(passed=1)
