@@ -1,10 +1,11 @@
 """Kill updates of snapshots with -9, at any moment, and see that every file is the old or the new one.
 
-    python benchmarks/kills.py                 # 200 runs of pytest, and 40 with two workers of xdist
-    python benchmarks/kills.py 50 10
+    python benchmarks/kills.py                 # 200 runs of pytest, 40 with two workers of xdist, 40 times two at once
+    python benchmarks/kills.py 50 10 10
 
 Each run is a fork of this process, which has torch imported already, and dies together with its workers. Old and new
-differ in structure and in numbers, so that both files of each snapshot are rewritten, back and forth.
+differ in structure and in numbers, so that both files of each snapshot are rewritten, back and forth. Two at once, each
+with two workers, write the old and the new into the same files.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def wait_for_writing(folder: Path, child: int) -> None:
         time.sleep(0.0005)
 
 
-def kill_loop(folder: Path, times: int, longest: float, *arguments: str) -> Counter[str]:
-    """Kill updates, and count in what state they left the snapshots."""
+def kill_loop(folder: Path, times: int, longest: float, at_once: int, *arguments: str) -> Counter[str]:
+    """Kill updates, one or more at once, and count in what state they left the snapshots."""
     sides = {}
     for side in ("old", "new"):
         assert os.waitstatus_to_exitcode(os.waitpid(update(folder, side, *arguments), 0)[1]) == 0
@@ -101,17 +102,19 @@ def kill_loop(folder: Path, times: int, longest: float, *arguments: str) -> Coun
     assert len(sides["old"]) == 2
     draw, left = random.Random(0), Counter[str]()
     for i in range(times):
-        child = update(folder, ("old", "new")[i % 2], *arguments)
+        children = [update(folder, ("old", "new")[(i + k) % 2], *arguments) for k in range(at_once)]
         if i % 4:  # right when it writes, else at any moment
-            wait_for_writing(folder, child)
+            wait_for_writing(folder, children[0])
             time.sleep(draw.uniform(0, 0.01))
         else:
             time.sleep(draw.uniform(0, longest))
-        ended = os.waitpid(child, os.WNOHANG)[0] == child
-        if not ended:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        left["ended by itself" if ended else "killed"] += 1
+        for child in children:
+            ended = os.waitpid(child, os.WNOHANG)[0] == child
+            if not ended:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            left["ended by itself" if ended else "killed"] += 1
+            time.sleep(draw.uniform(0, 0.01))
         for path, (architecture, numbers) in texts(folder).items():
             olds, news = sides["old"][path], sides["new"][path]
             assert architecture in (olds[0], news[0]), f"{path} is broken"
@@ -123,16 +126,20 @@ def kill_loop(folder: Path, times: int, longest: float, *arguments: str) -> Coun
     return left
 
 
-def main(plain: int = 200, workers: int = 40) -> None:
+def main(plain: int = 200, workers: int = 40, pairs: int = 40) -> None:
     os.environ.pop("CI", None)
-    for times, arguments, longest in ((plain, (), 6.0), (workers, ("-n", "2"), 20.0)):
+    xdist = ("-n", "2")
+    for times, at_once, arguments, longest in ((plain, 1, (), 6.0), (workers, 1, xdist, 20.0), (pairs, 2, xdist, 20.0)):
+        if not times:
+            continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "test_net.py").write_text(TEST, "utf-8")
             subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
             start = time.monotonic()
-            found = kill_loop(folder, times, longest, *arguments)
+            found = kill_loop(folder, times, longest, at_once, *arguments)
             how = " ".join(arguments) or "in one process"
+            how += ", two at once" * (at_once > 1)
             print(f"{times} updates {how}: {dict(found)}; {time.monotonic() - start:.0f} s", flush=True)
 
 

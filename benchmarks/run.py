@@ -570,7 +570,8 @@ def report(results: dict[str, Any]) -> str:
             "Which faults a snapshot finds and names, beside other tests of the same faults:",
             "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md); which the checks do, beside the tests of pytest-torch:",
             "[CHECKS.md](CHECKS.md). How far harmless changes move a value, in units of its",
-            "measured noise: [TOLERANCE.md](TOLERANCE.md).",
+            "measured noise: [TOLERANCE.md](TOLERANCE.md). What mutated files and killed updates came to:",
+            "[ATTACKS.md](ATTACKS.md).",
             "",
         ]
     if "llama" in results:

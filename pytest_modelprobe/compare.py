@@ -36,19 +36,19 @@ Kind = Literal[
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 ]  # fmt: skip
 
 BEHAVIOUR: frozenset[Kind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 })  # fmt: skip
 """The kinds that numbers show; the others are architecture."""
 
 Parts = Literal["all", "architecture", "behaviour"]
 Tolerance = float | Mapping[str, float] | None
 
-Side = Literal["input", "output", "gradient", "input gradient", "handed", "response gradient"]
+Side = Literal["input", "output", "gradient", "input gradient", "inner gradient", "handed", "response gradient"]
 CallKey = tuple[str, bool | None, int]
 """Root, its mode where forwards of both modes were recorded, and the number of the call."""
 Place = tuple[str, CallKey | None, str, str]
@@ -358,7 +358,7 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_described(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_described(value))
-        scales = functools.partial(_scale, e), functools.partial(_scale, e, backward=True)
+        scales = functools.partial(_scale, e), functools.partial(_scale, e, of="backward")
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
         outputs, added, removed = _paired(a.outputs, e.outputs)
@@ -396,6 +396,10 @@ class _Comparer:
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
             found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scales[1])
             yield from found if told else ()
+        if a.backward_inner is not None or e.backward_inner is not None:
+            place = (pair.layer, pair.key, "inner gradient", a.path)
+            scale = functools.partial(_scale, pair.expected, of="backward_inner")
+            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
     def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
         """Whether two sources name one tensor: a container's output may be that of its last child, or not any more."""
@@ -629,10 +633,10 @@ def _norm(reading: Reading | None) -> float:
     return 0.0 if statistics is None else statistics.norm
 
 
-def _scale(call: Call, *, backward: bool = False) -> float:
+def _scale(call: Call, *, of: str = "forward") -> float:
     """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
     values = filter(is_quantity, (*call.inputs, *call.outputs))
-    return max((_norm(value.backward if backward else value.forward) for value in values), default=0.0)
+    return max((_norm(getattr(value, of)) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -13,7 +14,7 @@ from typing import Literal, get_args
 
 from .compare import BEHAVIOUR, Comparison, Difference, Parts, compare
 from .diagnosis import Cause, Diagnosis, diagnose
-from .record import ROOT, Layer, Parameter, Record, qualified
+from .record import ROOT, Call, Layer, Parameter, Record, Response, Value, qualified
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
@@ -310,6 +311,9 @@ def _change(
     by_class = _by_class(diagnosis, effect)
     for difference in _looser(comparison):
         by_class.setdefault("behaviour", []).append(difference)
+    if not comparison.differences:
+        for difference in _evidence(comparison):
+            by_class.setdefault("behaviour", []).append(difference)
     if architecture and "structure" not in by_class:
         for difference in _besides(comparison):
             by_class.setdefault("structure", []).append(difference)
@@ -405,24 +409,91 @@ def _looser(comparison: Comparison) -> Iterator[Difference]:
 
 
 def _besides(comparison: Comparison) -> Iterator[Difference]:
-    """Yield what the file says of a model besides what a comparison of two runs is about."""
+    """Yield what an architecture says of a model besides what a comparison of two runs is about."""
     now, before = comparison.actual, comparison.expected
     if now.model != before.model:
         yield Difference(layer=ROOT, kind="type", what="of the model", actual=now.model, expected=before.model)
     for name, layer in now.layers.items():
-        if (was := before.layers.get(name)) is None:
-            continue
-        for what in ("leaf", "functional"):
-            if (x := getattr(layer, what)) != (y := getattr(was, what)):
-                yield Difference(layer=name, kind="type", what=what, actual=x, expected=y)
-        for call, other in zip(layer.calls, was.calls, strict=False):
-            for what in ("training", "inputs_known", "recomputed"):
-                if (x := getattr(call, what)) != (y := getattr(other, what)):
-                    yield Difference(layer=name, kind="calls", what=what, call=call.index, actual=x, expected=y)
+        if (was := before.layers.get(name)) is not None:
+            yield from _fields(layer, was, functools.partial(Difference, layer=name, kind="type"))
+            for call, other in zip(layer.calls, was.calls, strict=False):
+                yield from _in_call(call, other, functools.partial(Difference, layer=name, call=call.index))
     for x, y in zip(_order(now), _order(before), strict=False):
         if x != y:
             yield Difference(layer=x[0], kind="calls", what="order", call=x[1], actual=x[0], expected=y[0])
             return
+
+
+_Told = Callable[..., Difference]
+
+
+def _in_call(call: Call, other: Call, told: _Told) -> Iterator[Difference]:
+    yield from _fields(call, other, functools.partial(told, kind="calls"))
+    for value, was in _by_path((*call.inputs, *call.outputs), other):
+        yield from _fields(value, was, functools.partial(told, kind="calls"), f"{value.path} ")
+
+
+def _by_path(values: Iterable[Value], other: Call) -> Iterator[tuple[Value, Value]]:
+    """Yield the values that another call has too."""
+    known = {value.path: value for value in (*other.inputs, *other.outputs)}
+    return ((value, known[value.path]) for value in values if value.path in known)
+
+
+# Of a layer, a call and a value: what no comparison looks at.
+_UNSEEN = (
+    "leaf",
+    "functional",
+    "aliases",
+    "training",
+    "forwards",
+    "inputs_known",
+    "recomputed",
+    "requires_grad",
+    "overwritten",
+)
+
+
+def _fields(now: object, before: object, told: _Told, of: str = "") -> Iterator[Difference]:
+    for what in _UNSEEN:
+        x, y = getattr(now, what, None), getattr(before, what, None)
+        if x != y:
+            shown = (str(side) if isinstance(side, tuple) else side for side in (x, y))
+            yield told(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
+
+
+def _evidence(comparison: Comparison) -> Iterator[Difference]:
+    """Yield what one of two files tells of a run, and the other does not, where their numbers say the same."""
+    now, before = comparison.actual, comparison.expected
+    for what in ("notes", "origin", "gradient_origin"):
+        x, y = getattr(now, what), getattr(before, what)
+        if x != y:
+            yield Difference(layer=ROOT, kind="run", what=what, actual=str(x or None), expected=str(y or None))
+    for (layer, _, side, path), moved in comparison.changes.items():
+        if moved.differs:  # as of an input, which is told of the output that it is
+            yield Difference(layer=layer, kind="run", what=f"{side} {path}", change=moved.change)
+    for pair in comparison.calls:
+        told = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
+        if pair.actual.random != pair.expected.random:
+            yield told(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
+        for value, other in _by_path((*pair.actual.inputs, *pair.actual.outputs), pair.expected):
+            now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))
+            if now_dead != then_dead:
+                yield told(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
+        x, y = _answer(pair.actual.response), _answer(pair.expected.response)
+        if x != y:
+            yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+
+
+def _answer(response: Response | None) -> tuple[object, ...] | None:
+    """Return which questions a layer alone was asked, and which it answered; None where it answered none."""
+    if response is None or response.reason is not None:
+        return None
+    answered = tuple((h.where, h.passed, h.reading is not None) for h in response.handed)
+    return dict(response.recipes), answered, response.gradient is not None, response.without_gradient
+
+
+def _kept(answer: tuple[object, ...] | None, other: tuple[object, ...] | None) -> str | None:
+    return None if answer is None else "kept" if other is None else "to other questions"
 
 
 def _order(record: Record) -> list[tuple[str, int]]:

@@ -33,6 +33,8 @@ _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e
 _UNMEASURED: dict[Direction, float] = {"forward": 1e-4, "backward": 2e-2, "state": 3e-6}
 _PRINTED = 2e-5  # statistics in a file have six digits
 _NOTHING = 1e-5  # of the scale: what is zero in exact arithmetic is not larger
+_SHOWN = 4.0  # what mean, deviation and range show a value to have moved at least, in units of what is allowed
+_FEW_ZEROS = 0.01  # of the elements: as many may be zero or next to it, by how a machine rounds
 
 
 class Change(NamedTuple):
@@ -105,32 +107,34 @@ def change(
         both = is_read(actual) and is_read(expected)
         if not both or _kinds(actual) != _kinds(expected):
             return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
+    if _counts(actual) != _counts(expected):
+        return CAME
     floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
     most = max(MOST[direction], MULTIPLE * rounding)
     limit = max(floor, min(noise, most)) * times
     a, e = actual.statistics, expected.statistics
     if expected.digest is not None:
-        share = 0.0 if actual.digest == expected.digest else _share(actual, expected)
+        same = actual.digest == expected.digest and _agree(actual, expected)
+        share = 0.0 if same and _shown(a, e, 0.0) <= _SHOWN * floor else _share(actual, expected)
         return Change(share, expected.noise, min(noise, MOST[direction]) * times)
     if x is None or y is None:
-        assert a is not None
-        assert e is not None
-        return Change(_moments(a, e), expected.noise, max(limit, _PRINTED))
-    if a is not None and e is not None and (a.nan, a.posinf, a.neginf) != (e.nan, e.posinf, e.neginf):
-        return Change(math.inf, expected.noise, limit)
-    if x == y:
+        return Change(_shown(a, e, 0.0), expected.noise, max(limit, _PRINTED))
+    if x == y and a == e:
         return Change(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
-    found = estimated_change(x, y, norm)
-    if found > limit:
+    found, shown = estimated_change(x, y, norm), _shown(a, e, 0.0)
+    if found == 0 and not _agree(actual, expected):
+        return Change(math.inf, expected.noise, limit)
+    if found > limit or shown > _SHOWN * limit:
         least = _NOTHING * scale()
         if norm < least:
             norm, found = least, estimated_change(x, y, least)
+            shown = _shown(a, e, least)
         if norm:  # what is nearly nothing is all noise: that is judged against the scale
             nothing = MULTIPLE * max(least, rounding * scale()) / norm
             limit = max(floor, min(noise, max(most, nothing))) * times
-    return Change(found, expected.noise, limit)
+    return Change(shown if found <= limit and shown > _SHOWN * limit else found, expected.noise, limit)
 
 
 def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:
@@ -172,10 +176,40 @@ def _share(actual: Reading, expected: Reading) -> float:
     return max(estimated_share(actual.fingerprint, expected.fingerprint, count), 1 / count)
 
 
-def _moments(a: Statistics, e: Statistics) -> float:
-    if (a.count, a.nan, a.posinf, a.neginf) != (e.count, e.nan, e.posinf, e.neginf):
-        return math.inf
-    if a.mean is None or e.mean is None:
-        return 0.0 if a.mean is e.mean else math.inf
-    apart = max(abs(a.mean - e.mean), abs((a.std or 0.0) - (e.std or 0.0)))
-    return apart / e.rms if e.rms else math.inf if apart else 0.0
+def _counts(reading: Reading) -> tuple[int | None, ...]:
+    """Return what of a reading is counted: of what it is, how much of that is not finite, and since which forward."""
+    s = reading.statistics
+    if s is None:
+        return (reading.tensors,)
+    return reading.tensors, s.count, s.nan, s.posinf, s.neginf, s.first_nan, s.first_posinf, s.first_neginf
+
+
+def _shown(a: Statistics | None, e: Statistics | None, least: float) -> float:
+    """Return how far two tensors are apart at least, relative to the norm of the second, or to a ``least`` norm.
+
+    No element moved by more than the distance of the two, and neither mean nor deviation by more than its share of one
+    element. What digits in a file leave open is nothing.
+    """
+    if a is None or e is None or a.mean is None or e.mean is None:
+        return 0.0 if (a and a.mean) is (e and e.mean) else math.inf
+    norm = max(e.norm, least)
+    element = norm / math.sqrt(e.finite)
+    if (a.min is None) != (e.min is None):  # all that a file has of a gradient
+        return _beyond(a.rms, e.rms, element)
+    pairs = ((a.mean, e.mean, element), (a.std, e.std, element), (a.min, e.min, norm), (a.max, e.max, norm))
+    return max(_beyond(x, y, size) for x, y, size in pairs)
+
+
+def _beyond(x: float | None, y: float | None, size: float) -> float:
+    if x is None or y is None:
+        return 0.0 if x is y else math.inf
+    apart = abs(x - y)
+    return 0.0 if apart <= _PRINTED * abs(y) else apart / size if size else math.inf
+
+
+def _agree(a: Reading, e: Reading) -> bool:
+    """Whether two readings of the same elements count the same zeros."""
+    if a.statistics is None or e.statistics is None:
+        return a.statistics is e.statistics
+    few = 0.0 if e.digest is not None else _FEW_ZEROS * e.statistics.count
+    return abs(a.statistics.zeros - e.statistics.zeros) <= few

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_modelprobe import ModelProbe
+from pytest_modelprobe import ModelProbe, gate
 from pytest_modelprobe import tolerance as tolerances
 from pytest_modelprobe.compare import compare
 from pytest_modelprobe.exceptions import SnapshotError
@@ -57,6 +58,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
+from pytest_modelprobe.report import changes
 
 # --- records ------------------------------------------------------------------------------------------------------
 
@@ -753,11 +755,11 @@ def test_integers_are_exact() -> None:
 
 
 def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
-    units = Units(axis=-2, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
+    units = Units(axis=-3, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
     numbers = Statistics(count=8, mean=0.1, zeros=4)
     found = back(Reading(statistics=numbers, units=units)).units
     assert found is not None
-    assert (found.dead, len(found), found.axis) == (2, 3, -2)
+    assert (found.dead, len(found), found.axis) == (2, 3, -3)
     alive = Units(axis=-2, low=(-1.0,), high=(1.0,))
     assert back(Reading(statistics=numbers, units=alive)).units is None
 
@@ -912,7 +914,9 @@ def drifted(record: Record, factor: float = 1 + 1e-7) -> Record:
     def moved(r: Reading | None) -> Any:
         if r is None or r.statistics is None or r.statistics.mean is None:
             return r
-        numbers = dataclasses.replace(r.statistics, mean=r.statistics.mean * (1 + 1e-4))
+        s, more = r.statistics, 1 + 1e-4
+        ends = {end: v if type(v := getattr(s, end)) is not float else v * more for end in ("min", "max")}
+        numbers = dataclasses.replace(s, mean=s.mean * more, deviations=s.deviations * more**2, **ends)  # type: ignore[operator]
         return dataclasses.replace(
             r, statistics=numbers, fingerprint=r.fingerprint and tuple(x * factor * (1 + 1e-6) for x in r.fingerprint)
         )
@@ -1159,7 +1163,7 @@ def test_a_source_outside_of_the_model_is_told() -> None:
 
 
 def test_a_small_file_does_not_take_all_memory() -> None:
-    dead = ",".join(f'"{n}>output":[[1,1,1,1,null,null,1,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
+    dead = ",".join(f'"{n}>output":[[0,0,0,0,null,null,8,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
     call = '"(2, 4) -> (2, 4)"'
     texts = changed(
         encode(small()), ARCH, '"calls": ["(2, 4) from fc1', f'"calls": [{f"{call}, " * 58}"(2, 4) from fc1'
@@ -1268,6 +1272,162 @@ def test_a_part_of_any_other_type_gives_a_snapshot_or_a_sentence(data: st.DataOb
             return
     with contextlib.suppress(SnapshotError):
         decode(*(text and json.dumps(text) for text in texts), where="x.arch.json")  # type: ignore[arg-type]
+
+
+# --- what a file may not hide -------------------------------------------------------------------------------------
+# Found by `tox -e fuzz`: each was shown, and counted as the same text in another form.
+
+Edit = Any  # a new value, or a function of the old one
+GONE = object()
+
+
+def edited_file(texts: Texts, which: int, at: tuple[Any, ...], new: Edit) -> Texts:
+    """Return the texts with one place changed, digest included."""
+    data = [json.loads(text or "null") for text in texts]
+    holder = data[which]
+    for step in at[:-1]:
+        holder = holder[step]
+    if new is GONE:
+        del holder[at[-1]]
+    else:
+        holder[at[-1]] = new(holder[at[-1]]) if callable(new) else new
+    architecture = json.dumps(data[0])
+    if data[1] is None:
+        return Texts(architecture, None)
+    data[1]["architecture"] = architecture_digest(architecture)
+    return Texts(architecture, json.dumps(data[1]))
+
+
+def classes(old: Texts, new: Texts) -> dict[str, Any]:
+    """Return what the gate makes of a change: class → finding."""
+    before, now = (
+        gate.Snapshot(
+            path="net.arch.json",
+            numbers="net.probe.json",
+            record=decoded(texts).record,
+            architecture=architecture_digest(texts.architecture),
+            content=str(hash(texts)),
+            text=texts.architecture,
+        )
+        for texts in (old, new)
+    )
+    verdict = gate.judge({"net": before}, {"net": now})
+    return {finding.kind: finding for change in verdict.changes for finding in change.findings}
+
+
+def first_response(texts: Texts) -> str:
+    return next(iter(json.loads(texts.numbers or "")["responses"]))
+
+
+SWAPPED = {  # what was `format` → where, and what of it
+    "the mean of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 0), lambda x: -x),
+    "the deviation of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 1), lambda x: 0.9 * x),
+    "the minimum of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 2), lambda x: 1.2 * x),
+    "the maximum of a weight": ("shared", PROBE, ("layers", "late", ".weight", 0, 3), lambda x: 1.01 * x),
+    "the size of a gradient": ("shared", PROBE, ("layers", "late", ".bias", 1, 0), lambda x: 1.5 * x),
+    "the maximum of a counter": ("tied", PROBE, ("layers", "norm", ".num_batches_tracked", 2, 3), 7),
+    "when a NaN was first seen": ("broken", PROBE, ("layers", ROOT, ">output", 0, -1, "first_nan"), 3),
+    "where a NaN began": ("broken", PROBE, ("origin", 0), "torch.sqrt"),
+    "whether gradients are wanted": ("broken", ARCH, ("requires_grad",), lambda x: not x),
+    "in how many forwards": ("watched", ARCH, ("layers", "late", "calls", 0, "forwards"), 9),
+    "the class of the model": ("tied", ARCH, ("model",), "Other"),
+    "what is a leaf": ("shared", ARCH, ("layers", "late", "leaf"), False),
+    "what is a function": ("shared", ARCH, ("layers", "late", "functional"), True),
+    "the mode of a call": ("lstm", ARCH, ("layers", "head", "calls", 0), lambda x: {**as_call(x), "training": False}),
+    "other names of a layer": ("shared", ARCH, ("layers", "late", "aliases"), ["early2"]),
+    "the order of calls": ("lstm", ARCH, ("layers",), lambda x: dict(sorted(x.items()))),
+    "an inner gradient": ("shared", PROBE, ("layers", "late", ">output"), lambda x: [*x, x[1]]),
+    "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
+    "how many units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead", 0), 1),
+    "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
+    "the gradient of an input": ("shared", PROBE, ("layers", "late", "<input", 1), GONE),
+}
+
+
+def as_call(line: Any) -> dict[str, Any]:
+    if isinstance(line, dict):
+        return line
+    source, _, made = line.rpartition(" -> ")
+    return {"inputs": {"input": source}, "outputs": {"output": made}}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_what_is_edited_in_a_file_is_refused_or_a_difference(what: str) -> None:
+    name, which, at, new = SWAPPED[what]
+    try:
+        found = classes(model_texts(name), edited_file(model_texts(name), which, at, new))
+    except SnapshotError:
+        return
+    assert found
+    assert "format" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "new", "message"),
+    [
+        ("tied", ("layers", "emb", ">output", 0, 0), 2.5, r"mean 2.5 is not between"),
+        ("tied", ("layers", "emb", ">output", 0, 1), 3.0, r"no 24 elements between .* with the mean .* have the dev"),
+        ("tied", ("layers", "emb", ">output", 0, 1), 0.3, r"no 24 elements between .* have the deviation 0.3"),
+        ("tied", ("layers", "emb", ">output", 0, 2), None, r"of its mean, deviation and range one is missing"),
+        ("tied", ("layers", "emb", ">output", 0, 3), -99.0, r"is not between"),
+        ("broken", ("layers", ROOT, ">output", 0, 3), 1.0, r"there are numbers of no finite element"),
+        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [4, 4, -3], r"4 of 4 units are dead, and .* elements are z"),
+        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [2, 9, -3], r"9 units are on an axis of 4"),
+        ("cnn", ("layers", "2", ">output", 0, 6), 288, r"288 of its elements are zero, and they are between 0 and"),
+    ],
+)
+def test_numbers_that_no_elements_have_are_refused(name: str, at: tuple[Any, ...], new: Any, message: str) -> None:
+    with pytest.raises(SnapshotError, match=message) as caught:
+        decoded(edited_file(model_texts(name), PROBE, at, new))
+    assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("how", ["all", "one", "gradient", "question", "reason"])
+def test_evidence_that_is_gone_from_a_file_is_said(how: str) -> None:
+    texts = model_texts("cnn")
+    key = first_response(texts)
+    if how == "all":
+        data = json.loads(texts.numbers or "")
+        del data["responses"]
+        data["layers"] = {
+            name: {k: v for k, v in line.items() if k.lstrip("0123456789") != "alone"}
+            for name, line in data["layers"].items()
+        }
+        fewer = Texts(texts.architecture, json.dumps(data))
+    elif how == "one":
+        layer = next(n for n, line in json.loads(texts.numbers or "")["layers"].items() if line.get("alone") == key)
+        fewer = edited_file(texts, PROBE, ("layers", layer, "alone"), GONE)
+    elif how == "gradient":
+        fewer = edited_file(texts, PROBE, ("responses", key, "gradient"), GONE)
+    elif how == "question":
+        fewer = edited_file(texts, PROBE, ("responses", key, "given"), GONE)
+    else:
+        fewer = edited_file(texts, PROBE, ("responses", key), {"reason": "not today"})
+    found = classes(texts, fewer)
+    assert list(found) == ["behaviour"]
+    assert {(d.kind, d.what) for d in found["behaviour"].differences} == {("response", "of the layer alone")}
+
+
+def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() -> None:
+    unread = dataclasses.replace(value("output"), forward=Reading(reason="meta tensor"))
+    before = edited_call(small(), "act", outputs=(unread,))
+    now = edited(before, "fc1", attributes={"in_features": 5})
+    snapshots = [
+        gate.Snapshot(path="net", record=one, architecture=str(i), content=str(i))
+        for i, one in enumerate((before, now))
+    ]
+    verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
+    assert changes.first_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
+    assert changes.plain(verdict)["changes"][0]["not_compared"] == 1
+    assert "1 value could not be compared: there are no numbers of it that repeat." in changes.diff_text(verdict)
+
+
+@pytest.mark.parametrize("name", ["cnn", "tied", "shared", "broken", "lstm", "narrow", "watched"])
+def test_a_run_agrees_with_its_own_file_in_all_numbers(name: str) -> None:
+    record, kept = model_record(name), there_and_back(model_record(name))
+    for actual, expected in ((record, kept), (kept, record), (kept, kept)):
+        assert compare(actual, expected).same
+        assert not list(gate._evidence(compare(kept, kept)))
 
 
 # --- on disk ------------------------------------------------------------------------------------------------------
@@ -1445,13 +1605,31 @@ def test_a_directory_that_is_read_only_is_told(place: Path, monkeypatch: pytest.
     assert read(place) == decoded(encode(small()))
 
 
-def test_a_full_disk_is_told_and_nothing_lost(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"), [("os", "fsync"), ("pathlib.Path", "replace"), ("pathlib.Path", "open")], ids=str
+)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
+def test_a_full_disk_is_told_and_nothing_lost(
+    place: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, number: int
+) -> None:
     write(place, encode(small()))
-    refusing(monkeypatch, "os", "fsync", OSError(28, "No space left on device"))
-    with pytest.raises(SnapshotError, match="No space left on device"):
-        write(place, encode(drifted(small())))
+    with monkeypatch.context() as patch:
+        refusing(patch, module, name, OSError(number, os.strerror(number)))
+        with pytest.raises(SnapshotError) as caught:
+            write(place, encode(edited(small(), "act", attributes={"inplace": True})))
+    probe = place.with_name("test_net.probe.json")
+    assert str(caught.value) == (
+        f"{probe} cannot be written ({os.strerror(number)}): free space where {place.parent} lies, and run the update "
+        "again"
+    )
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
     assert read(place) == decoded(encode(small()))
+
+
+def test_a_directory_on_a_full_disk_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, "pathlib.Path", "mkdir", OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space where .* lies"):
+        write(place, encode(small()))
 
 
 @unprivileged

@@ -47,7 +47,7 @@ import pytest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 
 def record(eps=1e-5, mean=0.5, device="cpu", **more):
-    reading = Reading(statistics=Statistics(count=8, min=-1.0, max=2.0, mean=mean, deviations=2.0))
+    reading = Reading(statistics=Statistics(count=8, min=-1.0, max=2.0, mean=mean, deviations=8.0))
     output = Value(path="output", shape=(4, 2), dtype="float32", device=device, forward=reading)
     call = Call(root="norm", root_training=False, index=0, started=0, finished=1, outputs=(output,), **more)
     norm = Layer(name="norm", type="LayerNorm", attributes={"eps": eps}, calls=(call,))
@@ -701,8 +701,13 @@ def test_what_is_allowed_not_to_repeat_is_not_compared_and_the_rest_is(project: 
     )
     test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
     project.update(test=test).assert_outcomes(passed=1)
-    project.run(test=test).assert_outcomes(passed=1)
-    project.run(test=test.replace("modelprobe.randn", "2 * modelprobe.randn")).assert_outcomes(failed=1)
+    result = project.run(test=test)
+    result.assert_outcomes(passed=1)
+    counted = "* values could not be compared: there are no numbers of them that repeat."
+    result.stdout.fnmatch_lines([f"{counted} They are of 1 snapshot."])
+    result = project.run(test=test.replace("modelprobe.randn", "2 * modelprobe.randn"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E*{counted}"])
     project.run(test=test.replace("(allow='nondeterministic')", "")).assert_outcomes(failed=1)
 
 
@@ -928,7 +933,7 @@ def test_a_rename_that_is_no_mapping_of_names_is_an_error(project: Project, give
 
 def test_tolerance_multiplies_what_may_change(project: Project) -> None:
     project.update(test=SAME)
-    test = one("assert record(mean=0.5001) == modelprobe_snapshot")
+    test = one("assert record(mean=0.501) == modelprobe_snapshot")
     project.run(test=test).assert_outcomes(failed=1)
     for tolerance in ("1e6", "{'norm': 1e6}"):
         project.run(test=test.replace("snapshot\n", f"snapshot(tolerance={tolerance})\n")).assert_outcomes(passed=1)
@@ -1111,6 +1116,89 @@ def test_what_no_test_uses_fails_the_run_and_an_update_deletes_it(project: Proje
     assert result.ret == 0
     result.stdout.fnmatch_lines(["deleted 2 snapshot files, for no test uses them:", "for the pull request:"])
     assert project.names() == ["test_net/test_x.arch.json", "test_net/test_x.probe.json"]
+
+
+IN_A_CHILD = """
+import os
+from records import *
+
+def in_a_child(act):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def compare(actual, snapshot):
+    assert actual == snapshot
+
+@pytest.mark.parametrize("n", ["a", "b"])
+def test_x(modelprobe_snapshot, n):
+    for name in ("first", "second"):
+        in_a_child(lambda: compare(record(), modelprobe_snapshot(name=name)))
+"""
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no process")
+
+
+@forks
+@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "xdist"])
+def test_what_a_forked_process_compares_is_in_use(project: Project, arguments: list[str]) -> None:
+    project.update(*arguments, test=IN_A_CHILD).assert_outcomes(passed=2)
+    before = project.contents()
+    assert len(before) == 8
+    for run in (project.update, project.run):
+        result = run(*arguments)
+        result.assert_outcomes(passed=2)
+        assert result.ret == 0
+        result.stdout.no_fnmatch_line("*unused*")
+        assert project.contents() == before
+    result = project.update(*arguments, test=IN_A_CHILD.replace('"first", "second"', '"first",'))
+    result.stdout.fnmatch_lines(["deleted 4 snapshot files, for no test uses them:"])
+
+
+@forks
+def test_what_a_forked_process_finds_changed_fails_the_test(project: Project) -> None:
+    project.update(test=IN_A_CHILD)
+    result = project.run(test=IN_A_CHILD.replace("compare(record()", "compare(record(eps=1e-3)"))
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["compared in a forked process, and not equal:", f"*{FAILURE[17:]}*"])
+
+
+FORKED = """
+import os, json, pytest
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        reports = runtestprotocol(item, log=False)
+        data = [item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports]
+        os.write(writing, json.dumps(data).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = json.load(pipe)
+    os.waitpid(child, 0)
+    for data in told:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+
+
+@forks
+def test_snapshots_of_tests_that_each_run_in_a_forked_process_are_in_use(project: Project) -> None:
+    project.write("conftest", FORKED)
+    project.update(test=TWO).assert_outcomes(passed=2)
+    before = project.contents()
+    result = project.update()
+    result.assert_outcomes(passed=2)
+    assert project.contents() == before
 
 
 def test_the_directory_goes_with_the_last_snapshot(project: Project) -> None:

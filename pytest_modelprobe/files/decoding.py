@@ -44,7 +44,7 @@ from .layout import (
 )
 from .order import Kind, kind_of, moments
 from .parsing import RESTORE, known, listed, parsed, shown, texts
-from .readings import Role, reading_from
+from .readings import FULL, Role, check, reading_from
 from .recipes import Outline, Recipes
 from .structure import Line, Named, Structure, line_of
 from .wording import (
@@ -320,6 +320,8 @@ class _Filling:
 
     def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
         reading = reading_from(data, shape, role)
+        if reading.statistics is not None and role in FULL:
+            check(reading.statistics)
         if reading.units is not None:
             self.units += len(reading.units)
             if self.units > _MOST_UNITS:

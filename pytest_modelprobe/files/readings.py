@@ -30,6 +30,8 @@ FULL: tuple[Role, ...] = ("value", "own", "response")
 _APART = 8.0
 """The two norms are alike but for chance: 0.5 to 1.7 of each other in 800 tensors of all kinds."""
 _TINY, _HUGE = 1e-30, 1e150
+_PRINTED = 2e-5
+"""Of a number: what six digits leave open, twice over."""
 
 _MOST_UNITS = 1 << 20  # more is no layer: units come back as tuples, which a short text must not make long
 
@@ -129,7 +131,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
         raise Unreadable(f"{len(data)} numbers are not as many as columns")
     fingerprint, noise, zeros = (*data[least:], None, None, None)[:3]
     statistics = _statistics(mean, std, low, high, zeros or 0, shape, more) if counted else None
-    rest = _rest(more, statistics) if more else {}
+    rest = _rest(more, statistics, shape) if more else {}
     if noise is not None:
         rest["noise"] = _noise(noise)
     projections = None if fingerprint is None else _fingerprint_from(fingerprint)
@@ -139,12 +141,36 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
 
 
 def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
-    """Raise `Unreadable` where a fingerprint, which is compared, is not of the numbers that are shown beside it."""
+    """Raise `Unreadable` where a fingerprint is not of the numbers beside it."""
     norm, length = statistics.norm, math.hypot(*projections)
-    if statistics.nonfinite or not _TINY < norm < _HUGE:
+    if statistics.nonfinite or not (statistics.all_zero or _TINY < norm < _HUGE):
         return
-    if not norm / _APART < length < norm * _APART:
+    if not norm / _APART <= length <= norm * _APART:
         raise Unreadable(f"its numbers have the norm {norm:.3g} and its fingerprint has {length:.3g}")
+
+
+def check(s: Statistics) -> None:
+    """Raise `Unreadable` where no elements have these numbers."""
+    mean, std, low, high = s.mean, s.std, s.min, s.max
+    if not s.finite:
+        if s.deviations or (low, high) != (None, None):
+            raise Unreadable("there are numbers of no finite element")
+        return
+    if mean is None or std is None or low is None or high is None:
+        raise Unreadable("of its mean, deviation and range one is missing")
+    top = max(abs(low), abs(high))
+    if not top < _HUGE:
+        return
+    open_ = _PRINTED * top  # what the digits leave open
+    least = (high - low) / math.sqrt(2 * s.finite)
+    most = math.sqrt(max(high - mean + open_, 0.0) * max(mean - low + open_, 0.0))
+    if not low - open_ <= mean <= high + open_ or not low <= high:
+        raise Unreadable(f"its mean {mean:.4g} is not between {low:.4g} and {high:.4g}")
+    if not least * (1 - _PRINTED) - open_ <= std <= most * (1 + _PRINTED) + open_:
+        between = f"between {low:.4g} and {high:.4g}"
+        raise Unreadable(f"no {s.finite:,} elements {between} with the mean {mean:.4g} have the deviation {std:.4g}")
+    if (s.zeros and not low <= 0 <= high) or (s.zeros == s.finite) != (low == high == 0):
+        raise Unreadable(f"{s.zeros:,} of its elements are zero, and they are between {low:.4g} and {high:.4g}")
 
 
 # --- what a reading has besides its columns -----------------------------------------------------------------------
@@ -207,7 +233,7 @@ def _statistics(
     )
 
 
-def _rest(more: Mapping[str, Any], statistics: Statistics | None) -> dict[str, Any]:
+def _rest(more: Mapping[str, Any], statistics: Statistics | None, shape: Sequence[Dimension] | None) -> dict[str, Any]:
     rest: dict[str, Any] = {}
     for name, value in more.items():
         if name == "tensors":
@@ -219,16 +245,21 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None) -> dict[str, A
         elif name == "noise":
             rest[name] = _noise(value)
         elif name == "dead" and type(value) is list and len(value) == 3:
-            rest["units"] = _units(_whole(value[0]), _whole(value[1]), value[2])
+            rest["units"] = _units(_whole(value[0]), _whole(value[1]), value[2], statistics, shape)
         elif name not in ("count", *_COUNTS, *_FIRST) or statistics is None:
             raise Unreadable(f"it has an unknown field {name[:80]!r}")
     return rest
 
 
-def _units(dead: int, units: int, axis: Any) -> Units:
+def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shape: Sequence[Dimension] | None) -> Units:
     """Return as many units, of which all that is known is how many were zero: those come first, the others are NaN."""
     if type(axis) is not int or abs(axis) > 64 or not 0 < dead <= units <= _MOST_UNITS:
         raise Unreadable(f"{dead} of {units} units are dead")
+    size = shape[axis] if shape is not None and -len(shape) <= axis < 0 else units
+    if type(size) is int and size != units:
+        raise Unreadable(f"{units:,} units are on an axis of {size:,}")
+    if statistics is not None and statistics.zeros < statistics.count // units * dead:
+        raise Unreadable(f"{dead:,} of {units:,} units are dead, and {statistics.zeros:,} elements are zero")
     numbers = (0.0,) * dead + (math.nan,) * (units - dead)
     return Units(axis=axis, low=numbers, high=numbers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -68,7 +69,9 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SnapshotError(f"{path.parent} cannot be made ({error.strerror}): {_writable(path.parent)}") from None
+        raise SnapshotError(
+            f"{path.parent} cannot be made ({error.strerror}): {_way_out(error, path.parent)}"
+        ) from None
     _remove_left_over(path.parent)
     # Numbers first: cut short, a first update leaves no snapshot, and a later one an architecture that was reviewed.
     if texts.numbers is not None:
@@ -149,7 +152,7 @@ def _write(path: Path, text: str) -> None:
             raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
         _keep(target.parent)
     except OSError as error:
-        raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_writable(path)}") from None
+        raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
 
 def _written(target: Path, data: bytes) -> Path:
@@ -176,7 +179,13 @@ def _keep(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _writable(path: Path) -> str:
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _way_out(error: OSError, path: Path) -> str:
+    """Return what to do where a file cannot be written."""
+    if error.errno in _FULL:
+        return f"free space where {path.parent} lies, and run the update again"
     return f"make {path} writable, or leave out `--snapshot-update`"
 
 

@@ -222,6 +222,8 @@ def first_line(verdict: Verdict) -> str:
     'no model changed; 12 unchanged'
     """
     changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
+    unknown = sum(_unknown(change) for change in verdict.changes)
+    changed += f", {count(unknown, 'value')} could not be compared" if unknown else ""
     if verdict.denied:
         worst = verdict.denied[0]
         more = f" ({len(verdict.denied) - 1} more below)" if len(verdict.denied) > 1 else ""
@@ -231,6 +233,10 @@ def first_line(verdict: Verdict) -> str:
     if not verdict.changes:
         return f"no model changed; {verdict.unchanged:,} unchanged"
     return f"nothing to object: {changed}"
+
+
+def _unknown(change: Change) -> int:
+    return 0 if change.comparison is None else change.comparison.unknown
 
 
 _OF_SNAPSHOTS: dict[Class, str] = {
@@ -437,6 +443,7 @@ def plain(verdict: Verdict) -> dict[str, Any]:
                 "model": change.model,
                 "device": change.either.record.device,
                 "reason": change.reason,
+                "not_compared": _unknown(change),
                 "findings": [_plain_finding(finding, change, verdict) for finding in change.findings],
                 "causes": _causes(change),
             }

@@ -94,6 +94,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(_REDRAWN)
     if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
         counts.append(_HIDDEN)
+    counts += not_compared(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
     counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
@@ -105,6 +106,17 @@ def _lacking(actual: Record, expected: Record) -> list[str]:
     """Return sentences on what was not looked at, and why."""
     notes = dict.fromkeys((*actual.notes, *expected.notes))
     return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
+
+
+def not_compared(values: int) -> list[str]:
+    """Return one sentence on values of which nothing can be told, if there are some.
+
+    >>> not_compared(2), not_compared(0)
+    (['2 values could not be compared: there are no numbers of them that repeat.'], [])
+    """
+    those = "it" if values == 1 else "them"
+    said = f"{count(values, 'value')} could not be compared: there are no numbers of {those} that repeat."
+    return [said] if values else []
 
 
 def noted(notes: Iterable[Difference]) -> list[str]:
@@ -308,7 +320,7 @@ def _times_noise(cause: Cause) -> str:
 
 
 def _by(change: float | None) -> str:
-    return "" if change is None else f" by {percent(change)}"
+    return "" if change is None or math.isinf(change) else f" by {percent(change)}"
 
 
 def _plain(value: Plain) -> str:

@@ -43,6 +43,7 @@ from pytest_modelprobe.summary import findings
 
 from . import words
 from .extension import ModelProbeExtension, Place, tell
+from .forked import Children
 from .lasting import active_dropout, is_training, nondeterministic, nonfinite, structure_of
 from .names import DEVICES, folder_of, kind, stem_of
 from .session import SnapshotSession
@@ -188,6 +189,10 @@ def _record(other: object) -> Record:
     return other
 
 
+_UNEQUAL = ("changed", "new", "unreadable")
+"""Verdicts of a record that is not what is on disk."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Outcome:
     """One comparison, and what came of it."""
@@ -207,6 +212,8 @@ class _Outcome:
     """What the test compares in every run: what the numbers say of themselves."""
     narrowed: str = ""
     """That the file says something else of what is compared."""
+    unknown: int = 0
+    """Values that could not be compared."""
     declared: bool = False
     """Whether the reason that was given went into the file."""
     diagnosis: Diagnosis | None = None
@@ -217,7 +224,7 @@ class _Outcome:
     @property
     def good(self) -> bool:
         """Whether the record is what is on disk, or is there now."""
-        return self.verdict not in ("changed", "new", "unreadable")
+        return self.verdict not in _UNEQUAL
 
     def plain(self, item: pytest.Item) -> dict[str, Any]:
         """Return what the reports take along, in builtin types."""
@@ -228,6 +235,7 @@ class _Outcome:
             "device": kind(self.record.device),
             "verdict": self.verdict,
             "not_compared": self.not_compared,
+            "values_not_compared": self.unknown,
             "declared": self.declared,
             "model": self.record.model,
             "layers": len(self.record.layers),
@@ -295,6 +303,7 @@ class Comparer:
         self._updates = self._syrupy.update_snapshots
         self._updates_new = self._syrupy.update_new_snapshots_only
         self._outcomes: list[_Outcome] = []
+        self._children, self._heard = Children(), 0
         self._unnamed = 0
 
     @property
@@ -318,12 +327,19 @@ class Comparer:
         """Return, once, the text of the comparisons that did not turn out equal and whose result nobody asked."""
         unasked = [outcome for outcome in self._outcomes if not (outcome.good or outcome.looked_at)]
         if not unasked:
-            return None
+            return self._unequal_in_children()
         for outcome in unasked:
             outcome.looked_at = True
         lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unasked)))
         said = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
         return "\n\n".join([said, *(outcome.text for outcome in unasked)])
+
+    def _unequal_in_children(self) -> str | None:
+        """Return, once, what forked processes found: whatever they raised, this one did not hear of it."""
+        news = self._children.told[self._heard :]
+        self._heard += len(news)
+        texts = list(dict.fromkeys(result["text"] for result in news if result["verdict"] in _UNEQUAL))
+        return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
 
     def explain(self, call: pytest.CallInfo[None]) -> None:
         """Put the whole text on an assertion's error, whoever rewrites, truncates or bypasses `assert`."""
@@ -339,8 +355,8 @@ class Comparer:
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one remembers how the text began
 
     def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types."""
-        return [outcome.plain(self._item) for outcome in self._outcomes]
+        """Return every comparison in builtin types, those of forked processes too."""
+        return [*(outcome.plain(self._item) for outcome in self._outcomes), *self._children.told]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
@@ -363,6 +379,7 @@ class Comparer:
             except SnapshotError as error:
                 outcome.verdict, outcome.text = "unreadable", printable(str(error))
         self._outcomes.append(outcome)
+        self._children.tell(outcome.plain(self._item))
         return outcome
 
     def _judge(self, outcome: _Outcome, options: Options, parts: Parts) -> None:
@@ -371,6 +388,7 @@ class Comparer:
         if expected is not None:
             known = parts if complete else "architecture"
             diagnosis = _diagnosis(outcome.record, expected, known, options)
+            outcome.unknown = diagnosis.comparison.unknown
             if not diagnosis.comparison.same or self._brings_up_to_date(outcome, options, diagnosis):
                 outcome.diagnosis = diagnosis
         outcome.narrowed = self._narrowed(outcome, old)

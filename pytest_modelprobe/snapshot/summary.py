@@ -124,10 +124,14 @@ def _for_review(results: Results, leftovers: Leftovers, policy: Policy) -> Itera
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
+    from pytest_modelprobe.report import comparison as report
     from pytest_modelprobe.report.text import count
 
     for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
         yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
+    unknown = [n for result in results if (n := result["values_not_compared"])]
+    if unknown:
+        yield f"{report.not_compared(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
 
 def _left_over(leftovers: Leftovers, most: int) -> Iterator[str]:
