@@ -174,7 +174,7 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
         ),
         (Cause(kind="attribute", layer="(root)", what="scale", actual=2, expected=1), "scale 1 → 2"),
         (Cause(kind="weights", layer="fc", what="weight", change=0.1), "fc: weights changed by 10 % (weight)"),
-        (Cause(kind="buffers", layer="bn", what="mean", change=math.inf), "bn: buffers changed by ∞ % (mean)"),
+        (Cause(kind="buffers", layer="bn", what="mean", change=math.inf), "bn: buffers changed (mean)"),
         (code("fc"), "fc: own code changed"),
         (code("block", "after mlp"), "block: own code changed after mlp"),
         (
