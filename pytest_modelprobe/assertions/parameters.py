@@ -346,7 +346,8 @@ def assert_update_ratio(
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
-    >>> model = nn.Linear(2, 1)
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.ones_(model.weight)
     >>> optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     >>> with ModelProbe() as probe:
     ...     watch = probe.watch(model)
