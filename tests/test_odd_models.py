@@ -1066,6 +1066,8 @@ def hooks(model):
     return [len(table or ()) for table in tables]
 
 
+# What dynamo asks of a tensor inside a model, watched or not.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_watched_it_computes_what_it_computes_unwatched(case):
     with torch.random.fork_rng():
@@ -1080,6 +1082,7 @@ def test_watched_it_computes_what_it_computes_unwatched(case):
     assert watch.record.layers
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_run_leaves_it_as_it_was(case):
     with torch.random.fork_rng():

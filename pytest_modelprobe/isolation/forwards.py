@@ -90,7 +90,8 @@ class Forwards:
     def begins(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take note of a forward, before it runs."""
         flat = flatten_call(args, kwargs)
-        tensors = tuple((path, tensor.shape, tensor.dtype) for path, tensor in flat.tensors)
+        # One that is nested, with strides, has no shape.
+        tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
         like, known = (tensors, tuple(flat.plain.items())), self._kinds[kind]
         if self.first is None:
             self._note_state()
