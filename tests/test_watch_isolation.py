@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -256,8 +257,10 @@ def test_a_run_whose_probe_nobody_keeps_says_so_in_the_failure() -> None:
     old, new = (nn.Sequential(Block(by), Block(1.0)).eval() for by in (1.0, 2.0))
     new.load_state_dict(old.state_dict())
     x = torch.ones(2, 8)
+    actual, expected = ModelProbe().run(new, x), ModelProbe().run(old, x)
+    gc.collect()
     with pytest.raises(AssertionError) as raised:
-        assert_same_behaviour(ModelProbe().run(new, x), ModelProbe().run(old, x))
+        assert_same_behaviour(actual, expected)
     assert "No layer was called alone: the probe of the record is closed or gone, or made 8 runs since" in str(
         raised.value
     )
