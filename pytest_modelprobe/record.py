@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -39,7 +40,10 @@ class _Numbers:
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return _fields(self) == _fields(other) if type(other) is type(self) else NotImplemented
+        if type(other) is not type(self):
+            return NotImplemented
+        values = _values_of(cast(Any, type(self)))
+        return bool(values(self) == values(other)) or _fields(self) == _fields(other)
 
     def __hash__(self) -> int:
         return hash(_fields(self))
@@ -708,6 +712,11 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
 
 def _fields(numbers: Any) -> tuple[Any, ...]:
     return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers))
+
+
+@functools.cache
+def _values_of(kind: type[Any]) -> Callable[[object], object]:
+    return operator.attrgetter(*(field.name for field in dataclasses.fields(kind)))
 
 
 def _with_one_nan(value: Any) -> Any:
