@@ -41,6 +41,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> _ = nn.init.ones_(model[0].bias)
     >>> assert_no_dead_layers(ModelProbe().run(model, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])))
     """
     __tracebackhide__ = True
