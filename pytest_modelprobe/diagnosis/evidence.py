@@ -166,7 +166,7 @@ class Evidence:
     def answers(self, pair: Pair) -> bool:
         """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
         # What a child is said to give out depends on the path of the output.
-        return self._is_asked_the_same(pair) and not any(map(self._has_another_path, self._called_alone(pair)))
+        return self._is_asked_the_same(pair) and not any(self.has(name, "path") for name in self._called_alone(pair))
 
     def _is_asked_the_same(self, pair: Pair) -> bool:
         given = self.of_call(pair, "argument", "context", "interface", side="input")
@@ -187,9 +187,6 @@ class Evidence:
         handed = pair.actual.response.handed if pair.actual.response is not None else ()
         return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
 
-    def _has_another_path(self, layer: str) -> bool:
-        return self.has(layer, "path")
-
     def tells_of(self, pair: Pair, difference: Difference) -> bool:
         """Whether a difference between the isolated responses of a call tells of its own code.
 
@@ -198,7 +195,7 @@ class Evidence:
         if not self._is_asked_the_same(pair) or self.calls_others(pair) or self._regrouped(pair):
             return False
         called = self._called_alone(pair)
-        renamed = next((name for name in called if name and self._has_another_path(name)), None)
+        renamed = next((name for name in called if name and self.has(name, "path")), None)
         if renamed is None or pair.actual.response is None:
             return True
         first = called.index(renamed)
