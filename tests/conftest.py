@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
-import torch._dynamo  # noqa: F401 - pytester restores sys.modules, and torch cannot be imported twice
+import torch._dynamo  # pytester restores sys.modules, and torch cannot be imported twice
 
 pytest_plugins = ["pytester"]
 
@@ -13,3 +16,24 @@ def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of pytest inside a test is one of its own, though the tests themselves may run under xdist."""
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave pytest-randomly the order of the tests, and no more."""
+    config.option.randomly_reset_seed = False
+
+
+def pytest_runtest_setup() -> None:
+    """Set a test up with the same random numbers, whatever ran before it."""
+    _seed(0)
+
+
+def pytest_runtest_call() -> None:
+    """Run a test with the same random numbers, whatever it was the first to set up."""
+    _seed(1)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the generator that libraries draw from
+    torch.manual_seed(seed)

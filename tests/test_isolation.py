@@ -966,4 +966,5 @@ def test_a_cap_on_scores_shows_alone() -> None:
             return (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(-1)
 
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) / 8
-    assert changed(respond(Capped(None), x), respond(Capped(50.0), x)) == {"(root)"}
+    before = respond(Capped(50.0), x)
+    assert changed(respond(Capped(None), x, like=before), before) == {"(root)"}
