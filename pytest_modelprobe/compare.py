@@ -10,7 +10,7 @@ from typing import Literal
 
 from . import tolerance as _tolerance
 from .exceptions import NothingObservedError, SelectionError, UsageError
-from .matching import declared, match, renamed
+from .matching import match
 from .record import (
     ROOT,
     Call,
@@ -27,6 +27,7 @@ from .record import (
     has_numbers,
     is_read,
 )
+from .renames import declared, renamed
 from .selection import Glob
 from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
 

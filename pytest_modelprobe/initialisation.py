@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._torch import TRUNC_NORMAL, Operation, TorchDispatchMode, schema, storage_key, without_torch_function
 from .exceptions import UsageError
-from .matching import name_before
 from .memory import as_bytes, has_bytes
+from .renames import name_before
 from .seeding import derive, seeded
 
 M = TypeVar("M", bound=nn.Module)

@@ -7,8 +7,9 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.exceptions import SelectionError
-from pytest_modelprobe.matching import declared, match, needed, renamed, rules
+from pytest_modelprobe.matching import match
 from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Record, Response, Value
+from pytest_modelprobe.renames import declared, needed, renamed, rules
 
 
 def record(**types: str) -> Record:

@@ -34,8 +34,8 @@ from pytest_modelprobe.files import (
 from pytest_modelprobe.files.parsing import parsed
 from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.matching import needed
 from pytest_modelprobe.record import Layer, Record, Rerun, has_numbers
+from pytest_modelprobe.renames import needed
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 from pytest_modelprobe.selection import Glob, nearest
