@@ -36,7 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel,
 
 from pytest_modelprobe import ModelProbe, Watch, files
 from pytest_modelprobe import statistics as room
-from pytest_modelprobe.compare import compare
+from pytest_modelprobe.comparison.compare import compare
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 Step = Callable[[], None]

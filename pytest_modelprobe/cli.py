@@ -14,30 +14,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import actions, gate
-from .compare import Comparison, Difference, compare
+from .comparison import Comparison, Difference, compare
 from .exceptions import ModelProbeError, SelectionError, SnapshotError, UsageError
-from .files import with_reason
-from .files.storage import ARCH, DIRECTORY
-from .gate import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, Snapshot, Verdict, superseded
-from .git import Commit, GitError, Repository
-from .record import Record
-from .report import changes, github, markdown
-from .report.record import headline
-from .report.text import count, layer_rows, listed, printable, table
-from .selection import Glob, select
-from .sources import (
+from .files import ARCH, DIRECTORY, with_reason
+from .gate import (
+    CLASSES,
+    DEFAULTS,
     ENDINGS,
+    LEVELS,
+    MEANING,
+    Class,
+    Commit,
+    GitError,
+    Level,
+    Repository,
+    Snapshot,
     Source,
     SourceError,
+    Verdict,
     in_revision,
     in_working_tree,
     on_disk,
     refuse_directory,
     refuse_links,
     scope_in,
+    superseded,
     without_ending,
 )
+from .gate import event as actions
+from .gate import verdict as gate
+from .record import Glob, Record, select
+from .report import changes, github, markdown
+from .report.record import headline
+from .report.text import count, layer_rows, listed, printable, table
 
 SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: nothing to object; differences, or denied changes; could not complete."""

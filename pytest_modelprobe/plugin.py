@@ -343,7 +343,7 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Gen
     settings = request.config.stash[SETTINGS]
     if settings.seeded_fixtures.isdisjoint((fixturedef, fixturedef.argname)):
         return (yield)
-    from .seeding import derive, seeded
+    from .models import derive, seeded
 
     with seeded(derive(settings.seed, f"fixture {fixturedef.argname}")):
         return (yield)
@@ -354,7 +354,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     """Seed the body of a test with a probe, innermost, and put the states back."""
     if not _has_probe(pyfuncitem):
         return (yield)
-    from .seeding import seeded
+    from .models import seeded
 
     with seeded(_seed_of(pyfuncitem)):
         return (yield)
@@ -391,9 +391,9 @@ def _unasserted(item: pytest.Item) -> str | None:
 
 def _told(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
     """Return, in plain types, what each run and watch of a probe saw that was not told before."""
+    from .assertions.findings import findings
     from .exceptions import ModelProbeError
     from .report.text import layer_table
-    from .summary import findings
 
     cache = getattr(config, "cache", None)
     table_wanted = config.stash[SETTINGS].verbose or (cache is not None and cache.get(_FIRST_USE, None) is None)

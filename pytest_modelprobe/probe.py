@@ -15,22 +15,37 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from . import architecture as _architecture
-from . import initialisation, noise, seeding
 from ._torch import next_hook
-from .assembly import Which, assemble
-from .capture import Capture
+from .capture import Capture, Which, assemble, identity, owned
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
-from .flatten import flatten, map_tensors, unseen
-from .isolation import Again, Forwards, Key, isolate, merged, noisy, recipes_of
-from .layers import Layers, attributes, check_supported
-from .observation import identity
-from .origin import find_gradient_origin, find_origin
-from .owned import owned
-from .random_loss import random_loss
-from .record import Layer, Reading, Record, Response, with_rerun
-from .restoring import ModelState, has_lazy, preserved
-from .selection import Selector, nearest, select
+from .models import (
+    Layers,
+    ModelState,
+    attributes,
+    check_supported,
+    flatten,
+    has_lazy,
+    map_tensors,
+    preserved,
+    seeding,
+    unseen,
+)
+from .models import initialization as initialisation
+from .record import Layer, Reading, Record, Response, Selector, nearest, select, with_rerun
+from .runs import (
+    Again,
+    Forwards,
+    Key,
+    find_gradient_origin,
+    find_origin,
+    isolate,
+    merged,
+    noise,
+    noisy,
+    random_loss,
+    recipes_of,
+)
+from .runs import architecture as _architecture
 
 M = TypeVar("M", bound=nn.Module)
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]

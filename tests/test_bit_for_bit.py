@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe.flatten import flatten, map_tensors
+from pytest_modelprobe.models.flatten import flatten, map_tensors
 from pytest_modelprobe.probe import Watch
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
 from pytest_modelprobe.checks import Check
-from pytest_modelprobe.restoring import preserved
+from pytest_modelprobe.models.restoring import preserved
 
 # Of the backward hook of the first layer, whose inputs have no gradient.
 pytestmark = pytest.mark.filterwarnings(

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import cli, sources
+from pytest_modelprobe import cli
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import architecture_digest, encode
-from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.git import Repository
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.gate import sources
+from pytest_modelprobe.gate.git import Repository
+from pytest_modelprobe.gate.verdict import superseded
+from pytest_modelprobe.record.records import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.lasting import structure_of
 
 PATH = "tests/__modelprobe__/test_net/test_a"

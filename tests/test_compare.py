@@ -12,10 +12,20 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.compare import Comparison, compare
+from pytest_modelprobe.comparison.compare import Comparison, compare
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.files import decode_architecture, encode
-from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.record.records import (
+    Call,
+    Handed,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Response,
+    Statistics,
+    Value,
+)
 
 
 def reading(*numbers: float) -> Reading:

@@ -19,10 +19,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.diagnosis import Diagnosis, diagnose, hints
-from pytest_modelprobe.gate import class_of
-from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.record.records import (
+    Call,
+    Handed,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Response,
+    Statistics,
+    Value,
+)
 from pytest_modelprobe.report.comparison import first_line, said, text
 
 # --- real models --------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_modelprobe import ModelProbe, gate
-from pytest_modelprobe import tolerance as tolerances
-from pytest_modelprobe.compare import compare
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison import tolerance as tolerances
+from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import (
     Snapshot,
@@ -44,7 +44,8 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.files.readings import number, reading_from, reading_text
-from pytest_modelprobe.record import (
+from pytest_modelprobe.gate import verdict as gate
+from pytest_modelprobe.record.records import (
     ROOT,
     Call,
     Handed,

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors
+from pytest_modelprobe.models.flatten import flatten, flatten_call, map_tensors
 
 Pair = collections.namedtuple("Pair", "left right")
 x, y = torch.zeros(2), torch.ones(3)

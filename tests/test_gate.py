@@ -6,9 +6,19 @@ import dataclasses
 
 import pytest
 
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.gate import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
-from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Reading, Record, Response, Statistics, Value
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.gate.verdict import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
+from pytest_modelprobe.record.records import (
+    Call,
+    Handed,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Response,
+    Statistics,
+    Value,
+)
 from pytest_modelprobe.report.changes import diff_text, finding_text
 from pytest_modelprobe.report.comparison import said
 

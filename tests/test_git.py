@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe import actions
-from pytest_modelprobe.git import GitError, Repository
+from pytest_modelprobe.gate import event as actions
+from pytest_modelprobe.gate.git import GitError, Repository
 
 Git = Callable[..., str]
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pytest_modelprobe import ModelProbe, assert_same_behaviour
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.diagnosis import diagnose, hidden, tells_of_code
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import diagnose, hidden, tells_of_code
 from pytest_modelprobe.files import decode, encode
 
 

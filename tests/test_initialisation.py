@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from pytest_modelprobe import initialisation
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.initialisation import build
-from pytest_modelprobe.seeding import seeded
+from pytest_modelprobe.models import initialization as initialisation
+from pytest_modelprobe.models.initialization import build
+from pytest_modelprobe.models.seeding import seeded
 
 
 def rng_states():
@@ -557,7 +557,7 @@ def test_an_error_of_the_factory_passes_and_the_states_are_put_back():
 
 def test_weights_are_the_same_in_another_process():
     code = (
-        "from torch import nn; from pytest_modelprobe.initialisation import build;"
+        "from torch import nn; from pytest_modelprobe.models.initialization import build;"
         "print(build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -580,7 +580,7 @@ def test_a_factory_may_run_compiled_code(before):
     code = f"""
 import torch
 from torch import nn
-from pytest_modelprobe.initialisation import build
+from pytest_modelprobe.models.initialization import build
 {before}
 
 class Net(nn.Module):

@@ -18,10 +18,11 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import ModelProbe, seeding
-from pytest_modelprobe.isolation import Key, fits, isolate, kind_of, noisy, synthetic
-from pytest_modelprobe.noise import Move, change
-from pytest_modelprobe.record import Reading, Response
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.models import seeding
+from pytest_modelprobe.record.records import Reading, Response
+from pytest_modelprobe.runs.isolation import Key, fits, isolate, kind_of, noisy, synthetic
+from pytest_modelprobe.runs.noise import Move, change
 
 Responses = dict[Key, Response]
 

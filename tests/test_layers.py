@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from pytest_modelprobe.exceptions import UnsupportedModelError
-from pytest_modelprobe.layers import Layers, attributes
+from pytest_modelprobe.models.layers import Layers, attributes
 from pytest_modelprobe.probe import Watch
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import capture, statistics
-from pytest_modelprobe.capture import Capture
+from pytest_modelprobe import statistics
+from pytest_modelprobe.capture import capture
+from pytest_modelprobe.capture.capture import Capture
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.layers import Layers
+from pytest_modelprobe.models.layers import Layers
 from pytest_modelprobe.probe import Watch
 
 

@@ -6,10 +6,10 @@ import pytest
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison.matching import match
 from pytest_modelprobe.exceptions import SelectionError
-from pytest_modelprobe.matching import match
-from pytest_modelprobe.record import Call, Handed, Layer, Parameter, Record, Response, Value
-from pytest_modelprobe.renames import declared, needed, renamed, rules
+from pytest_modelprobe.record.records import Call, Handed, Layer, Parameter, Record, Response, Value
+from pytest_modelprobe.record.renames import declared, needed, renamed, rules
 
 
 def record(**types: str) -> Record:

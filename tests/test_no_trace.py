@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
-from pytest_modelprobe.restoring import settings_preserved
+from pytest_modelprobe.models.restoring import settings_preserved
 
 
 class Slotted:
@@ -321,7 +321,7 @@ def test_an_iterator_is_noted() -> None:
 
 
 def test_a_large_array_is_noted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_modelprobe.restoring._MOST_BYTES", 1000)
+    monkeypatch.setattr("pytest_modelprobe.models.restoring._MOST_BYTES", 1000)
     assert notes(np.zeros(126)) == ("held is an array of 1,008 bytes, and stays as a forward leaves it",)
     assert notes(np.zeros(125)) == ()
 

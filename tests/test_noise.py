@@ -14,8 +14,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.noise import Move, change, first_difference, moved, readings, with_noise, with_unrest
-from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.runs.noise import Move, change, first_difference, moved, readings, with_noise, with_unrest
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64]
 

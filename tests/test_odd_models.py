@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.flatten import flatten, map_tensors
+from pytest_modelprobe.models.flatten import flatten, map_tensors
 from pytest_modelprobe.probe import Watch
 
 pytestmark = [

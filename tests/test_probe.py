@@ -38,9 +38,9 @@ from pytest_modelprobe import (
     checks,
     seeding,
 )
-from pytest_modelprobe.architecture import architecture
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.record import Reading, Record, Rerun, Response
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.record.records import Reading, Record, Rerun, Response
+from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
 
 

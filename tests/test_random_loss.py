@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, assert_same_behaviour
-from pytest_modelprobe.random_loss import random_loss
+from pytest_modelprobe.runs.loss import random_loss
 
 
 class Net(nn.Module):

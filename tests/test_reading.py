@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import pytest_modelprobe
 from pytest_modelprobe import ModelProbe, statistics
-from pytest_modelprobe.architecture import architecture
-from pytest_modelprobe.memory import as_array
-from pytest_modelprobe.seeding import generator_states
+from pytest_modelprobe.models.memory import as_array
+from pytest_modelprobe.models.seeding import generator_states
+from pytest_modelprobe.runs.architecture import architecture
 
 KINDS: dict[str, Callable[[], Tensor]] = {
     "nothing": lambda: torch.empty(0, 3),

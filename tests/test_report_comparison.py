@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.compare import Comparison, Difference, compare
-from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.record import Layer, Record
+from pytest_modelprobe.comparison.compare import Comparison, Difference, compare
+from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.record.records import Layer, Record
 from pytest_modelprobe.report.comparison import first_line, grouped, percent, said, text
 
 NET = Record(model="Net")

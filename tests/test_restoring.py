@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+from pytest_modelprobe.models.restoring import ModelState, preserved
 from pytest_modelprobe.probe import Watch
-from pytest_modelprobe.restoring import ModelState, preserved
 
 
 def bits(tensor):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe.seeding import (
+from pytest_modelprobe.models.seeding import (
     derive,
     forked_rng,
     randint,

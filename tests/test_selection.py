@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_modelprobe.exceptions import SelectionError
-from pytest_modelprobe.selection import Glob, nearest, select
+from pytest_modelprobe.record.selection import Glob, nearest, select
 
 
 class Linear: ...

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_modelprobe.assertions.shapes import Bindings, Bound, ShapeSpec, format_shape, match, parse
 from pytest_modelprobe.exceptions import ShapeSpecError
-from pytest_modelprobe.shapes import Bindings, Bound, ShapeSpec, format_shape, match, parse
 
 
 def spec_error(spec: Any) -> str:

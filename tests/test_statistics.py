@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.fingerprint import project
-from pytest_modelprobe.record import Statistics
+from pytest_modelprobe.record.records import Statistics
 from pytest_modelprobe.statistics import SmallTensors, collect, merge, plainly, reduce, reduce_on_device
+from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.small import SMALL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

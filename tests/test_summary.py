@@ -24,8 +24,8 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     assert_shapes,
 )
+from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.report.text import layer_table
-from pytest_modelprobe.summary import findings
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 

@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.record import Reading, Statistics
-from pytest_modelprobe.tolerance import CAME, EQUAL, GONE, MULTIPLE, UNKNOWN, Change, Direction, change, epsilon
+from pytest_modelprobe.comparison.tolerance import (
+    CAME,
+    EQUAL,
+    GONE,
+    MULTIPLE,
+    UNKNOWN,
+    Change,
+    Direction,
+    change,
+    epsilon,
+)
+from pytest_modelprobe.record.records import Reading, Statistics
 
 
 def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:

@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, Record, Watch, assert_same_behaviour
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.diagnosis import diagnose
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import diagnose
 from pytest_modelprobe.files import decode, encode
 from pytest_modelprobe.report.comparison import text
 

@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 from faults import Answer, Cause, Trial
 from torch import nn
 
-from pytest_modelprobe import ModelProbe, diagnosis, files
-from pytest_modelprobe.compare import compare
-from pytest_modelprobe.diagnosis import Diagnosis, diagnose
-from pytest_modelprobe.record import Record
+from pytest_modelprobe import ModelProbe, files
+from pytest_modelprobe.comparison import diagnosis
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose
+from pytest_modelprobe.record.records import Record
 
 _PROBES: WeakKeyDictionary[nn.Module, list[ModelProbe]] = WeakKeyDictionary()
 

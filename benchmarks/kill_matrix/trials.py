@@ -23,8 +23,8 @@ from faults import FAULTS, Answer, Cause, Fault, Trial, start
 from harmless import REFACTORS, RENAMES, ROUNDINGS, SETTINGS, inert_attributes, renamed, statements_reordered
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.diagnosis import Diagnosis
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.comparison.diagnosis import Diagnosis
+from pytest_modelprobe.record.records import Record
 
 Row = dict[str, Any]
 LOSSES = {"loss": "own", "no loss": None}

@@ -6,11 +6,21 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pytest_modelprobe.course import Course, Place, Step, forward_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Record, Statistics, Units, Value, label_of
+from pytest_modelprobe.record import (
+    Course,
+    Layer,
+    Place,
+    Record,
+    Selector,
+    Statistics,
+    Step,
+    Units,
+    Value,
+    forward_of,
+    label_of,
+)
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
-from pytest_modelprobe.selection import Selector
 
 from .evidence import Subject, full_name, is_floating, is_zero, newest_of, numbers, record_of, with_numbers
 

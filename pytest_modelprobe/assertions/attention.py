@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Attention, Call, Layer, address
+from pytest_modelprobe.record import Attention, Call, Layer, Selector, address
 from pytest_modelprobe.report.text import count, failure, number, printable
-from pytest_modelprobe.selection import Selector
 
 from .evidence import Subject, called, record_of
 

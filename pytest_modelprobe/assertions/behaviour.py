@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from pytest_modelprobe.compare import Comparison, Tolerance, compare
-from pytest_modelprobe.diagnosis import diagnose, hidden, tells_of_code
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.comparison import Comparison, Tolerance, compare, diagnose, tells_of_code
+from pytest_modelprobe.comparison.diagnosis import hidden
+from pytest_modelprobe.record import Record, Selector
 from pytest_modelprobe.report.comparison import text
-from pytest_modelprobe.selection import Selector
 
 from .evidence import Subject, record_of, selected
 

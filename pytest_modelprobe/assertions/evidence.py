@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
-from pytest_modelprobe.record import Layer, Record, Statistics, Value, qualified
+from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, select
 from pytest_modelprobe.report.text import count, listed, printable
-from pytest_modelprobe.selection import Glob, Selector, nearest, select
 
 __tracebackhide__ = True  # what a user sees of an error is his own line
 

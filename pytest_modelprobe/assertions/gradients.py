@@ -7,12 +7,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pytest_modelprobe.course import Course, Step, forward_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics, Value, label_of
+from pytest_modelprobe.record import (
+    Course,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Selector,
+    Statistics,
+    Step,
+    Value,
+    forward_of,
+    label_of,
+)
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
-from pytest_modelprobe.selection import Selector
 
 from .activations import find_origin, has_zero_parameters, nonfinite_counts
 from .evidence import Subject, backward_of, called, full_name, is_floating, not_ignored, selected

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Parameter, Reading, Record, address, estimated_change, label_of
+from pytest_modelprobe.record import (
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Selector,
+    address,
+    estimated_change,
+    label_of,
+    nearest,
+)
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
-from pytest_modelprobe.selection import Selector, nearest
 
 from .activations import nonfinite_counts
 from .evidence import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of

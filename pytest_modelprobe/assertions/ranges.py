@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Statistics, Value, address
+from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address
 from pytest_modelprobe.report.text import Cell, count, failure, number
-from pytest_modelprobe.selection import Selector
 
 from .activations import find_dead
 from .evidence import Subject, full_name, numbers, record_of, with_numbers

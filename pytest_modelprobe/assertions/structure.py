@@ -6,14 +6,24 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pytest_modelprobe.course import Course
 from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
-from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Value, address, label_of
+from pytest_modelprobe.record import (
+    ROOT,
+    Call,
+    Course,
+    Layer,
+    Parameter,
+    Record,
+    Selector,
+    Value,
+    address,
+    label_of,
+    select,
+)
 from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
-from pytest_modelprobe.selection import Selector, select
-from pytest_modelprobe.shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
 from .evidence import Subject, called, full_name, is_watch, record_of, selected, source_of
+from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 
 _Kind = tuple[str, bool]
 """Root and mode of a forward."""

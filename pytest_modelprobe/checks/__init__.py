@@ -8,14 +8,7 @@ from .incremental import incremental
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
 from .outcome import Outcome
-from .parity import (
-    checkpoint_parity,
-    compile_parity,
-    device_parity,
-    dtype_parity,
-    export_parity,
-    layout_parity,
-)
+from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant

@@ -10,8 +10,8 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.record import nearest
 from pytest_modelprobe.report.text import count, listed
-from pytest_modelprobe.selection import nearest
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, in_order

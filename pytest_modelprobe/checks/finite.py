@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pytest_modelprobe import seeding
-from pytest_modelprobe.origin import find_gradient_origin
+from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import Operation
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.runs import find_gradient_origin
 
 from .check import check_numbers
 from .nonfinite import not_finite

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten
+from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed

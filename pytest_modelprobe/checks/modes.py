@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe import seeding
-from pytest_modelprobe.flatten import Flat, flatten, flatten_call, map_tensors
-from pytest_modelprobe.layers import attributes
+from pytest_modelprobe.models import Flat, attributes, flatten, flatten_call, map_tensors, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number

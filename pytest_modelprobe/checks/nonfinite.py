@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.flatten import flatten
-from pytest_modelprobe.layers import Layers
-from pytest_modelprobe.origin import Source, SourceMode
+from pytest_modelprobe.models import Layers, flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import Cell, listed
+from pytest_modelprobe.runs import Source, SourceMode
 
 from .agreement import from_the_loss
 from .outcome import Break, NotApplicableError

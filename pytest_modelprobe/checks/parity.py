@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten, flatten_call
-from pytest_modelprobe.layers import Layers
+from pytest_modelprobe.models import Layers, flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count

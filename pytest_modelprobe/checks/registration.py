@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import seeding
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.memory import has_bytes
+from pytest_modelprobe.models import has_bytes, seeding
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, number
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import seeding
 from pytest_modelprobe._torch import BatchNorm, Dropout
+from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, nearest
 from pytest_modelprobe.report.text import count, listed
-from pytest_modelprobe.selection import nearest
 
 from .agreement import Disagreement, Pairs, apart, broken, change, changed, disagreements, limit, told_inside
 from .check import check

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.flatten import flatten, flatten_call
-from pytest_modelprobe.memory import has_bytes
+from pytest_modelprobe.models import flatten, flatten_call, has_bytes
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 

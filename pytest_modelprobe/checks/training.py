@@ -16,11 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import map_tensors
+from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
-from pytest_modelprobe.restoring import preserved
 
 from .agreement import change, from_the_loss, limit, negligible
 from .batch import batched, check_rows_go_together, size_of

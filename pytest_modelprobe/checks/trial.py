@@ -17,16 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pytest_modelprobe import seeding
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.flatten import flatten, flatten_call, map_tensors, unseen
-from pytest_modelprobe.layers import Layers, check_supported
+from pytest_modelprobe.models import (
+    Layers,
+    ModelState,
+    check_supported,
+    flatten,
+    flatten_call,
+    map_tensors,
+    seeding,
+    settings_preserved,
+    unseen,
+)
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.random_loss import random_loss
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
-from pytest_modelprobe.restoring import ModelState, settings_preserved
+from pytest_modelprobe.runs import random_loss
 
 from .outcome import NotApplicableError, line_of
 

@@ -7,10 +7,20 @@ from .decoding import Snapshot, architecture_digest, decode, decode_architecture
 from .encoding import encode
 from .layout import Texts
 from .names import file_name, folded
-from .storage import read, read_texts, write
+from .parsing import MOST_BYTES, RESTORE, parsed, too_large
+from .storage import ARCH, DIRECTORY, PROBE, read, read_texts, write
 from .updating import rewritten
 
 __all__ = [
+    "ARCH",
+    "DIRECTORY",
+    "PROBE",
+    "read_texts",
+    "write",
+    "MOST_BYTES",
+    "RESTORE",
+    "parsed",
+    "too_large",
     "Snapshot",
     "Texts",
     "architecture_digest",
@@ -20,8 +30,6 @@ __all__ = [
     "file_name",
     "folded",
     "read",
-    "read_texts",
     "rewritten",
     "with_reason",
-    "write",
 ]

@@ -47,13 +47,7 @@ from .parsing import RESTORE, known, listed, parsed, shown, texts
 from .readings import FULL, Role, check, reading_from
 from .recipes import Outline, Recipes
 from .structure import Line, Named, Structure, line_of
-from .wording import (
-    Unreadable,
-    Worded,
-    absolute,
-    keys,
-    name_of,
-)
+from .wording import Unreadable, Worded, absolute, keys, name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_modelprobe.compare import Difference
-from pytest_modelprobe.diagnosis import Cause
+from pytest_modelprobe.comparison import Cause, Difference
 from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of, not_compared
 from pytest_modelprobe.record import Plain, Record
 

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.compare import Difference
-from pytest_modelprobe.diagnosis import Cause, Diagnosis
+from pytest_modelprobe.comparison import Cause, Diagnosis, Difference
 from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table

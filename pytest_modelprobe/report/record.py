@@ -6,8 +6,7 @@ import html
 from collections.abc import Iterable
 
 from pytest_modelprobe.gate import parameters
-from pytest_modelprobe.record import Record
-from pytest_modelprobe.selection import nearest
+from pytest_modelprobe.record import Record, nearest
 
 from .text import Cell, count, layer_rows, listed, number, printable, table
 

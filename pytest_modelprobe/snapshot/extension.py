@@ -12,8 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension
 
-from pytest_modelprobe.files import Texts
-from pytest_modelprobe.files.storage import ARCH, PROBE, read_texts, write
+from pytest_modelprobe.files import ARCH, PROBE, Texts, read_texts, write
 
 _BETWEEN = "\f"  # what no JSON has in it
 

@@ -7,10 +7,10 @@ from itertools import chain
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
+from pytest_modelprobe.comparison import MOST
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, address
 from pytest_modelprobe.report.text import listed
-from pytest_modelprobe.tolerance import MOST
 
 
 def nonfinite(record: Record) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_modelprobe.files.storage import ARCH, PROBE
+from pytest_modelprobe.files import ARCH, PROBE
 
 from .names import DEVICES, belongs
 

@@ -131,7 +131,7 @@ def _path(config: pytest.Config, option: str) -> Path | None:
 
 
 def _accepted(text: str) -> Accepted:
-    from pytest_modelprobe.diagnosis import CauseKind
+    from pytest_modelprobe.comparison import CauseKind
 
     kinds = [*get_args(CauseKind), "structure", "any"]
     kind, less, limit = (part.strip() for part in text.partition("<"))

@@ -111,8 +111,7 @@ class SnapshotSession:
 
     def owner(self, arch: Path, item: pytest.Item) -> str | None:
         """Return the other test whose file some file systems would take for this one, if there is one."""
-        from pytest_modelprobe.files import folded
-        from pytest_modelprobe.files.storage import ARCH
+        from pytest_modelprobe.files import ARCH, folded
 
         from .names import folder_of
 

@@ -17,29 +17,37 @@ from typing import Any, Literal, cast, get_args
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from pytest_modelprobe.compare import Comparison, Parts, Tolerance, compare
-from pytest_modelprobe.diagnosis import Cause, Diagnosis, diagnose, hidden, tells_of_code
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.comparison import (
+    Cause,
+    Comparison,
+    Diagnosis,
+    Parts,
+    Tolerance,
+    compare,
+    diagnose,
+    tells_of_code,
+)
+from pytest_modelprobe.comparison.diagnosis import hidden
 from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
+    ARCH,
+    PROBE,
     Texts,
     architecture_digest,
     decode,
     encode,
     file_name,
+    parsed,
     read,
     read_texts,
     rewritten,
     write,
 )
-from pytest_modelprobe.files.parsing import parsed
-from pytest_modelprobe.files.storage import ARCH, PROBE
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Layer, Record, Rerun, has_numbers
-from pytest_modelprobe.renames import needed
+from pytest_modelprobe.record import Glob, Layer, Record, Rerun, has_numbers, nearest, needed
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
-from pytest_modelprobe.selection import Glob, nearest
-from pytest_modelprobe.summary import findings
 
 from . import words
 from .extension import ModelProbeExtension, Place, tell

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_modelprobe.diagnosis import Cause, Diagnosis
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.comparison import Cause, Diagnosis
 from pytest_modelprobe.gate import needs_reason
-from pytest_modelprobe.record import Record
-from pytest_modelprobe.renames import renamed, rules
+from pytest_modelprobe.record import Record, renamed, rules
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, layer_table, printable
-from pytest_modelprobe.summary import findings
 
 from .options import Policy
 

@@ -19,17 +19,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.fingerprint import project, read
-from pytest_modelprobe.memory import as_array
+from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Reading, Statistics, Units
 
 from .cpu import on_cpu
 from .device import combined, fetch, on_device
+from .fingerprint import project, read
 from .opening import FLOATS, NARROW, NOTHING, opened, plainly, real
 from .reduced import Array, Reduced, joined
 from .small import SMALL, SmallTensors
 
-__all__ = ["Reduced", "SmallTensors", "collect", "merge", "opened", "plainly", "reduce", "reduce_on_device"]
+__all__ = [
+    "Reduced",
+    "SmallTensors",
+    "collect",
+    "merge",
+    "opened",
+    "plainly",
+    "reduce",
+    "reduce_on_device",
+]
 
 _FLOATING = FLOATS | NARROW
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.memory import as_array
+from pytest_modelprobe.models import as_array
 
 from .arrangement import BLOCK, arranged, blocks
 from .opening import FLOATS, real

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.fingerprint import project_on_device
-from pytest_modelprobe.memory import as_array
+from pytest_modelprobe.models import as_array
 
 from .arrangement import arranged
+from .fingerprint import project_on_device
 from .opening import real
 from .reduced import Array, Reduced
 

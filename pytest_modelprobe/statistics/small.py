@@ -13,9 +13,8 @@ import threading
 import numpy as np
 import torch
 
-from pytest_modelprobe.fingerprint import project, project_rows
-
 from .cpu import on_cpu
+from .fingerprint import project, project_rows
 from .opening import plainly
 from .reduced import Array, Reduced, of_finite
 

@@ -1,0 +1,40 @@
+"""What is worth saying of a record that nobody asserted on: one line a finding."""
+
+from __future__ import annotations
+
+from pytest_modelprobe.record import Record
+from pytest_modelprobe.report.text import count, listed
+
+from .activations import find_dead, find_origin
+from .evidence import full_name
+from .structure import uncalled, weights_in_use
+
+
+def findings(record: Record) -> list[str]:
+    """Return what a reader should know of a record, a line each; none where all is well.
+
+    >>> findings(Record(model="Net"))
+    []
+    """
+    if not record.forwards:
+        return []
+    found = []
+    dead = find_dead(record, record.layers)
+    if dead:
+        found.append(f"dead: {listed([d.label for d in dead])}")
+    origin = find_origin(record, record.layers)
+    if origin is not None:
+        found.append(f"not finite: {origin.step.label} {origin.value.path}, {origin.counts}")
+    in_use = weights_in_use(record)
+    unused = {layer.name: layer.label for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
+    if unused:
+        found.append(f"never called: {listed(list(unused.values()))}")
+    without = [
+        full_name(layer, p.name)
+        for layer in record.layers.values()
+        for p in layer.parameters
+        if record.backwards and p.requires_grad and p.gradient is None and layer.name not in unused
+    ]
+    if without:
+        found.append(f"no gradient: {count(len(without), 'parameter')}, {listed(without)}")
+    return found

@@ -1,0 +1,301 @@
+"""Capture → record: the one place where what the hooks wrote becomes plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import without_torch_function
+from pytest_modelprobe.models import attributes, is_persistent, own_buffers, own_parameters, type_name
+from pytest_modelprobe.record import (
+    Attention,
+    Call,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Value,
+    address,
+    estimated_change,
+    qualified,
+)
+from pytest_modelprobe.statistics import Reduced, SmallTensors
+
+from .attention import Attended
+from .capture import Capture
+from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
+from .parameters import Owned, contents, tensors
+
+Which = Literal["all", "first", "last"]
+
+_CHANGED = "changed after this forward"
+
+
+def assemble(
+    capture: Capture,
+    which: Which = "all",
+    *,
+    seed: int | None = None,
+    loss: str | None = None,
+    before: Mapping[str, Owned] | None = None,
+) -> Record:
+    """Return the record of all forwards merged, or of the first or the newest alone.
+
+    Args:
+        capture: What was seen.
+        which: Which forwards.
+        seed: Stored in the record.
+        loss: Stored in the record.
+        before: What `owned` returned before the forward: parameters and buffers are recorded as they were then, and
+            those that changed as they are now, too. Without it they are recorded as they are; with the first forward
+            as it left them.
+    """
+    capture.check()
+    with without_torch_function():  # a mode of the user sees nothing of it
+        return _assembled(capture, which, seed=seed, loss=loss, before=before or {})
+
+
+def _assembled(
+    capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, Owned]
+) -> Record:
+    forward = capture.first if which == "first" else capture.newest
+    parts: dict[Kind, Totals] = {}
+    if which == "all":  # copied, for what follows is a preview
+        parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
+    if forward is not None:
+        parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
+    gradients = capture.parameters if which == "all" or forward is None else forward.parameters
+    model = next(iter(capture.layers.modules.values()))
+    return Record(
+        model=type(model).__qualname__,
+        layers=_Builder(capture, which, parts, gradients, before).layers(),
+        forwards=sum(part.forwards for part in parts.values()),
+        backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
+        device=next((str(p.device) for p in model.parameters()), "cpu"),
+        seed=seed,
+        loss=loss,
+        notes=tuple(capture.notes),
+        training=capture.steps.training if which == "all" else None,
+        versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
+    )
+
+
+class _Builder:
+    def __init__(
+        self,
+        capture: Capture,
+        which: Which,
+        parts: dict[Kind, Totals],
+        gradients: Mapping[str, ParameterGradient],
+        before: Mapping[str, Owned],
+    ) -> None:
+        self.capture = capture
+        self.calls: dict[str, list[tuple[Kind, ObservedCall]]] = {}
+        for kind, totals in parts.items():
+            for (layer, _), call in totals.calls.items():
+                self.calls.setdefault(layer, []).append((kind, call))
+        self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
+        self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
+        """Of parameters and buffers, by full name: as they were before the forward, and now if that may differ."""
+        self._read_owned(which, before)
+        self.ties: dict[int, str] = {}
+        self.readings = self._collect()
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.sources = _Sources(self)
+
+    def layers(self) -> dict[str, Layer]:
+        """Return the selected layers in the model's order, each functional one after the layer that called it."""
+        found = {
+            name: self._layer(name, module)
+            for name, module in self.capture.layers.modules.items()
+            if name in self.capture.selected
+        }
+        for name, function in self.capture.functional_types.items():
+            found[name] = Layer(name=name, type=function, functional=True, calls=self._calls(name))
+        return found
+
+    def _layer(self, name: str, module: nn.Module) -> Layer:
+        results = self.capture.results.get(name, ())
+        leaf = self.capture.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
+        return Layer(
+            name=name,
+            type=type_name(module),
+            leaf=leaf,
+            training=module.training,
+            attributes={k: v for k, v in attributes(module).items() if k not in results},
+            aliases=tuple(self.capture.layers.aliases.get(name, ())),
+            parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
+            buffers=tuple(
+                self._parameter(name, own, tensor, persistent=is_persistent(module, own))
+                for own, tensor in own_buffers(module, atomic=leaf)
+            ),
+            calls=self._calls(name),
+        )
+
+    def _parameter(self, layer: str, name: str, tensor: torch.Tensor, *, persistent: bool | None = None) -> Parameter:
+        full = qualified(layer, name)
+        first = self.ties.setdefault(id(tensor), full)
+        gradient = self.gradients.get(full)
+        then, now = self.own[full]
+        reading = self.reading(then)
+        return Parameter(
+            name=name,
+            shape=_shape(tensor),
+            dtype=plain_name(tensor.dtype),
+            device=str(tensor.device),
+            requires_grad=tensor.requires_grad,
+            tied_to=None if first == full else first,
+            persistent=persistent,
+            reading=reading,
+            after=None if now is None or self.reading(now) == reading else self.reading(now),
+            gradient=None if gradient is None else self.reading(gradient),
+        )
+
+    def _calls(self, layer: str) -> tuple[Call, ...]:
+        return tuple(self._call(kind, call) for kind, call in self.calls.get(layer, ()))
+
+    def _call(self, kind: Kind, call: ObservedCall) -> Call:
+        root, root_training = kind
+        return Call(
+            root=root,
+            root_training=root_training,
+            index=call.index,
+            forwards=call.forwards,
+            started=call.started,
+            finished=call.finished,
+            training=call.training,
+            inputs=tuple(self._value(path, seen, self.sources.of(kind, call, seen)) for path, seen in call.inputs),
+            inputs_known=call.inputs_known,
+            outputs=tuple(self._value(path, seen, None) for path, seen in call.outputs),
+            arguments=call.arguments,
+            attention=tuple(map(_attention, call.attention)),
+            grad_enabled=call.grad_enabled,
+            autocast=call.autocast,
+            random=call.random,
+            recomputed=call.recomputed,
+        )
+
+    def _value(self, path: str, seen: Observed, source: str | None) -> Value:
+        return Value(
+            path=path,
+            shape=seen.shape,
+            dtype=seen.dtype,
+            device=seen.device,
+            requires_grad=seen.requires_grad,
+            tensor=self.numbers.setdefault(seen.number, len(self.numbers)),
+            forward=self.reading(seen.forward),
+            # Of a view that was overwritten at most the part arrives that was used before.
+            backward=None if seen.backward is None or seen.overwritten else self.reading(seen.backward),
+            backward_inner=None if seen.backward_inner is None else self.reading(seen.backward_inner),
+            overwritten=seen.overwritten,
+            source=source,
+        )
+
+    # --- numbers: everything in one transfer ----------------------------------------------------------------------
+
+    def reading(self, reduced: Reduced) -> Reading:
+        """Return the numbers of ``reduced``, which were collected with all others."""
+        return self.readings[id(reduced)]
+
+    def _collect(self) -> dict[int, Reading]:
+        unique = {id(reduced): reduced for reduced in self._reduced()}
+        return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
+
+    def _read_owned(self, which: Which, before: Mapping[str, Owned]) -> None:
+        after_first = self.capture.after_first if which == "first" else None
+        read: dict[int, Reduced] = {}
+        small = SmallTensors()
+
+        def now(tensor: torch.Tensor) -> Reduced:
+            if id(tensor) not in read:
+                read[id(tensor)] = statistics.reduce(tensor, small=small)
+            return read[id(tensor)]
+
+        for name, tensor in tensors(self.capture.layers, self.capture.selected):
+            then = before.get(name)
+            if after_first is not None:
+                self.own[name] = self._left_by_first(name, tensor, after_first.get(name), now), None
+            elif then is None or then.reduced.reason:  # one that was lazy had no numbers before
+                self.own[name] = now(tensor), None
+            else:
+                self.own[name] = then.reduced, None if then.is_unchanged(tensor) else now(tensor)
+
+    def _left_by_first(
+        self, name: str, tensor: torch.Tensor, left: Identity | None, now: Callable[[torch.Tensor], Reduced]
+    ) -> Reduced:
+        """Return a parameter or buffer as the first forward left it, if it was read before it changed."""
+        read = (self.capture.before_training or {}).get(name)
+        if read is not None and read.identity == left:
+            return read.reduced
+        return now(tensor) if contents(tensor) == left else Reduced(reason=_CHANGED)
+
+    def _reduced(self) -> Iterable[Reduced]:
+        for then, now in self.own.values():
+            yield from (then,) if now is None else (then, now)
+        for calls in self.calls.values():
+            for _, call in calls:
+                for _, seen in (*call.inputs, *call.outputs):
+                    yield from (r for r in (seen.forward, seen.backward, seen.backward_inner) if r is not None)
+        yield from self.gradients.values()
+
+
+class _Sources:
+    """Which recorded output an input comes from: the same tensor, or one of equal elements, as layouts copy."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self._builder = builder
+        self._made: dict[Hashable, list[tuple[int, str, Reading]]] = {}
+        calls = ((kind, call) for calls in builder.calls.values() for kind, call in calls)
+        for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # the innermost that made it comes first
+            for path, seen in call.outputs:
+                reading = builder.reading(seen.forward)
+                made = call.finished, address(call.layer, call, path), reading
+                self._made.setdefault(seen.number, []).append(made)
+                self._made.setdefault((kind, _numbers(reading)), []).append(made)
+
+    def of(self, kind: Kind, call: ObservedCall, seen: Observed) -> str | None:
+        """Return the address of the output that ``seen``, an input of ``call``, comes from."""
+        for finished, where, _ in self._made.get(seen.number, ()):
+            if finished < call.started:
+                return where
+        reading = self._builder.reading(seen.forward)
+        numbers = _numbers(reading)
+        for finished, where, made in self._made.get((kind, numbers), ()):
+            if finished < call.started and numbers is not None and _agree(reading, made):
+                return where
+        return None
+
+
+def _numbers(reading: Reading) -> tuple[Any, ...] | None:
+    """Return what equal tensors share to the last bit; None where it would say little."""
+    numbers = reading.statistics
+    if numbers is None or numbers.min == numbers.max:
+        return None
+    return numbers.count, numbers.min, numbers.max, numbers.zeros, numbers.nonfinite
+
+
+def _agree(a: Reading, b: Reading) -> bool:
+    """Whether the fingerprints are of one tensor, as two layouts of it are summed."""
+    if a.fingerprint is None or b.fingerprint is None:
+        return False
+    return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
+
+
+def _attention(attended: Attended) -> Attention:
+    heads = zip(attended.entropy.tolist(), attended.queries.tolist(), strict=True)
+    return Attention(
+        shape=tuple(attended.most.shape),
+        entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
+        most=tuple(attended.most.flatten().tolist()),
+        kind=attended.kind,
+    )
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if is_lazy(tensor) else tuple(tensor.shape)

@@ -1,0 +1,374 @@
+"""Attention weights, where a forward computes them: by a softmax, fused, or in ``nn.MultiheadAttention``.
+
+Fused attention shows no weights: they are computed again from queries and keys. Of the weights stays how evenly each
+head spreads them, and the largest that any head gives, for each query and key.
+
+A softmax makes attention where its result is multiplied into values: a router's or a vocabulary's is not. So what comes
+of it is followed, through masks, dropout and changes of layout, to a matrix product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import without_torch_function
+
+from .functionals import ForwardMode
+
+if TYPE_CHECKING:
+    from .capture import Capture
+    from .observation import ObservedCall
+
+_MASKED = -5e3
+"""Scores from here down are those of keys that a mask leaves out: it adds -1e4 or less, the least number, -infinity."""
+
+
+class Attended(NamedTuple):
+    """What is kept of the attention weights of one call; tensors on their device."""
+
+    entropy: Tensor
+    """Shape (heads,): sum over queries with two keys or more of the entropy, as a share of the greatest."""
+    queries: Tensor
+    """Shape (heads,): how many such queries there are."""
+    most: Tensor
+    """Shape (batch, queries, keys): the largest weight of any head."""
+    kind: str = "attention"
+    """As `record.Attention.kind` has it."""
+
+    def merge(self, other: Attended) -> Attended:
+        """Return both together; where shapes differ, the newer, which is ``other``."""
+        if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
+            return other
+        return Attended(
+            self.entropy + other.entropy,
+            self.queries + other.queries,
+            torch.maximum(self.most, other.most),
+            other.kind,
+        )
+
+
+class AttentionMode(ForwardMode):
+    """Shows a capture the attention weights of one forward."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__(capture)
+        self._followed: dict[int, _Followed] = {}
+        self._multiplied: dict[int, ReferenceType[Tensor]] = {}
+
+    def end(self) -> None:
+        """Follow nothing any more."""
+        self._followed.clear()
+        self._multiplied.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func in _READERS or name in _PRODUCTS or self._followed:
+            with self._capture.guard, without_torch_function(), statistics.plainly():
+                if func in _READERS:
+                    self._begin(func, args, kwargs, output)
+                elif name in _PRODUCTS:
+                    self._multiply(name, args)
+                else:
+                    self._follow(func, name, args, kwargs, output)
+        return output
+
+    def given_out(self, call: ObservedCall, tensors: Iterable[Tensor]) -> list[Attended]:
+        """Return what is kept of outputs that may be attention weights, in the order in which ``call`` takes them."""
+        found: list[Attended] = []
+        for tensor in tensors:
+            if self._found(tensor) is not None:  # a dropout gives out the weights that it was given
+                continue
+            attended = returned(tensor)
+            if attended is not None:
+                kind = "attention" if self._is_multiplied(tensor) else "probabilities"
+                index = len(call.attention) + len(found)
+                self._add(tensor, _Followed(ref(tensor), _positions(tensor, -1), call, index))
+                found.append(attended._replace(kind=kind))
+        return found
+
+    def _begin(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        call = self._capture.running_call()
+        if call is None:
+            return
+        attended = _read(_READERS[func], args, kwargs)
+        index = None if attended is None else len(call.attention)
+        if func in _SOFTMAXES and isinstance(output, Tensor) and _may_be_weights(output):
+            dim = _axis(*args, **kwargs)
+            if dim is not None:
+                self._add(output, _Followed(ref(output), _positions(output, dim), call, index))
+        if attended is not None:
+            self._capture.attend(call, [attended])
+
+    def _add(self, tensor: Tensor, followed: _Followed) -> None:
+        self._followed[id(tensor)] = followed
+
+    def _found(self, value: Any) -> _Followed | None:
+        known = self._followed.get(id(value))
+        return known if known is not None and known.tensor() is value else None
+
+    def _is_multiplied(self, tensor: Tensor) -> bool:
+        known = self._multiplied.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Follow weights through a function: one that leaves the layout alone, or is known to change it."""
+        first = next((known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None), None)
+        if first is None:
+            return
+        if func in _LAYOUTS:
+            with contextlib.suppress(Exception):  # positions that cannot come along: the weights are lost sight of
+                moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
+                pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
+                for tensor, positions in pairs:
+                    self._add(tensor, first._replace(tensor=ref(tensor), positions=positions))
+        elif isinstance(output, Tensor) and output.shape == first.positions.shape and output is not first.tensor():
+            self._add(output, first._replace(tensor=ref(output)))
+
+    def _multiply(self, name: str, args: Any) -> None:
+        """Look whether a product sums weights times values over the axis along which the weights sum to 1."""
+        equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
+        listed = (arg if isinstance(arg, (tuple, list)) else [arg] for arg in args)
+        operands = [x for xs in listed for x in xs if isinstance(x, Tensor)]
+        if name == "__rmatmul__":
+            operands.reverse()
+        if len(operands) != 2 or (name == "einsum" and equation is None):
+            return
+        axes = _summed(equation, operands)
+        for weights, values, axis in zip(operands, reversed(operands), axes, strict=True):
+            if axis is None or values.ndim < 3:  # a table that all examples share is no values
+                continue
+            self._multiplied[id(weights)] = ref(weights)
+            known = self._found(weights)
+            if known is not None:
+                known.settle(weights, axis)
+
+
+class _Followed(NamedTuple):
+    """Weights, or what masks, dropout and other layouts made of them."""
+
+    tensor: ReferenceType[Tensor]
+    positions: Tensor
+    """Of the shape of the tensor: where each element stands on the axis of the softmax."""
+    call: ObservedCall
+    which: int | None
+    """Which of the call's weights they are; None: they are not over the last axis, and not kept yet."""
+
+    def settle(self, weights: Tensor, summed: int) -> None:
+        """Take in that a product sums over an axis, counted from the end, of the weights."""
+        axis = _varying(self.positions)
+        right = axis == summed or weights.shape[summed] == 1
+        if right and self.which is not None:
+            kept = self.call.attention[self.which]
+            queries = {-1: -2, -2: -1}.get(summed)
+            # A product with one query, where there were more: each has values of its own.
+            if queries is None or weights.shape[queries] > 1 or kept.most.shape[-2] == 1:
+                self.call.attention[self.which] = kept._replace(kind="attention")
+        elif not right and axis is not None:
+            nothing = torch.zeros(0, device=weights.device)
+            kept = Attended(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
+            if self.which is None:
+                self.call.attention.append(kept)
+            else:
+                self.call.attention[self.which] = kept
+
+
+def _positions(tensor: Tensor, dim: int) -> Tensor:
+    """Return where each element stands along ``dim``, in no memory of that size."""
+    shape = [1] * tensor.ndim
+    shape[dim] = tensor.shape[dim]
+    return torch.arange(tensor.shape[dim], device=tensor.device).reshape(shape).expand(tensor.shape)
+
+
+def _varying(positions: Tensor) -> int | None:
+    """Return the axis, counted from the end, along which positions differ; None where there is none."""
+    for axis in range(-1, -positions.ndim - 1, -1):
+        if positions.shape[axis] > 1 and positions.numel():
+            line = positions.movedim(axis, -1).reshape(-1, positions.shape[axis])[0]
+            if bool(line[0] != line[-1]):
+                return axis
+    return None
+
+
+def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
+    """Return for each of two operands the axis, counted from the end, over which their product sums.
+
+    None where it is not as with weights: each query has values of its own, or there is no such axis.
+    """
+    if equation is None:
+        left = -1 if operands[0].ndim > 1 else None
+        return [left, -2 if operands[1].ndim > 1 else None]
+    given, _, result = equation.partition("->")
+    terms = given.split(",")
+    found: list[int | None] = []
+    for own, other in zip(terms, reversed(terms), strict=True):
+        common = [letter for letter in own if letter.isalpha() and letter in other and letter not in result]
+        queries = [letter for letter in own if letter.isalpha() and letter not in other and letter in result]
+        found.append(own.index(common[0]) - len(own) if len(common) == 1 and queries and result else None)
+    return found
+
+
+def _read(read: Callable[..., Attended | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attended | None:
+    """Return what ``read`` makes of the arguments; None where a tensor among them cannot be looked into."""
+    tensors = {id(x): statistics.opened(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+    if any(reason for _, reason in tensors.values()):
+        return None
+
+    def plain(x: Any) -> Any:
+        return tensors[id(x)][0] if isinstance(x, Tensor) else x
+
+    return read(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
+
+
+def returned(output: Tensor) -> Attended | None:
+    """Return what is kept of a tensor that may be attention weights: 3 axes or more, rows of shares that sum to 1."""
+    output, reason = statistics.opened(output)
+    if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
+        return None
+    weights = output.float()
+    if not bool((weights >= 0).all()) or not bool(((weights.sum(-1) - 1).abs() < 1e-2).all()):
+        return None
+    return _attended(weights, weights > 0)
+
+
+def _may_be_weights(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim >= 3 and tensor.numel() > 0
+
+
+# --- the three places where weights are computed ------------------------------------------------------------------
+
+
+def _axis(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> int | None:  # noqa: A002 - torch's name
+    """Return the axis of a softmax, counted from the end."""
+    return None if dim is None else dim if dim < 0 else dim - input.ndim
+
+
+def _of_softmax(input: Tensor, *args: Any, **kwargs: Any) -> Attended | None:  # noqa: A002 - torch's name
+    if not _may_be_weights(input) or _axis(input, *args, **kwargs) != -1:
+        return None
+    return _of_scores(input.float())._replace(kind="probabilities")
+
+
+def _of_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attended:
+    q, k = query.float(), key.float()
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores + _added(attn_mask)
+    return _of_scores(scores)
+
+
+def _of_multihead(*args: Any, **kwargs: Any) -> Attended | None:
+    given = dict(zip(_MULTIHEAD, args, strict=False)) | kwargs
+    # Torch's own function, asked for the weights; without dropout it draws no random number.
+    asked = {"need_weights": True, "average_attn_weights": False, "training": False}
+    weights = F.multi_head_attention_forward(**{**given, **asked})[1]
+    if weights is None:
+        return None
+    weights = weights.float()
+    weights = weights if weights.ndim == 4 else weights[None]
+    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    left_out = torch.zeros(1, weights.shape[-1] if mask is None and padding is None else 1, device=weights.device)
+    if mask is not None:  # here True leaves a key out
+        mask = _added(~mask if mask.dtype == torch.bool else mask)
+        left_out = left_out + (mask.reshape(*weights.shape[:2], *mask.shape[-2:]) if mask.ndim == 3 else mask)
+    if padding is not None:
+        left_out = left_out + _added(~padding if padding.dtype == torch.bool else padding).unsqueeze(-2).unsqueeze(-2)
+    # Keys that the module itself adds at the end are never left out.
+    left_out = F.pad(left_out.expand(*weights.shape[:3], -1), (0, weights.shape[-1] - left_out.shape[-1]))
+    return _attended(weights, left_out > _MASKED)
+
+
+_MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames[: F.multi_head_attention_forward.__code__.co_argcount]
+
+_SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"}
+
+
+def _alike(func: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(positions, *args, **kwargs)
+
+
+def _reshaped(_: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return positions.reshape(*args, **kwargs)  # which has no memory of its own to view
+
+
+_LAYOUTS: dict[Any, Callable[..., Any]] = {
+    getattr(home, name): _alike
+    for home in (torch, Tensor)
+    for name in (
+        "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "flatten",
+        "unflatten", "expand", "chunk", "split", "unbind", "narrow", "select", "__getitem__",
+    )
+    if hasattr(home, name)
+}  # fmt: skip
+_LAYOUTS |= {getattr(Tensor, name).__get__: _alike for name in ("mT", "T", "mH", "H")}
+_LAYOUTS |= dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), _reshaped)
+
+_READERS: dict[Any, Callable[..., Attended | None]] = {
+    F.softmax: _of_softmax,
+    torch.softmax: _of_softmax,
+    Tensor.softmax: _of_softmax,
+    F.scaled_dot_product_attention: _of_fused,
+    F.multi_head_attention_forward: _of_multihead,
+}
+
+
+def _added(mask: Tensor) -> Tensor:
+    """Return a mask as what is added to the scores; True keeps a key."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+# --- what is kept of them -----------------------------------------------------------------------------------------
+
+
+def _of_scores(scores: Tensor) -> Attended:
+    return _attended(scores.softmax(-1), ~(scores <= _MASKED))
+
+
+def _attended(weights: Tensor, allowed: Tensor) -> Attended:
+    """Return what is kept of weights of shape (batch, heads, queries, keys), with other leading axes or fewer.
+
+    The entropy of a query is ``-sum(w log w)``, at most the logarithm of the number of keys that it may attend to.
+    """
+    weights, allowed = (_with_four_axes(x) for x in (weights, allowed))
+    keys = allowed.sum(-1)
+    choice = keys > 1  # of one key, or of none, there is nothing to spread
+    share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
+    share = torch.where(choice, share, 0.0)
+    return Attended(
+        share.sum((0, 2), dtype=torch.float64 if weights.device.type != "mps" else None),
+        choice.sum((0, 2)),
+        weights.amax(1),
+    )
+
+
+def _with_four_axes(x: Tensor) -> Tensor:
+    if x.ndim < 4:
+        return x.reshape(-1, 1, *x.shape[-2:])
+    return x.reshape(x.shape[0], -1, *x.shape[-2:])

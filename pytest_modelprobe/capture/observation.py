@@ -1,0 +1,295 @@
+"""What the hooks write into: tensors seen, calls, forwards; and how forwards merge.
+
+Mutable while the model runs, read once when the record is made. A forward that is over merges into the totals, so
+that memory grows with the number of layers and not with the number of forwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import storage_key
+from pytest_modelprobe.record import Dimension, Plain, merge_dimensions
+from pytest_modelprobe.statistics import Reduced
+
+from .attention import Attended
+
+Kind = tuple[str, bool]
+"""What keeps forwards apart: the layer whose outermost call it is, and its training mode."""
+
+Identity = tuple[Any, ...]
+Merge = Callable[[Reduced, Reduced], Reduced]
+
+
+class Observed:
+    """A tensor in one place, among the inputs or outputs of a call: its numbers, and its gradient's when it arrives."""
+
+    __slots__ = (
+        "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
+        "shape", "targets",
+    )  # fmt: skip
+
+    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
+        self.number = number
+        """Of the forward, and of the tensor in it: the same in all places where the tensor was seen."""
+        self.shape = shape_of(tensor)
+        self.dtype = plain_name(tensor.dtype)
+        self.device = plain_name(tensor.device)
+        self.requires_grad = tensor.requires_grad
+        self.axis = forward.axis
+        self.forward = forward
+        self.backward: Reduced | None = None
+        self.backward_inner: Reduced | None = None
+        self.overwritten = False
+        self.targets: tuple[Observed, ...] = ()
+        """Where this one has merged into: a gradient that comes late goes there too."""
+
+    def receive(self, gradient: Reduced, *, inner: bool) -> None:
+        """Take in the gradient of one backward pass."""
+        if inner:
+            self.backward_inner = merged(self.backward_inner, gradient)
+        else:
+            self.backward = merged(self.backward, gradient)
+        for target in self.targets:
+            target.receive(gradient, inner=inner)
+
+    def absorb(self, other: Observed, merge: Merge) -> None:
+        """Take in what was seen in the same place of another forward."""
+        self.number = other.number
+        self.shape = _merged_shape(self.shape, other.shape)
+        self.forward = merge(self.forward, other.forward)
+        self.backward = merged(self.backward, other.backward, merge)
+        self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
+        self.overwritten |= other.overwritten
+        self.requires_grad |= other.requires_grad
+
+    def copy(self) -> Observed:
+        """Return an independent copy: a `Reduced` never changes once it has its numbers, so that sharing it is safe."""
+        copy = object.__new__(Observed)
+        for name in Observed.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.targets = ()
+        return copy
+
+
+Values = list[tuple[str, Observed]]
+"""Tensors seen, each with its path."""
+
+
+class ObservedCall:
+    """One execution of a layer within one forward, or several merged."""
+
+    __slots__ = (
+        "arguments", "attention", "autocast", "finished", "forwards", "grad_enabled", "index", "inputs", "inputs_known",
+        "layer", "outputs", "random", "recomputed", "started", "total", "training",
+    )  # fmt: skip
+
+    def __init__(self, layer: str, index: int) -> None:
+        self.layer = layer
+        self.index = index
+        self.forwards = 1
+        self.started = -1
+        self.finished = -1
+        self.training = False
+        self.inputs: Values = []
+        self.inputs_known = True
+        self.outputs: Values = []
+        self.arguments: dict[str, Plain] = {}
+        self.attention: list[Attended] = []
+        """One entry for each time that weights were computed in the call itself."""
+        self.grad_enabled = True
+        self.autocast: str | None = None
+        self.random: str | None = None
+        self.recomputed = 0
+        self.total: ObservedCall | None = None
+        """Where this one has merged into."""
+
+    def run_again(self) -> None:
+        """Count a recomputation."""
+        self.recomputed += 1
+        if self.total is not None:
+            self.total.recomputed += 1
+
+    def absorb(self, other: ObservedCall, merge: Merge, *, final: bool) -> None:
+        """Take in the same call of another forward. If ``final`` what comes late to that will come here too."""
+        if final:
+            other.total = self
+        self.forwards += other.forwards
+        self.recomputed += other.recomputed
+        self.inputs_known &= other.inputs_known
+        # Of the newest:
+        self.started, self.finished = other.started, other.finished
+        self.training, self.grad_enabled, self.autocast = other.training, other.grad_enabled, other.autocast
+        self.random, self.arguments = other.random, other.arguments
+        if other.attention:
+            together = itertools.zip_longest(self.attention, other.attention)
+            self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
+        for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            targets = dict(mine)
+            for path, seen in theirs:
+                target = targets.get(path)
+                if target is not None:
+                    target.absorb(seen, merge)
+                else:
+                    target = seen.copy()
+                    mine.append((path, target))
+                if final:
+                    seen.targets += (target,)
+
+    def copy(self) -> ObservedCall:
+        """Return an independent copy."""
+        copy = object.__new__(ObservedCall)
+        for name in ObservedCall.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.inputs = [(path, seen.copy()) for path, seen in self.inputs]
+        copy.outputs = [(path, seen.copy()) for path, seen in self.outputs]
+        return copy
+
+
+class ParameterGradient:
+    """The gradient of a parameter, one reading for each backward pass.
+
+    Within one pass it may come in parts (a layer in two checkpointed segments): only the last reading counts.
+    """
+
+    __slots__ = ("_backward", "_before", "_newest")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._before: Reduced | None = None
+        self._newest: Reduced | None = None
+
+    def receive(self, gradient: Reduced, backward: int) -> None:
+        """Take in what there is of the gradient of that pass."""
+        if backward != self._backward:
+            self._before = self.reduced
+        self._backward, self._newest = backward, gradient
+
+    @property
+    def reduced(self) -> Reduced | None:
+        """All passes together."""
+        return merged(self._before, self._newest)
+
+
+class Contents:
+    """What tensors of one identity have in common."""
+
+    __slots__ = ("_storage", "number", "reduced")
+
+    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduced) -> None:
+        self.number = number
+        self.reduced = reduced
+        # While a storage is held weakly its address is not used again, so that an address is an identity.
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+
+class Forward:
+    """One outermost call of a watched module, and everything that was called in it."""
+
+    def __init__(self, index: int, kind: Kind) -> None:
+        self.index = index
+        self.kind = kind
+        self.calls: dict[tuple[str, int], ObservedCall] = {}
+        self.counts: dict[str, int] = {}
+        self.backwards: set[int] = set()
+        """Graph tasks of the backward passes that reached it."""
+        self.parameters: dict[str, ParameterGradient] = {}
+        """By full name; of the passes that ran while this was the newest forward."""
+        self._tensors = itertools.count()
+        self._events = itertools.count()
+        self.contents: dict[Identity, Contents] = {}
+
+    def begin_call(self, layer: str) -> ObservedCall:
+        """Return a new call of ``layer``."""
+        index = self.counts.get(layer, 0)
+        self.counts[layer] = index + 1
+        call = self.calls[layer, index] = ObservedCall(layer, index)
+        call.started = next(self._events)
+        return call
+
+    def end_call(self, call: ObservedCall) -> None:
+        """Note that ``call`` has returned."""
+        call.finished = next(self._events)
+
+    def next_number(self) -> tuple[int, int]:
+        """Return the number for a tensor not seen before."""
+        return self.index, next(self._tensors)
+
+    def calls_of(self, layer: str) -> list[ObservedCall]:
+        """Return the calls of a layer, in order."""
+        return [self.calls[layer, index] for index in range(self.counts.get(layer, 0))]
+
+
+class Totals:
+    """The forwards of one kind, merged."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.calls: dict[tuple[str, int], ObservedCall] = {}
+
+    def absorb(self, forward: Forward, *, final: bool = True) -> None:
+        """Merge a forward in. If ``final`` its late gradients will follow; else it is a preview."""
+        merge = functools.cache(statistics.merge)  # one tensor is seen in several places
+        self.forwards += 1
+        for key, call in forward.calls.items():
+            total = self.calls.get(key)
+            if total is None:
+                total = self.calls[key] = ObservedCall(*key)
+                total.forwards = 0
+            total.absorb(call, merge, final=final)
+
+    def copy(self) -> Totals:
+        """Return an independent copy."""
+        copy = Totals()
+        copy.forwards = self.forwards
+        copy.calls = {key: call.copy() for key, call in self.calls.items()}
+        return copy
+
+
+def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge) -> Reduced | None:
+    """Return both together; None stands for nothing."""
+    return b if a is None else a if b is None else merge(a, b)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
+    """Return the sizes; of a nested tensor, those of its parts, with a range where they differ.
+
+    >>> shape_of(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=torch.jagged))
+    (2, (2, 5), 3)
+    """
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    parts = [part.shape for part in tensor.detach().unbind()]
+    return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
+
+
+def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
+    if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
+        return b
+    return tuple(map(merge_dimensions, a, b))
+
+
+@functools.cache
+def plain_name(value: torch.dtype | torch.device) -> str:
+    """Return a dtype or device as records write it: ``float32``, ``cuda:0``."""
+    return str(value).removeprefix("torch.")
+
+
+def identity(tensor: torch.Tensor) -> Identity | None:
+    """Return what tells the contents of a tensor, as long as its storage lives; None where nothing does.
+
+    Inference tensors count no versions; a storage that cannot be had (sparse, functorch) tells nothing.
+    """
+    try:
+        storage = storage_key(tensor.untyped_storage())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+        return storage, tensor._version, *place
+    except (RuntimeError, NotImplementedError):
+        return None

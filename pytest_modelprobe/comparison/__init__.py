@@ -1,0 +1,22 @@
+"""Two records: their differences, and the causes of these."""
+
+from __future__ import annotations
+
+from .compare import BEHAVIOUR, Comparison, Difference, Parts, Tolerance, compare
+from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, tells_of_code
+from .tolerance import MOST
+
+__all__ = [
+    "BEHAVIOUR",
+    "Cause",
+    "CauseKind",
+    "Comparison",
+    "Diagnosis",
+    "Difference",
+    "MOST",
+    "Parts",
+    "Tolerance",
+    "compare",
+    "diagnose",
+    "tells_of_code",
+]

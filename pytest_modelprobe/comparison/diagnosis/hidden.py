@@ -1,0 +1,62 @@
+"""Layers whose own code a run may not show: what they compute is multiplied by zero, as behind a gate that is shut."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+
+from pytest_modelprobe.record import Course, Layer, Parameter, Record, Step, Value
+
+from .causes import Diagnosis
+
+
+def hidden(record: Record) -> list[str]:
+    """Return the layers, torch's own excepted, that hold, are given or get from a layer inside them nothing but zeros.
+
+    Of those that call no other only the first of each kind: one code, one set of attributes, shapes.
+
+    >>> hidden(Record(model="Net"))
+    []
+    """
+    steps = [step for step in Course(record).started if not step.layer.functional]
+    giving_zeros = {id(step.around) for step in steps if step.around and _any_zero(step.call.outputs)}
+    calling = {id(step.around) for step in steps}
+    kinds: set[Hashable] = set()
+    found: dict[str, None] = {}
+    for step in steps:
+        layer = step.layer
+        zeros = id(step) in giving_zeros or _any_zero((*layer.parameters, *layer.buffers, *step.call.inputs))
+        if zeros and not layer.type.startswith("torch.nn."):
+            kind = layer.name if id(step) in calling else _kind(step)
+            if kind not in kinds:
+                kinds.add(kind)
+                found[layer.name] = None
+    return list(found)
+
+
+def tells_of_code(diagnosis: Diagnosis) -> bool:
+    """Whether a layer's own code computes something else, and does not just call a layer otherwise."""
+    return any(cause.kind in ("computation", "gradient") and not cause.about_a_call for cause in diagnosis.causes)
+
+
+def _any_zero(some: Iterable[Parameter | Value]) -> bool:
+    """Whether something that may be a factor is zero in all its elements."""
+    for one in some:
+        reading = one.reading if isinstance(one, Parameter) else one.forward
+        if reading.digest is None and reading.statistics is not None and reading.statistics.all_zero:
+            return True
+    return False
+
+
+def _kind(step: Step) -> Hashable:
+    layer = step.layer
+    return (
+        layer.type,
+        tuple(layer.attributes.items()),
+        tuple(_shapes(layer)),
+        tuple((value.path, value.shape) for value in step.call.inputs),
+        tuple(step.call.arguments.items()),
+    )
+
+
+def _shapes(layer: Layer) -> Iterator[Hashable]:
+    return ((own.name, own.shape) for own in (*layer.parameters, *layer.buffers))

@@ -1,0 +1,67 @@
+"""The gate: snapshots of two revisions to classes of change, and whether they were declared."""
+
+from __future__ import annotations
+
+from .git import Commit, GitError, Repository
+from .sources import (
+    ENDINGS,
+    Source,
+    SourceError,
+    in_revision,
+    in_working_tree,
+    on_disk,
+    refuse_directory,
+    refuse_links,
+    scope_in,
+    without_ending,
+)
+from .verdict import (
+    CLASSES,
+    DEFAULTS,
+    LEVELS,
+    MEANING,
+    Change,
+    Class,
+    Effect,
+    Finding,
+    Level,
+    Snapshot,
+    Verdict,
+    class_of,
+    needs_reason,
+    not_compared,
+    parameters,
+    superseded,
+)
+
+__all__ = [
+    "CLASSES",
+    "Change",
+    "Class",
+    "Commit",
+    "DEFAULTS",
+    "ENDINGS",
+    "Effect",
+    "Finding",
+    "GitError",
+    "LEVELS",
+    "Level",
+    "MEANING",
+    "Repository",
+    "Snapshot",
+    "Source",
+    "SourceError",
+    "Verdict",
+    "class_of",
+    "in_revision",
+    "in_working_tree",
+    "needs_reason",
+    "not_compared",
+    "on_disk",
+    "parameters",
+    "refuse_directory",
+    "refuse_links",
+    "scope_in",
+    "superseded",
+    "without_ending",
+]

@@ -1,0 +1,217 @@
+"""Files as they are in other revisions, read through git: no checkout, no shell, nothing written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_modelprobe.exceptions import ModelProbeError
+
+_TIMEOUT = 60.0
+"""Seconds for one git command. It may fetch what a partial clone lacks, and must not hang a job for ever."""
+
+# A user's own settings must not change what is read here.
+_SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
+
+
+class GitError(ModelProbeError):
+    """What was asked cannot be read from git."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One commit of a history."""
+
+    name: str
+    """The full hash."""
+    date: str
+    """Day of the author, such as ``2026-01-31``."""
+    subject: str
+    parents: tuple[str, ...] = ()
+    """Of a history: the commits in it that this one came after. Those left out changed nothing in between."""
+
+    @property
+    def short(self) -> str:
+        """The first ten digits of the hash."""
+        return self.name[:10]
+
+
+class Repository:
+    """A git repository and its working tree.
+
+    Paths are relative to the root of the working tree and have forward slashes, as in git's own answers.
+
+    Args:
+        where: a folder within the working tree.
+
+    Raises:
+        GitError: it is in no repository, or git cannot be run.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.root = where
+        try:
+            self.root = Path(self._text("rev-parse", "--show-toplevel")).resolve()
+        except GitError as error:
+            # Also git's refusal of a tree that belongs to another user, which tells what to do.
+            told = "" if "not a git repository" in str(error) else f" ({error})"
+            raise GitError(f"{where.resolve()} is not in a git working tree{told}") from error
+
+    @property
+    def shallow(self) -> bool:
+        """Whether the history ends before its first commit, as `actions/checkout` leaves it."""
+        return self._text("rev-parse", "--is-shallow-repository") == "true"
+
+    def commit(self, ref: str) -> str:
+        """Return the hash of the commit that a branch, a tag or an expression such as ``HEAD^1`` names.
+
+        Raises:
+            GitError: there is none here; the message names the fetch that brings it.
+        """
+        if not ref or ref.startswith("-") or not ref.isprintable():
+            raise GitError(f"{ref!r} is no name of a revision")
+        try:
+            return self._text("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+        except GitError as error:
+            raise GitError(f"there is no revision {ref!r} here: {self._fetch(ref)}") from error
+
+    def merge_base(self, ref: str, head: str = "HEAD") -> str:
+        """Return the newest commit that ``ref`` and ``head`` have in common.
+
+        Raises:
+            GitError: one of the two is not here, or they have none in common.
+        """
+        tip, other = self.commit(ref), self.commit(head)
+        try:
+            return self._text("merge-base", tip, other)
+        except GitError as error:
+            if self.shallow:
+                what = "the history here is cut off before what they have in common"
+                raise GitError(f"{ref} and {head}: {what}: {_DEEPEN}") from error
+            raise GitError(f"{ref} and {head} have no commit in common") from error
+
+    def parents(self, commit: str) -> list[str]:
+        """Return the hashes of the parents, also of those that a shallow clone lacks."""
+        head = self._git("cat-file", "commit", commit).split(b"\n\n", 1)[0]
+        return re.findall(r"^parent ([0-9a-f]+)$", head.decode("utf-8", "replace"), re.MULTILINE)
+
+    def files(self, commit: str) -> dict[str, str]:
+        """Return path → name of its content for all files of a commit; links are none."""
+        return self._tree(commit, b"100")
+
+    def links(self, commit: str) -> dict[str, str]:
+        """Return path → name of its content for all symbolic links of a commit: the content is where it leads."""
+        return self._tree(commit, b"120")
+
+    def _tree(self, commit: str, mode: bytes) -> dict[str, str]:
+        listing = self._git("ls-tree", "-r", "-z", commit)
+        entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
+        # 100644 blob 257cc5642cb1a054f08cc83f2d943e56fd3ebe99
+        return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(mode)}
+
+    def working_files(self) -> list[str]:
+        """Return the paths of the files in the working tree that git tracks or would add; links are none."""
+        paths = [(path, self.root / path) for path in self._working_paths()]
+        return [path for path, there in paths if there.is_file() and not there.is_symlink()]
+
+    def working_links(self) -> dict[str, bytes]:
+        """Return path → where it leads, for all symbolic links that git tracks or would add."""
+        paths = [(path, self.root / path) for path in self._working_paths()]
+        return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
+
+    def _working_paths(self) -> list[str]:
+        listing = self._git("ls-files", "-z", "-co", "--exclude-standard")
+        return sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return name of a content → its bytes; what is no file has none."""
+        wanted = list(dict.fromkeys(names))
+        lines = self._batch("--batch-check", wanted).decode().splitlines() if wanted else []
+        found = (line.split(" ") for line in lines)  # name, kind, size; or: name, missing
+        return {name: int(size) for name, kind, size in (parts for parts in found if len(parts) == 3) if kind == "blob"}
+
+    def read(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return name of a content → content, of any number of files by one process."""
+        wanted = list(dict.fromkeys(names))
+        if not wanted:
+            return {}
+        answer = self._batch("--batch", wanted)
+        contents: dict[str, bytes] = {}
+        position = 0
+        for name in wanted:
+            end = answer.index(b"\n", position)
+            found = answer[position:end].decode().split(" ")  # name, kind, size; or: name, missing
+            if found[1] != "blob":
+                raise GitError(f"{name} is not the content of a file: {' '.join(found[1:])}")
+            start = end + 1
+            position = start + int(found[2]) + 1
+            contents[name] = answer[start : position - 1]
+        return contents
+
+    def _batch(self, how: str, names: Iterable[str]) -> bytes:
+        return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
+
+    def trailers(self, key: str, base: str, head: str = "HEAD") -> list[str]:
+        """Return the values of a trailer in the messages of all commits that ``head`` has and ``base`` has not."""
+        form = f"%(trailers:key={key},valueonly,unfold,separator=%x00)%x00"
+        values = self._text("log", f"--format={form}", f"{base}..{head}").split("\0")
+        return [value.strip() for value in values if value.strip()]
+
+    def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
+        """Return the commits up to ``start``, if any, that changed one of the files, the newest first."""
+        try:
+            start = self.commit(start)
+        except GitError:  # nothing is committed yet
+            return []
+        specs = (f":(top,literal){path}" for path in paths)
+        log = os.fsdecode(self._git("log", "-z", "--parents", "--format=%H|%P|%as|%s", start, "--", *specs))
+        fields = (entry.split("|", 3) for entry in log.split("\0") if entry)
+        return [
+            Commit(name=name, date=date, subject=subject, parents=tuple(parents.split()))
+            for name, parents, date, subject in fields
+        ]
+
+    def renamed_from(self, commit: str, path: str) -> str | None:
+        """Return the name that a file had before a commit gave it this one, or None."""
+        listing = self._git("diff-tree", "-r", "-z", "-M", "--diff-filter=R", "--no-commit-id", "--name-status", commit)
+        parts = [os.fsdecode(part) for part in listing.split(b"\0")]
+        return next((old for old, new in zip(parts[1::3], parts[2::3], strict=False) if new == path), None)
+
+    def _fetch(self, ref: str) -> str:
+        """Return the command that brings a revision which is not here."""
+        if ref.startswith("origin/"):
+            step = f"git fetch origin {ref.removeprefix('origin/')}"
+        elif re.search(r"[\^~]", ref):
+            step = "git fetch --deepen=1, or fetch-depth: 2 in the workflow's checkout"
+        elif re.fullmatch(r"[0-9a-f]{40,64}", ref):
+            step = f"git fetch origin {ref}"
+        else:
+            step = f"git fetch origin {ref}:{ref}, or name it origin/{ref}"
+        return f"{step} (this clone is shallow: {_DEEPEN})" if self.shallow and "deepen" not in step else step
+
+    def _text(self, *arguments: str) -> str:
+        return os.fsdecode(self._git(*arguments)).strip()
+
+    def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
+        command = ["git", *_SETTINGS, *arguments]
+        # No question at a terminal, no lock in a repository that something else may be writing to.
+        environment = os.environ | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+        try:
+            done = subprocess.run(
+                command, cwd=self.root, input=stdin, capture_output=True, timeout=_TIMEOUT, env=environment, check=False
+            )
+        except FileNotFoundError as error:
+            raise GitError("git was not found: install it, or compare two files") from error
+        except subprocess.TimeoutExpired as error:
+            raise GitError(f"git {arguments[0]} took longer than {_TIMEOUT:.0f} s") from error
+        if done.returncode:
+            told = os.fsdecode(done.stderr).strip().splitlines()
+            raise GitError(f"git {arguments[0]}: {told[0] if told else f'exit code {done.returncode}'}")
+        return done.stdout
+
+
+_DEEPEN = "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"

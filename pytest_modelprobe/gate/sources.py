@@ -1,0 +1,343 @@
+"""Which snapshots there are on disk or in a revision, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from pytest_modelprobe.exceptions import ModelProbeError, SnapshotError
+from pytest_modelprobe.files import (
+    ARCH,
+    DIRECTORY,
+    MOST_BYTES,
+    PROBE,
+    RESTORE,
+    architecture_digest,
+    decode,
+    decode_architecture,
+    too_large,
+)
+from pytest_modelprobe.files import Snapshot as Decoded
+from pytest_modelprobe.record import nearest
+
+from .git import Repository
+from .verdict import Snapshot
+
+ENDINGS = (ARCH, PROBE)
+
+
+class SourceError(ModelProbeError, LookupError):
+    """There is no such snapshot, or it cannot be read."""
+
+
+class Pair(NamedTuple):
+    """The paths of the two files of a snapshot."""
+
+    architecture: str
+    numbers: str | None
+    """None: a record of structure alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Snapshots in one place, not yet read."""
+
+    place: str
+    """For messages: empty on disk, else such as ``in main``."""
+    pairs: Mapping[str, Pair]
+    """Name → files. The name is the path of the numbers without their ending: one for each device."""
+    contents: Mapping[str, str]
+    """Path → a name that stands for its content: equal names, equal contents."""
+    sizes: Callable[[Sequence[str]], Mapping[str, int]]
+    """Paths → their bytes."""
+    load: Callable[[Sequence[str]], Mapping[str, bytes]]
+    """Paths → their contents."""
+
+    @property
+    def states(self) -> dict[str, tuple[object, ...]]:
+        """Name → its files and what stands for their contents: an architecture of the same text is not the same one."""
+        return {name: (pair, *(path and self.contents.get(path) for path in pair)) for name, pair in self.pairs.items()}
+
+    def within(self, scopes: Iterable[str]) -> Source:
+        """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""
+        chosen = {name: pair for name, pair in self.pairs.items() if any(_inside(name, pair, s) for s in scopes)}
+        return dataclasses.replace(self, pairs=chosen)
+
+    def only(self, scope: str) -> Source:
+        """Return what one scope means.
+
+        Raises:
+            SourceError: nothing.
+        """
+        chosen = self.within([scope])
+        if not chosen.pairs:
+            near = nearest(without_ending(scope), self.pairs)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise SourceError(f"there is no snapshot {scope or DIRECTORY}{self._at}{hint}")
+        return chosen
+
+    def read(self, names: Collection[str] | None = None) -> dict[str, Snapshot]:
+        """Return name → snapshot, for all or some.
+
+        Raises:
+            SourceError: one cannot be read; the message says which, and where.
+        """
+        found, errors = self.readable(names)
+        for error in errors.values():
+            raise error
+        return found
+
+    def readable(self, names: Collection[str] | None = None) -> tuple[dict[str, Snapshot], dict[str, SourceError]]:
+        """Return name → snapshot for those that can be read, and name → why not for the others."""
+        found, errors = {}, {}
+        pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
+        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
+        for batch in _batches(pairs, sizes):  # many files of many megabytes are never held at once
+            contents = self.load([path for path in _files(pairs[name] for name in batch) if path in sizes])
+            for name in batch:
+                try:
+                    found[name] = self._snapshot(pairs[name], contents)
+                except SourceError as error:
+                    errors[name] = error
+        for name in pairs.keys() - found.keys() - errors.keys():
+            errors[name] = self._too_large(pairs[name], sizes)
+        return found, errors
+
+    def structures(self, names: Collection[str]) -> dict[str, Snapshot]:
+        """Return name → what the architecture alone says, for those whose architecture can be read."""
+        pairs = {name: Pair(self.pairs[name].architecture, None) for name in names}
+        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
+        found = {}
+        for name, pair in pairs.items():
+            path = pair.architecture
+            with contextlib.suppress(SnapshotError):
+                if sizes.get(path, MOST_BYTES) < MOST_BYTES:
+                    text = _text(self.load([path])[path], path)
+                    found[name] = _made(pair, text, None, decode_architecture(text, where=path))
+        return found
+
+    def _too_large(self, pair: Pair, sizes: Mapping[str, int]) -> SourceError:
+        path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
+        try:
+            too_large(path, size)
+        except SnapshotError as error:
+            return SourceError(f"{self.place}: {error}" if self.place else str(error))
+
+    @property
+    def _at(self) -> str:
+        return f" {self.place}" if self.place else ""
+
+    def _snapshot(self, pair: Pair, contents: Mapping[str, bytes]) -> Snapshot:
+        architecture = contents.get(pair.architecture)
+        if architecture is None:
+            raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
+        try:
+            numbers = None if pair.numbers is None else _text(contents[pair.numbers], pair.numbers)
+            return _decoded(pair, _text(architecture, pair.architecture), numbers)
+        except SnapshotError as error:
+            raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
+
+
+def on_disk(argument: str) -> Source:
+    """Return the snapshots that a path means: a file of one, one without its endings, or all below a folder.
+
+    Raises:
+        SourceError: there are none.
+    """
+    path = Path(argument)
+    refuse_directory(path.as_posix())
+    folder = path if path.is_dir() else path.parent
+    found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
+    files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
+    for file in files:
+        refuse_directory(file)
+    source = _of_files(files)
+    return source.only("" if path.is_dir() else path.as_posix())
+
+
+def refuse_directory(path: str, folder: Path | None = None) -> None:
+    """Complain of a directory that stands where one of the two files of a snapshot belongs.
+
+    Args:
+        path: Of either file, or without their endings.
+        folder: What it is relative to.
+
+    Raises:
+        SourceError: It does.
+    """
+    for name in (without_ending(path) + ending for ending in ENDINGS):
+        file = (folder or Path()) / name
+        if DIRECTORY in file.absolute().parts[:-1] and file.is_dir():
+            raise SourceError(f"{name} is a directory: move it out of the way, it stands where a snapshot belongs")
+
+
+def in_working_tree(repository: Repository) -> Source:
+    """Return the snapshots in the working tree of a repository; paths are relative to its root."""
+    return _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+
+
+def in_revision(repository: Repository, ref: str, commit: str | None = None) -> Source:
+    """Return the snapshots in a revision; paths are relative to the root of the repository.
+
+    Args:
+        repository: where the revision is.
+        ref: how messages call it.
+        commit: its hash, where ``ref`` stands for another.
+    """
+    listing = repository.files(commit or repository.commit(ref))
+    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        contents = repository.read(names[path] for path in paths)
+        return {path: contents[names[path]] for path in paths}
+
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        found = repository.sizes(names[path] for path in paths)
+        return {path: found[names[path]] for path in paths}
+
+    return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
+
+
+def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
+    """Complain of a symbolic link that is another than in a commit, where a snapshot or a folder of them belongs.
+
+    A snapshot is told of by its file: through a link a test may read one that the gate does not see.
+
+    Raises:
+        SourceError: There is one; the message says which.
+    """
+    before = repository.links(commit)
+    for path, target in repository.working_links().items():
+        inside = any(_inside(path, Pair(path, None), scope) for scope in scopes)
+        if DIRECTORY not in PurePosixPath(path).parts or not inside:
+            continue
+        if path not in before or repository.read([before[path]])[before[path]] != target:
+            raise SourceError(f"{path} is a symbolic link, behind which no change is seen: replace it by the files")
+
+
+def scope_in(repository: Repository, argument: str) -> str:
+    """Return a path that a user gave as one from the root of the repository; empty: the root itself.
+
+    Raises:
+        SourceError: it is outside.
+    """
+    try:
+        path = Path(argument).resolve()
+    except (OSError, RuntimeError):
+        raise SourceError(f"{argument} is a symbolic link in a circle: remove it") from None
+    if not path.is_relative_to(repository.root):
+        raise SourceError(f"{argument} is outside the repository {repository.root}")
+    relative = path.relative_to(repository.root).as_posix()
+    return "" if relative == "." else relative
+
+
+def _of_files(files: Mapping[str, Path]) -> Source:
+    # As git names contents, so that what did not change needs no reading, neither here nor in the other revision.
+    found = {name: _named(name, path) for name, path in files.items()}
+    return Source(
+        place="",
+        pairs=_pairs(files),
+        contents={name: digest for name, (digest, _) in found.items()},
+        sizes=lambda paths: {path: found[path][1] for path in paths},
+        load=lambda paths: {path: files[path].read_bytes() for path in paths},
+    )
+
+
+def _named(name: str, path: Path) -> tuple[str, int]:
+    """Return how git names the content of a file, and its bytes."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
+        digest = hashlib.sha1(b"blob %d\0" % status.st_size)
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+        return digest.hexdigest(), status.st_size
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read ({error.strerror})") from error
+
+
+def _files(pairs: Iterable[Pair]) -> list[str]:
+    return list(dict.fromkeys(path for pair in pairs for path in pair if path is not None))
+
+
+def _batches(pairs: Mapping[str, Pair], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield names of snapshots that are not too large, as many at once as one file may have bytes."""
+    batch: list[str] = []
+    room = MOST_BYTES
+    for name, pair in pairs.items():
+        own = [sizes.get(path, 0) for path in pair if path]
+        if max(own) > MOST_BYTES:
+            continue
+        if batch and sum(own) > room:
+            yield batch
+            batch, room = [], MOST_BYTES
+        batch.append(name)
+        room -= sum(own)
+    if batch:
+        yield batch
+
+
+def _pairs(paths: Collection[str]) -> dict[str, Pair]:
+    """Return name → files: the numbers of each device belong to the one architecture."""
+    stems = {path.removesuffix(ARCH) for path in paths if path.endswith(ARCH)}
+    found: dict[str, Pair] = {}
+    for path in paths:
+        if path.endswith(PROBE):
+            name = path.removesuffix(PROBE)
+            stem, _, device = name.rpartition(".")
+            own = name not in stems and device.isalpha() and stem in stems
+            found[name] = Pair((stem if own else name) + ARCH, path)
+    alone = stems - {without_ending(pair.architecture) for pair in found.values()}
+    return dict(sorted({**found, **{stem: Pair(stem + ARCH, None) for stem in alone}}.items()))
+
+
+def _is_snapshot(path: str) -> bool:
+    return path.endswith(ENDINGS) and DIRECTORY in PurePosixPath(path).parts
+
+
+def without_ending(path: str) -> str:
+    """Return a path without the ending of either file of a snapshot."""
+    return next((path.removesuffix(ending) for ending in ENDINGS if path.endswith(ending)), path)
+
+
+def _inside(name: str, pair: Pair, scope: str) -> bool:
+    """Whether a snapshot is meant: by a folder, by either of its files, or by its name."""
+    return (
+        not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
+    )
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        # Checked out on Windows without our .gitattributes, lines end otherwise; that changes nothing.
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+
+
+def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
+    found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
+    return _made(pair, architecture, numbers, found)
+
+
+def _made(pair: Pair, architecture: str, numbers: str | None, found: Decoded) -> Snapshot:
+    digest = architecture_digest(architecture)
+    return Snapshot(
+        path=pair.architecture,
+        numbers=pair.numbers,
+        record=found.record,
+        architecture=digest,
+        content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
+        reason=found.reason,
+        supersedes=tuple((found.supersedes or "").split()),
+        compared=found.compared,
+        text=architecture,
+    )

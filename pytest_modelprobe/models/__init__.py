@@ -1,0 +1,34 @@
+"""Models: their layers, their state put back, their weights drawn from names, random numbers, memory."""
+
+from __future__ import annotations
+
+from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
+from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
+from .memory import as_array, as_real, has_bytes
+from .restoring import ModelState, has_lazy, preserved, settings_preserved
+from .seeding import derive, seeded
+
+__all__ = [
+    "Flat",
+    "Layers",
+    "ModelState",
+    "as_array",
+    "as_real",
+    "attributes",
+    "check_supported",
+    "derive",
+    "flatten",
+    "flatten_call",
+    "has_bytes",
+    "has_lazy",
+    "is_persistent",
+    "map_tensors",
+    "own_buffers",
+    "own_parameters",
+    "parts",
+    "preserved",
+    "seeded",
+    "settings_preserved",
+    "type_name",
+    "unseen",
+]

@@ -1,0 +1,277 @@
+"""Nested values → (path, tensor) pairs: what goes into a call and what comes out of it.
+
+Torch's own pytree takes a plain dataclass for a leaf, so containers are opened here: tuples, lists, mappings, named
+tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes. Other objects, as a distribution or a cache,
+are looked into through their attributes where a call gives them out. Among arguments they are not: a cache goes through
+every layer, and would be written down with each.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pytest_modelprobe.record import Plain
+
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MOST = 1000  # parts: a graph of objects that refer to each other would never end
+_MOST_OPENED = 10_000  # where nothing is to be left out
+_DEEPEST = 50
+_FROM_PYTHON = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: what objects of the other types hold is no attribute."""
+
+
+class Flat:
+    """The tensors and the plain values of one nested value, each with its path.
+
+    Args:
+        objects: Whether to look into objects that are no containers, through their attributes.
+    """
+
+    __slots__ = ("_depth", "_left", "_objects", "_opened", "known", "opaque", "plain", "tensors")
+
+    def __init__(self, *, objects: bool = False) -> None:
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.plain: dict[str, Plain] = {}
+        self.opaque: dict[str, str] = {}
+        """What cannot be looked into: its path, and the name of its type."""
+        self.known = True
+        """False where a part is no container: of an object that is looked into, only the tensors are taken."""
+        self._objects = objects
+        self._opened: list[Any] = []
+        self._left = _MOST_OPENED if objects else _MOST
+        self._depth = 0
+
+    def add(self, path: str, value: Any) -> None:
+        """Take in ``value``, found at ``path``."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append((path, value))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            self.plain[path] = _exactly(value)
+        elif isinstance(value, _NAMED):
+            self.plain[path] = str(value)
+        else:
+            inside = None if self._depth == _DEEPEST else parts(value)
+            if inside is None:
+                self._look_into(path, value)
+                return
+            self._depth += 1
+            for suffix, part in inside:
+                self._left -= 1
+                if self._left < 0:
+                    self._leave(path, value, " of too many parts")
+                    break
+                self.add(path + suffix, part)
+            self._depth -= 1
+
+    def _look_into(self, path: str, value: Any) -> None:
+        """Take the tensors out of what is no container."""
+        self.known = False
+        attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
+        if not attributes:
+            self._leave(path, value)
+        elif not any(value is known for known in self._opened):
+            self._opened.append(value)  # it may hold itself
+            inside = Flat(objects=True)
+            inside._opened, inside._left, inside._depth = self._opened, self._left, self._depth + 1
+            for name, part in attributes.items():
+                if not _is_means(part):
+                    inside.add(f"{path}.{name}", part)
+            self._left = inside._left - len(attributes)
+            known: set[int] = set()
+            for where, tensor in inside.tensors:
+                if id(tensor) not in known:  # distributions hold their parameter a second time as `_param`
+                    known.add(id(tensor))
+                    self.tensors.append((where, tensor))
+            self.opaque.update(inside.opaque)
+            if not known and not inside.opaque and any(_is_closure(part) for part in attributes.values()):
+                self._leave(path, value)
+
+    def _leave(self, path: str, value: Any, more: str = "") -> None:
+        self.known = False
+        self.opaque[path] = type(value).__qualname__ + more
+
+
+def _exactly(value: Any) -> Plain:
+    """Return the builtin that a subclass (an enum, a numpy float) stands for: records hold no others."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value) if type(value) is not kind else value
+    return None
+
+
+def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return the (path suffix, part) pairs of a container; None for what is no container."""
+    if isinstance(value, Mapping):
+        return ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in value.items())
+    names = _field_names(value)
+    if names is not None:
+        return ((f".{name}", getattr(value, name, None)) for name in names)
+    if isinstance(value, (tuple, list)):
+        return ((f"[{i}]", v) for i, v in enumerate(value))
+    return None
+
+
+def _field_names(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return tuple(f.name for f in dataclasses.fields(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple(value._fields)
+    attributes = getattr(type(value), "__attrs_attrs__", None)
+    return None if attributes is None else tuple(a.name for a in attributes)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object; none where it may hold anything else, or is gone once it is looked at."""
+    kinds = type(value).__mro__
+    if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
+        return {}
+    if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator)):
+        return {}
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in kinds:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            hidden = name.startswith("__") and not name.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _is_means(value: Any) -> bool:
+    """Whether an attribute is no result but what an object works with: a function, a class, a module."""
+    return callable(value) and not _attributes(value)
+
+
+def _is_closure(value: Any) -> bool:
+    """Whether a function may hold results itself."""
+    return isinstance(value, functools.partial) or bool(getattr(value, "__closure__", None))
+
+
+def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
+    """Return the tensors and plain values inside ``value``, which a call gave out.
+
+    Args:
+        path: Where it was found.
+        value: What is looked into.
+        objects: Whether to look into objects that are no containers, through their attributes. Modules and iterators
+            never are.
+
+    >>> flat = flatten("output", {"logits": torch.zeros(2), "n": 3})
+    >>> [path for path, _ in flat.tensors], flat.plain
+    (['output.logits'], {'output.n': 3})
+    >>> flat = flatten("output", (torch.distributions.Normal(torch.zeros(2), torch.ones(2)), iter([])))
+    >>> [path for path, _ in flat.tensors], flat.opaque
+    (['output[0].loc', 'output[0].scale'], {'output[1]': 'list_iterator'})
+    """
+    flat = Flat(objects=objects)
+    flat.add(path, value)
+    return flat
+
+
+def unseen(flat: Flat) -> str | None:
+    """Return what of an output cannot be looked into, in words, and what to do; None where there is nothing.
+
+    >>> unseen(flatten("output", (torch.zeros(2), iter([]))))
+    'output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does'
+    """
+    if not flat.opaque:
+        return None
+    path, kind = next(iter(flat.opaque.items()))
+    more = f", and {len(flat.opaque) - 1} more" if len(flat.opaque) > 1 else ""
+    return f"{path} cannot be looked into ({kind}){more}: give out tensors, or wrap the model in a module that does"
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bool = False) -> Flat:
+    """Return the tensors and plain values among the arguments of a call.
+
+    A single positional argument is ``input``, several are ``input[0]``, ``input[1]``..., keywords go by their name.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        objects: Whether to look into objects that are no containers, through their attributes.
+
+    >>> flat = flatten_call((torch.zeros(2),), {"mask": torch.ones(2), "causal": True})
+    >>> [path for path, _ in flat.tensors], flat.plain
+    (['input', 'mask'], {'causal': True})
+    """
+    flat = Flat(objects=objects)
+    for i, arg in enumerate(args):
+        flat.add("input" if len(args) == 1 else f"input[{i}]", arg)
+    for name, arg in kwargs.items():
+        flat.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one
+    return flat
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return ``value`` with ``function`` applied to each tensor in it; what holds none is kept as it is.
+
+    Containers are rebuilt, and objects that `flatten` finds a tensor in.
+
+    >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
+    [tensor([1.]), {'n': 3}]
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # by id, each with what it was, so that the id stays its own
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return function(value)
+        if id(value) in done:
+            return done[id(value)][1]
+        parts = _settable(value)
+        if parts is None:
+            return value
+        done[id(value)] = value, value  # it may hold itself
+        changed = {key: visit(part) for key, part in parts}
+        done[id(value)] = value, _rebuilt(value, changed)
+        return done[id(value)][1]
+
+    return visit(value)
+
+
+def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    """Return the parts of a container, each with what it is set by: key, index or attribute."""
+    if isinstance(value, Mapping):
+        return iter(value.items())
+    names = _field_names(value)
+    if names is not None and not isinstance(value, tuple):
+        return ((name, getattr(value, name)) for name in names if hasattr(value, name))
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    attributes = _attributes(value)
+    return iter(attributes.items()) if attributes and flatten("", value).tensors else None
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container with these parts, made without its ``__init__``, which may have other ideas."""
+    if isinstance(value, tuple):
+        named = hasattr(value, "_fields")
+        return type(value)(*parts.values()) if named else type(value)(parts.values())
+    if not isinstance(value, (Mapping, list)) and _field_names(value) is None:
+        rebuilt = object.__new__(type(value))
+        for name, part in parts.items():
+            if name in getattr(value, "__dict__", {}):
+                rebuilt.__dict__[name] = part  # a property may go by the same name
+            else:
+                object.__setattr__(rebuilt, name, part)
+        return rebuilt
+    try:
+        rebuilt = copy.copy(value)
+        if isinstance(value, (Mapping, list)):
+            for key, part in parts.items():
+                rebuilt[key] = part
+        else:
+            for name, part in parts.items():
+                object.__setattr__(rebuilt, name, part)
+        return rebuilt
+    except TypeError:  # a mapping that cannot be written to
+        return parts

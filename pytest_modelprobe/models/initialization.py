@@ -1,0 +1,534 @@
+"""Named initialisation: a model whose every weight is drawn from the weight's own name.
+
+Adding a layer then leaves the others' weights alone. How: while the factory runs, each operation that random numbers
+flow through is logged without its data; afterwards the part of the log that the model's tensors depend on runs once
+more, in order, each draw seeded by the name of the tensor it fills.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pytest_modelprobe._torch import (
+    TRUNC_NORMAL,
+    Operation,
+    TorchDispatchMode,
+    schema,
+    storage_key,
+    without_torch_function,
+)
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import name_before
+
+from .memory import as_bytes, has_bytes
+from .seeding import derive, seeded
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | None = None) -> M:
+    """Make a model whose random weights are each drawn from their own name.
+
+    The model is the same every time, on every device, whatever was drawn before; a layer added
+    leaves the weights of all layers that keep their names as they were. Each weight keeps the
+    distribution the model's own code gives it, and what that code makes equal or dependent stays
+    so: ties, deep copies, normalised weights, a zeroed padding row. Tensors that no random
+    number reaches stay as the factory made them, and so do draws from an explicit generator.
+
+    Limits: random values that Python code looks at (`.item()`, a boolean mask, a rejection loop)
+    and numbers from numpy or `random` are the same every time, but not independent of other
+    layers. Uninitialised, meta and fake parameters are left alone.
+
+    Args:
+        factory: makes the model; called once, under random states that are put back.
+        seed: the base seed.
+        rename: glob of names → glob of the names that their weights are drawn by, as `compare` takes it.
+
+    Raises:
+        UsageError: `factory` is not a function that returns a module.
+
+    >>> small = build(lambda: nn.Sequential(nn.Linear(4, 4)), seed=0)
+    >>> large = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), seed=0)
+    >>> torch.equal(small[0].weight, large[0].weight)
+    True
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UsageError(_no_factory(factory))
+    with seeded(derive(seed, "build")):
+        log = _RandomLog(seed)
+        with log, _trunc_normal_logged_whole(log):
+            model = factory()
+        if not isinstance(model, nn.Module):
+            raise UsageError(_no_factory(model, "a function that returned "))
+        with torch.no_grad(), without_torch_function():
+            _Replay(log, model, seed, rename or {}).run()
+    return model
+
+
+def _no_factory(value: object, kind: str = "") -> str:
+    what = f"a {type(value).__name__}" + (", already made" if isinstance(value, nn.Module) else "")
+    return f"build() takes a function that makes the model: build(lambda: Net(...)); got {kind}{what}"
+
+
+# --- the log: what random numbers flow through, without the data -----------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """The place of one storage in the log; the storage itself is free to go."""
+
+    alive: StorageWeakRef  # also keeps the address from being given to another storage
+    nbytes: int
+    device: torch.device
+    last: _Op | None = None  # made the current contents
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """How an operation sees a store."""
+
+    store: _Store
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+    def extent(self) -> tuple[int, int]:
+        """First byte and the byte after the last."""
+        if 0 in self.size:
+            return 0, 0
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset * self.dtype.itemsize, (self.offset + last + 1) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class _Op:
+    """One logged operation; tensors in its arguments are `_View`s, or copies of constants."""
+
+    index: int
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: tuple[_View, ...]
+    before: tuple[_Op, ...]  # made the contents it reads
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    seed: int | None = None  # None: draws nothing
+    makes: tuple[_Store | None, ...] = ()  # for each output, None where it is an input again
+    observed: bool = False  # Python has seen what came of it: it must not be drawn anew
+
+    @cached_property
+    def stores(self) -> set[_Store]:
+        views = (leaf for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, _View))
+        return {view.store for view in views} | {store for store in self.makes if store}
+
+
+class _Dispatching:
+    """Has the method of a mode: the mode's own torch would wrap, and import torch._dynamo when it is first called."""
+
+    call: Callable[..., Any]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.stay_uncompiled()
+        return self.call(func, args, kwargs or {})
+
+    def stay_uncompiled(self) -> None:
+        """Be wrapped by torch after all, as soon as code may be compiled: the log itself must not be."""
+        if "torch._dynamo" in sys.modules:
+            self.__class__ = _UncompiledLog
+
+
+class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
+    """Logs the operations that random numbers flow through, and seeds each draw by its number."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.stay_uncompiled()
+        self._seed = seed
+        self._stores: dict[int, _Store] = {}  # by address, those with random contents
+        self._sweep_at = 1024
+        self._count = 0
+        self._paused = False
+
+    def call_whole(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that fills its first argument at random, logged as one operation."""
+        self._paused = True
+        try:
+            return self.call(func, args, kwargs, pause=False)
+        finally:
+            self._paused = False
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pause: bool = True) -> Any:
+        if pause and self._paused:
+            return func(*args, **kwargs)
+        written, read = _written_and_read(func, args, kwargs)
+        draws = _draws(func, args, kwargs)
+        if not (written or read or draws):
+            return func(*args, **kwargs)
+        if not all(_loggable(leaf) for leaf in _leaves((args, kwargs))):
+            return self._call_unlogged(func, args, kwargs, written, read)
+        keys_read = {_key(tensor) for tensor in read}
+        whole = {_key(t) for t in written if _overwrites(func, t)} - keys_read
+        keys_read |= {_key(tensor) for tensor in written} - whole
+        if not draws and not keys_read & self._stores.keys():
+            for key in whole:
+                self._stores.pop(key, None)  # the random contents are gone
+            return func(*args, **kwargs)
+        op = self._prepare(func, args, kwargs, written, whole)
+        if draws:
+            op.seed = derive(self._seed, f"draw {op.index}")
+        out = _execute(op, args, kwargs)
+        self._commit(op, written, [*written, *read], out)
+        return out
+
+    def store_of(self, tensor: torch.Tensor) -> _Store | None:
+        return self._stores.get(_key(tensor))
+
+    def _call_unlogged(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        read: list[torch.Tensor],
+    ) -> Any:
+        """Call with tensors that have no bytes to log: what they met keeps its first values."""
+        for tensor in (t for t in (*written, *read) if has_bytes(t)):
+            store = self.store_of(tensor)
+            _observe(store.last if store else None)
+        for tensor in (t for t in written if has_bytes(t)):
+            self._stores.pop(_key(tensor), None)
+        return func(*args, **kwargs)
+
+    def _prepare(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        whole: set[int],
+    ) -> _Op:
+        """Log the operation with its inputs as they are now, before it runs."""
+        for tensor in written:
+            if _key(tensor) not in self._stores:
+                self._track(tensor, keep_contents=_key(tensor) not in whole)
+        tracked = [leaf for leaf in _leaves((args, kwargs)) if self._tracked(leaf)]
+        views = {id(tensor): self._view(tensor) for tensor in tracked}
+        before = {self._stores[key].last for key in {_key(t) for t in tracked} - whole}
+        template = _mapped(lambda leaf: views.get(id(leaf)) or _constant(leaf), (args, kwargs))
+        writes = tuple(views[id(tensor)] for tensor in written)
+        return self._op(func, *template, writes=writes, before=tuple(filter(None, before)))
+
+    def _commit(self, op: _Op, written: list[torch.Tensor], inputs: list[torch.Tensor], out: Any) -> None:
+        outputs = _leaves(out)
+        known = {_key(tensor) for tensor in inputs}
+        if _reveals(op, outputs):
+            _observe(op)
+        op.makes = tuple(self._track(leaf) if has_bytes(leaf) and _key(leaf) not in known else None for leaf in outputs)
+        for store in (*(view.store for view in op.writes), *filter(None, op.makes)):
+            store.last = op
+
+    def _op(self, func: Any, args: Any, kwargs: Any, **more: Any) -> _Op:
+        self._count += 1
+        return _Op(self._count, func, args, kwargs, **more)
+
+    def _tracked(self, leaf: object) -> bool:
+        return has_bytes(leaf) and _key(leaf) in self._stores
+
+    def _view(self, tensor: torch.Tensor) -> _View:
+        store, offset = self._stores[_key(tensor)], int(tensor.storage_offset())
+        return _View(store, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+    def _track(self, tensor: torch.Tensor, keep_contents: bool = False) -> _Store:
+        self._sweep()
+        storage = tensor.untyped_storage()
+        ref = StorageWeakRef(storage)
+        store = self._stores[_key(tensor)] = _Store(ref, storage.nbytes(), storage.device)
+        if keep_contents:
+            everything = _View(store, torch.uint8, (store.nbytes,), (1,), 0)
+            args = (everything, as_bytes(storage).clone())
+            copy = torch.ops.aten.copy_.default
+            store.last = self._op(copy, args, {}, writes=(everything,), before=(), makes=(None,))
+        return store
+
+    def _sweep(self) -> None:
+        """Forget the storages that are gone, and with them operations nothing depends on."""
+        if len(self._stores) > self._sweep_at:
+            alive = {k: s for k, s in self._stores.items() if not s.alive.expired()}
+            self._stores = alive
+            self._sweep_at = 2 * len(alive) + 1024
+
+
+class _UncompiledLog(_RandomLog):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+
+@contextmanager
+def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
+    # Since torch 2.13 it draws until all values are in range, a loop that no log can replay.
+    # All importers of trunc_normal_ go through this one function.
+    original = getattr(nn.init, TRUNC_NORMAL)
+
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        return log.call_whole(original, *args, **kwargs)
+
+    setattr(nn.init, TRUNC_NORMAL, logged)
+    try:
+        yield
+    finally:
+        setattr(nn.init, TRUNC_NORMAL, original)
+
+
+def _observe(op: _Op | None) -> None:
+    """Let an operation, and all it depends on, keep the numbers of the first run."""
+    waiting = [op] if op else []
+    while waiting:
+        op = waiting.pop()
+        if not op.observed:
+            op.observed = True
+            waiting.extend(op.before)
+
+
+def _reveals(op: _Op, outputs: list[Any]) -> bool:
+    """Whether values leave the log: as numbers, a shape, or in a tensor without bytes."""
+    if not isinstance(op.func, Operation):
+        return False
+    if any(leaf is not None and not has_bytes(leaf) for leaf in outputs):
+        return True
+    if _name(op.func) == "index":  # tagged for the sake of masks, but most indices are numbers
+        indices = (leaf for leaf in _leaves(op.args[1]) if isinstance(leaf, _View))
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return torch.Tag.dynamic_output_shape in op.func.tags
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return what is in nested lists, tuples and dicts: operations take and return nothing else that holds tensors."""
+    if type(value) in (list, tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return _leaves(list(value.values())) if type(value) is dict else [value]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with ``function`` applied to what is in them."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, item) for item in value)
+    return {key: _mapped(function, item) for key, item in value.items()} if type(value) is dict else function(value)
+
+
+# --- the replay: the same operations, each draw seeded by name --------------------------------
+
+
+class _Replay:
+    """Runs again what the model's tensors depend on, writing into the model's own storages."""
+
+    def __init__(self, log: _RandomLog, model: nn.Module, seed: int, rename: Mapping[str, str]) -> None:
+        self._seed = seed
+        self._names: list[str] = []
+        self._storages: dict[_Store, torch.UntypedStorage] = {}  # contents as of now
+        self._claims: dict[_Store, list[tuple[int, int, int]]] = {}  # first byte, end, rank
+        for name, tensor in _tensors(model):
+            if store := log.store_of(tensor):
+                low, high = log._view(tensor).extent()
+                self._claims.setdefault(store, []).append((low, high, len(self._names)))
+                self._storages[store] = tensor.untyped_storage()
+                self._names.append(name_before(name, rename))
+        self._ops = _ancestry(store.last for store in self._storages)
+
+    def run(self) -> None:
+        if not self._name_draws():
+            return
+        last_use = {store: op for op in self._ops for store in op.stores}
+        default_dtype = torch.get_default_dtype()
+        try:
+            for op in self._ops:
+                self._run(op)
+                for store in op.stores:
+                    if last_use[store] is op and store not in self._claims:
+                        self._storages.pop(store, None)
+        finally:
+            torch.set_default_dtype(default_dtype)
+
+    def _run(self, op: _Op) -> None:
+        torch.set_default_dtype(op.default_dtype)
+        args, kwargs = _mapped(self._resolve, (op.args, op.kwargs))
+        outputs = _leaves(_execute(op, args, kwargs))
+        for store, output in zip(op.makes, outputs, strict=True):
+            if store in self._claims:
+                as_bytes(self._storages[store]).copy_(as_bytes(output.untyped_storage()))
+            elif store:
+                self._storages[store] = output.untyped_storage()
+
+    def _resolve(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _View):
+            return leaf
+        store = leaf.store
+        if store not in self._storages:  # about to be overwritten
+            self._storages[store] = torch.UntypedStorage(store.nbytes, device=store.device)
+        return leaf.of(self._storages[store])
+
+    def _name_draws(self) -> bool:
+        """Seed each draw by the first name it ends up in; True if any draw changes."""
+        counts: Counter[int] = Counter()
+        owners = self._owners()
+        for op in self._ops:
+            if op.seed is not None and not op.observed:
+                rank = owners[op]
+                number = counts[rank]
+                counts[rank] += 1
+                name = self._names[rank] + (f"#{number}" if number else "")
+                op.seed = derive(self._seed, name)
+        return bool(counts)
+
+    def _owners(self) -> dict[_Op, int]:
+        """The rank of the tensor each operation fills, else of the first that depends on it."""
+        owners: dict[_Op, int] = {}
+        for op in reversed(self._ops):
+            owner = min(self._claimants(op), default=owners.get(op))
+            assert owner is not None, "an ancestor has a descendant"
+            owners[op] = owner
+            for earlier in op.before:
+                owners[earlier] = min(owner, owners.get(earlier, owner))
+        return owners
+
+    def _claimants(self, op: _Op) -> Iterator[int]:
+        regions = [(view.store, *view.extent()) for view in op.writes]
+        regions += [(store, 0, store.nbytes) for store in op.makes if store]
+        for store, low, high in regions:
+            for first, end, rank in self._claims.get(store, ()):
+                if low < end and first < high:
+                    yield rank
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, then tensors kept as plain attributes, each with its name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for prefix, module in model.named_modules():
+        named += [(f"{prefix}.{key}".lstrip("."), value) for key, value in vars(module).items()]
+    for name, tensor in named:
+        if has_bytes(tensor):
+            yield name, tensor
+
+
+def _ancestry(ops: Iterable[_Op | None]) -> list[_Op]:
+    """The operations and all they depend on, in the order of the first run."""
+    waiting, found = list(ops), set[_Op]()
+    while waiting:
+        op = waiting.pop()
+        if op and op not in found:
+            found.add(op)
+            waiting.extend(op.before)
+    return sorted(found, key=lambda op: op.index)
+
+
+# --- operations and tensors -------------------------------------------------------------------
+
+_FILLS = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_"}
+_FILLS |= {"cauchy_", "geometric_", "zero_", "fill_", "copy_"}
+_SOURCES = {"randn", "rand", "randint", "randperm", "normal", "bernoulli", "multinomial"}
+_SOURCES |= {"randn_like", "rand_like", "randint_like"}
+
+
+def _loggable(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return has_bytes(leaf) and not leaf.is_quantized
+    return not isinstance(leaf, torch.device) or leaf.type != "meta"
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _name(func: Any) -> str:
+    return schema(func).name.split("::")[1] if isinstance(func, Operation) else ""
+
+
+def _constant(leaf: Any) -> Any:
+    """An argument as it is now, to be used once more later."""
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _written_and_read(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a call writes, and those it reads and does not write."""
+    if not isinstance(func, Operation):
+        return [args[0]], []
+    written: list[Any] = []
+    read: list[Any] = []
+    for position, argument in enumerate(schema(func).arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        leaves = _leaves(value) if isinstance(value, list | tuple) else [value]
+        (written if is_write else read).extend(leaves)
+    return (
+        [leaf for leaf in written if isinstance(leaf, torch.Tensor)],
+        [leaf for leaf in read if isinstance(leaf, torch.Tensor)],
+    )
+
+
+def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
+    """Whether a call that writes `tensor` replaces all of its storage and reads nothing of it."""
+    is_op = isinstance(func, Operation)
+    replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in schema(func).arguments)
+    return replaces and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws from the global state; an explicit generator is the user's own seed."""
+    if isinstance(func, Operation) and torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return not any(isinstance(leaf, torch.Generator) for leaf in _leaves((args, kwargs)))
+
+
+def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the operation, on the CPU if it draws: all devices get the same numbers."""
+    if op.seed is None:
+        return op.func(*args, **kwargs)
+    leaves = _leaves((args, kwargs))
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices += [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    device = next((device for device in devices if device.type != "cpu"), None)
+    if device is None:
+        torch.default_generator.manual_seed(op.seed)
+        return op.func(*args, **kwargs)
+    if _name(op.func) in _FILLS | _SOURCES | {""}:
+        torch.default_generator.manual_seed(op.seed)
+        return _on_cpu(op.func, args, kwargs, device)
+    torch.manual_seed(op.seed)
+    return op.func(*args, **kwargs)
+
+
+def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the copy's id
+
+    def there(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            copy = leaf.detach().cpu()
+            moved[id(copy)] = copy, leaf
+            return copy
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    def back(leaf: Any) -> Any:
+        if id(leaf) in moved:
+            copy, original = moved[id(leaf)]
+            original.detach().copy_(copy)
+            return original
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _mapped(back, func(*_mapped(there, args), **_mapped(there, kwargs)))

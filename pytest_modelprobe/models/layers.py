@@ -1,0 +1,185 @@
+"""Model → its layers by name: wrappers left out by their type, atomic modules not entered, what lies refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import filterfalse
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, left_out
+from pytest_modelprobe.exceptions import UnsupportedModelError
+from pytest_modelprobe.record import ROOT, Plain
+
+_ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+"""They compute in fused code without calling their children, whose hooks would never fire."""
+
+_OWN = frozenset(vars(nn.Module()))
+"""What every module has of itself: no attribute of the user's."""
+
+_PLAIN = frozenset({bool, int, float, str})
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+_MOST_ITEMS = 16
+
+
+class Layers:
+    """The layers of a model, found once, before anything is attached.
+
+    Attributes:
+        modules: By name, in the order of ``named_modules()``; the root is ``(root)``.
+        aliases: Other names of a module that stands in several places.
+        notes: What was left out on the way: wrappers, compiled modules.
+        local_gradients: Whether gradients are those of one rank, before DDP averages them.
+        compiled: Whether a part of the model is compiled.
+
+    Raises:
+        UnsupportedModelError: No module, one whose hooks lie or never fire, or a child with the root's name.
+
+    >>> list(Layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).modules)
+    ['(root)', '0', '1']
+    """
+
+    def __init__(self, model: Any) -> None:
+        check_supported(model)
+        self.modules: dict[str, nn.Module] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+        self.local_gradients = False
+        self.compiled = False
+        self._names: dict[nn.Module, str] = {}
+        self._walk("", model)
+
+    def _walk(self, name: str, module: nn.Module) -> None:
+        inner = self._unwrapped(name, module)
+        if inner is not None:
+            return self._walk(name, inner)
+        if module in self._names:
+            self.aliases.setdefault(self._names[module], []).append(name or ROOT)
+            return None
+        self._names[module] = name or ROOT
+        self.modules[name or ROOT] = module
+        if compiled_call(module) is not None:
+            self._note_compiled(name)
+        if isinstance(module, torch.jit.ScriptModule):
+            self.notes.append(f"{name} is a ScriptModule, which runs outside Python: its calls are not recorded")
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            self.notes.append(
+                "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
+            )
+        if not isinstance(module, _ATOMIC):
+            for key, child in module._modules.items():
+                if child is not None:
+                    if not name and key == ROOT:
+                        raise UnsupportedModelError(
+                            f"a child of the model is called {ROOT}, as the model itself is here: give it another name"
+                        )
+                    self._walk(f"{name}.{key}" if name else key, child)
+        return None
+
+    def _unwrapped(self, name: str, module: nn.Module) -> nn.Module | None:
+        """Return what a wrapper wraps; None if it is none."""
+        refuse(module, name)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self.local_gradients = True
+            self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
+            wrapped: nn.Module = module.module
+            return wrapped
+        inner = compiled(module)
+        if inner is not None:
+            self._note_compiled(name)
+            return inner
+        return checkpointed(module)
+
+    def _note_compiled(self, name: str) -> None:
+        self.compiled = True
+        self.notes.append(f"{name or ROOT} is compiled; it is run eagerly while it is watched")
+
+    def is_leaf(self, name: str) -> bool:
+        """Whether no child of the layer can be seen."""
+        module = self.modules[name]
+        return isinstance(module, _ATOMIC) or not any(c is not None for c in module._modules.values())
+
+
+def type_name(module: Any) -> str:
+    """Return the qualified name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def check_supported(model: Any) -> None:
+    """Raise `UnsupportedModelError` unless ``model`` is a module that can be watched as a whole."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UnsupportedModelError(
+            f"{model.__name__} is the class, not a model: give an instance, {model.__name__}(...)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            "a ScriptModule runs outside Python and calls no hooks: give the eager module it was made from"
+        )
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"a model is a torch.nn.Module; got {type(model).__name__}"
+            + (": wrap the function in a module whose forward calls it" if callable(model) else "")
+        )
+
+
+def refuse(module: nn.Module, name: str) -> None:
+    """Raise `UnsupportedModelError` for the wrappers under which hooks are silent or see other numbers."""
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedModelError(
+            "DataParallel runs copies of the model in threads, which hooks do not see: give model.module"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        raise UnsupportedModelError(
+            f"{name or ROOT} is wrapped in FSDP1, whose flat parameters hide which layer a gradient belongs to: "
+            "use FSDP2 (fully_shard), or probe the model before wrapping it"
+        )
+
+
+def attributes(module: nn.Module) -> dict[str, Plain]:
+    """Return every int, float, bool and str set on the module itself, and short public sequences of them as text.
+
+    >>> attributes(nn.LayerNorm(4))
+    {'normalized_shape': '(4,)', 'eps': 1e-05, 'elementwise_affine': True}
+    """
+    found: dict[str, Plain] = {}
+    names = vars(module)
+    for key in filterfalse(_OWN.__contains__, names):  # most are: in a loop of Python they would double the time
+        value = names[key]
+        kind = type(value)
+        if kind in _PLAIN:
+            found[key] = value
+        elif (
+            kind in _SEQUENCES
+            and len(value) <= _MOST_ITEMS
+            and not key.startswith("_")
+            and _PLAIN.issuperset(map(type, value))
+        ):
+            found[key] = repr(tuple(value))  # a list reads like a tuple
+    return found
+
+
+def own_parameters(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of the module itself; of an atomic one also those of its children."""
+    return module.named_parameters(recurse=atomic, remove_duplicate=False)
+
+
+def own_buffers(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of the module itself; of an atomic one also those of its children."""
+    return module.named_buffers(recurse=atomic, remove_duplicate=False)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool | None:
+    """Return whether the ``state_dict`` has a buffer, of the module or, by its path, of a child; None: it is not known.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> norm.register_buffer("table", torch.zeros(2), persistent=False)
+    >>> is_persistent(norm, "running_mean"), is_persistent(norm, "table")
+    (True, False)
+    """
+    owner, _, name = buffer.rpartition(".")
+    kept_out = left_out(module.get_submodule(owner))
+    return None if kept_out is None else name not in kept_out

@@ -1,0 +1,150 @@
+"""Random numbers that belong to a name: seeded inputs, and random states put back."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+
+from pytest_modelprobe._torch import without_torch_function
+
+from .memory import as_array
+
+
+def derive(seed: int, name: str) -> int:
+    """Return the 63-bit seed that belongs to `name` under `seed`: the same for ever, everywhere.
+
+    >>> derive(0, "x")
+    7919274910726248567
+    """
+    text = f"{seed}:{name}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def forked_rng() -> Iterator[None]:
+    """Put the global random states back on exit, bit for bit, also after an exception.
+
+    Covers torch on the CPU, on every CUDA device and on MPS, numpy's global state and `random`.
+    CUDA is never initialised by it; where it was not, it will start from torch's seed on entry.
+
+    >>> with forked_rng():
+    ...     inside = torch.rand(())
+    >>> bool(torch.rand(()) == inside)
+    True
+    """
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        if torch.cuda.is_initialized():  # reading the state would initialise it
+            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        elif torch.backends.cuda.is_built():
+            stack.callback(_seed_cuda_like_cpu)
+        if torch.backends.mps.is_available():
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        yield
+
+
+def _seed_cuda_like_cpu() -> None:
+    # A seed set inside the fork waits for CUDA's first use: the one from before replaces it.
+    torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices, CUDA lazily), numpy's global state and `random`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 -- the state that users draw from
+    random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a block from `seed`, and put the random states back afterwards.
+
+    >>> with seeded(3):
+    ...     a = torch.rand(2)
+    >>> with seeded(3):
+    ...     b = torch.rand(2)
+    >>> torch.equal(a, b)
+    True
+    """
+    with forked_rng():
+        seed_everything(seed)
+        yield
+
+
+def generator_states(device: torch.device) -> tuple[bytes, ...]:
+    """Return the states of the global generators that code on a device may draw from, each as bytes.
+
+    >>> before = generator_states(torch.device("cpu"))
+    >>> with forked_rng():
+    ...     _ = torch.rand(2)
+    ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
+    [False, True, True]
+    """
+    states = [as_array(torch.get_rng_state()).tobytes()]
+    if device.type == "cuda":
+        states.append(as_array(torch.cuda.get_rng_state(device)).tobytes())
+    if device.type == "mps":
+        states.append(as_array(torch.mps.get_rng_state()).tobytes())
+    return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
+
+
+def randn(
+    shape: Sequence[int],
+    *,
+    seed: int,
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return standard normal numbers that depend on `seed`, `name` and `shape` alone.
+
+    Args:
+        shape: of the tensor.
+        seed: the base seed.
+        name: tells inputs of one seed apart.
+        device: where the tensor goes; it is drawn on the CPU, so every device gets the same.
+        dtype: None is torch's default. The draw is in float32 and then cast, so all dtypes agree.
+
+    >>> x = randn((2, 3), seed=0, name="x", device="cpu")
+    >>> torch.equal(x.double(), randn((2, 3), seed=0, name="x", device="cpu", dtype=torch.float64))
+    True
+    """
+    dtype = dtype or torch.get_default_dtype()
+    drawn_in = torch.complex64 if dtype.is_complex else torch.float32
+    with without_torch_function():  # no mode of the caller's may move or change the draw
+        generator = _generator(seed, name)
+        drawn = torch.randn(tuple(shape), generator=generator, dtype=drawn_in, device="cpu")
+        return drawn.to(device=device, dtype=dtype)
+
+
+def randint(
+    low: int,
+    high: int,
+    shape: Sequence[int],
+    *,
+    seed: int,
+    name: str,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """Return int64 numbers in `[low, high)` that depend on the arguments alone, as `randn` does.
+
+    >>> ids = randint(0, 10, (2, 4), seed=0, name="ids", device="cpu")
+    >>> ids.shape, ids.dtype
+    (torch.Size([2, 4]), torch.int64)
+    """
+    with without_torch_function():
+        generator = _generator(seed, name)
+        drawn = torch.randint(low, high, tuple(shape), generator=generator, dtype=torch.int64, device="cpu")
+        return drawn.to(device)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(derive(seed, name))

@@ -1,0 +1,111 @@
+"""The calls of a record in the order in which they ran, each in its place: what ran around it, and before it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .records import ROOT, Call, Layer, Record, Value, address, label_of
+
+Place = tuple[str, bool, "Step | None"]
+"""What calls have in common that run one after the other in one call, or outermost in forwards of one kind."""
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A call in its place: what runs around it, and what ran there before it."""
+
+    layer: Layer
+    call: Call
+    around: Step | None
+    """The innermost recorded call during which it ran."""
+    before: Step | None
+    """The call before it, within the same one around."""
+    last: Step | None = None
+    """The last call that ran inside it."""
+
+    @property
+    def place(self) -> Place:
+        """Where the call ran."""
+        return self.call.root, self.call.root_training, self.around
+
+    @property
+    def inside(self) -> Place:
+        """Where the calls that it makes run."""
+        return self.call.root, self.call.root_training, self
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the call is a forward: what it takes in comes from the test."""
+        return self.layer.name == self.call.root and self.call.index == 0
+
+    @property
+    def name(self) -> str:
+        """The layer's name, with the number of the call from the second one on."""
+        return address(self.layer.name, self.call, "").rstrip()
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls the call, see `label_of`."""
+        return label_of(self.name, self.layer.type_name)
+
+    def between(self) -> str:
+        """Return where the code runs that makes the inputs of the call: ``between fc1 and fc2``."""
+        where = f"before {self.label}" if self.before is None else f"between {self.before.label} and {self.label}"
+        return where + forward_of(self.around)
+
+
+def forward_of(step: Step | None) -> str:
+    """Return `` in block's forward``; nothing for the root, where else should it be."""
+    return "" if step is None or step.layer.name == ROOT else f" in {step.layer.label}'s forward"
+
+
+class Course:
+    """The calls of a record in order, each in its place; forwards of different kinds one after the other."""
+
+    def __init__(self, record: Record) -> None:
+        kinds: dict[tuple[str, bool], list[tuple[Layer, Call]]] = {}
+        for layer in record.layers.values():
+            for call in layer.calls:
+                kinds.setdefault((call.root, call.root_training), []).append((layer, call))
+        self.started: list[Step] = []
+        """In order of start: a container before what is inside it."""
+        self.returned: list[Step] = []
+        """Those that returned, in that order: a container after what is inside it."""
+        for pairs in kinds.values():
+            steps = list(_placed(sorted(pairs, key=lambda pair: pair[1].started)))
+            self.started += steps
+            self.returned += sorted((s for s in steps if s.call.finished >= 0), key=lambda s: s.call.finished)
+
+    @functools.cached_property
+    def _made(self) -> dict[tuple[str, bool, str], tuple[Step, Value]]:
+        return {
+            (*step.place[:2], address(step.layer.name, step.call, value.path)): (step, value)
+            for step in self.returned
+            for value in step.call.outputs
+        }
+
+    def maker(self, step: Step, value: Value) -> tuple[Step, Value] | None:
+        """Return the earlier call, and its output, that an input of ``step`` is; None if code between made it."""
+        return self._made.get((*step.place[:2], value.source)) if value.source else None
+
+    def made_outside(self, step: Step) -> Iterable[Value]:
+        """Yield what a call took in first, if no recorded layer gave it out: a result of the code before it."""
+        return (value for value in step.call.inputs[:1] if self.maker(step, value) is None)
+
+
+def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
+    running: list[Step] = []
+    outermost: Step | None = None
+    for layer, call in pairs:
+        while running and 0 <= running[-1].call.finished < call.started:
+            running.pop()
+        around = running[-1] if running else None
+        step = Step(layer, call, around, before=around.last if around else outermost)
+        if around:
+            around.last = step
+        else:
+            outermost = step
+        running.append(step)
+        yield step

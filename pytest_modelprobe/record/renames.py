@@ -1,0 +1,213 @@
+"""A user's ``rename``: which layer of one record is which of another, and a record under other names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from pytest_modelprobe.exceptions import SelectionError
+
+from .records import ROOT, Call, Layer, Parameter, Record, Response, Value, qualified
+
+
+def renamed(record: Record, names: Mapping[str, str]) -> Record:
+    """Return the record with its layers under other names; those that ``names`` does not have keep theirs.
+
+    >>> old = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear")})
+    >>> list(renamed(old, {"fc": "head"}).layers)
+    ['head']
+    """
+    if all(old == new for old, new in names.items()):
+        return record
+    layers = (_renamed_layer(layer, names) for layer in record.layers.values())
+    return dataclasses.replace(record, layers={layer.name: layer for layer in layers})
+
+
+def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dict[str, str]:
+    """Return what a user's ``rename`` says: expected name → actual name, of the layers named and all inside them.
+
+    Args:
+        actual: The record with the names on the left.
+        expected: The record with the names on the right.
+        rename: Actual glob → expected glob; what a ``*`` stands for on the left it stands for on the right.
+
+    Raises:
+        SelectionError: A glob matches nothing, or the two have not the same wildcards.
+
+    >>> new = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("blocks.0.fc", "blocks.1.fc")})
+    >>> old = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("h.0.fc", "h.1.fc")})
+    >>> declared(new, old, {"blocks.*": "h.*"})
+    {'h.0.fc': 'blocks.0.fc', 'h.1.fc': 'blocks.1.fc'}
+    """
+    __tracebackhide__ = True
+    found: dict[str, str] = {}
+    for left, right in rename.items():
+        wildcards = [re.findall(r"\*+", glob) for glob in (left, right)]
+        if wildcards[0] != wildcards[1]:
+            raise SelectionError(f"rename: {left!r} and {right!r} have not the same wildcards in the same order")
+        pattern = _pattern(left)
+        pairs = {_filled(right, m.groups()): name for name in actual.layers if (m := pattern.fullmatch(name))}
+        if not pairs:
+            raise SelectionError(f"rename: {left!r} matches no layer of the actual {actual.model}")
+        known = {old: new for old, new in pairs.items() if old in expected.layers}
+        if not known:
+            raise SelectionError(
+                f"rename: {right!r} matches no layer of the expected {expected.model}; "
+                f"{left!r} makes it {', '.join(list(pairs)[:3])}"
+            )
+        taken = set(known.values())
+        found = {old: new for old, new in found.items() if new not in taken} | known
+    return found
+
+
+def needed(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
+    """Return what of a user's ``rename`` a record needs: nothing where it has the new names already.
+
+    >>> new = Record(model="Net", layers={"head": Layer(name="head", type="Linear")})
+    >>> needed({"head": "fc"}, new)
+    {}
+    """
+
+    def found(glob: str) -> bool:
+        return any(map(_pattern(glob).fullmatch, expected.layers))
+
+    return {new: old for new, old in rename.items() if found(old) or not found(new)}
+
+
+def name_before(name: str, rename: Mapping[str, str]) -> str:
+    """Return what a layer, or a tensor in it, is called by a user's ``rename``; of several rules the last counts.
+
+    >>> name_before("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
+    'encoder.layer.3.dense.weight'
+    """
+    matches = ((_pattern(new).fullmatch(name), old) for new, old in reversed(list(rename.items())))
+    return next((_filled(old, found.groups()) for found, old in matches if found), name)
+
+
+def rules(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the ``rename`` by which `declared` would say what `match` found: one rule for all inside a layer.
+
+    Args:
+        actual: The record with the new names.
+        expected: The record with the old ones.
+        names: Expected name → actual name, of the layers that have another one.
+
+    >>> old, new = (
+    ...     Record(model="Net", layers={f"{at}{i}": Layer(name=f"{at}{i}", type="Linear") for i in range(3)})
+    ...     for at in ("encoder.layer.", "layers.")
+    ... )
+    >>> rules(new, old, {f"encoder.layer.{i}": f"layers.{i}" for i in range(3)})
+    {'layers.*': 'encoder.layer.*'}
+    """
+    before = {new: old for old, new in names.items()}
+
+    def told_by_container(new: str) -> bool:
+        container, _, own = new.rpartition(".")
+        return container in before and before[new] == f"{before[container]}.{own}"
+
+    one_by_one = {new: before[new] for new in before if not told_by_container(new)}
+    stars = [_folded_rule(*rule) for rule in one_by_one.items()]
+    folded = dict(star if stars.count(star) > 1 else rule for star, rule in zip(stars, one_by_one.items(), strict=True))
+    for found in (folded, one_by_one):
+        outermost_first = dict(sorted(found.items(), key=lambda rule: rule[0].count(".")))
+        with contextlib.suppress(SelectionError):
+            if names.items() <= declared(actual, expected, outermost_first).items():
+                return outermost_first
+    return {}
+
+
+def _folded_rule(new: str, old: str) -> tuple[str, str]:
+    """Return a rule with a star for each number, where both have the same ones."""
+    if numbers(new) != numbers(old):
+        return new, old
+    return _NUMBER.sub("*", new), _NUMBER.sub("*", old)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def numbers(name: str) -> tuple[str, ...]:
+    """Return the numbers among the segments of a name.
+
+    >>> numbers("layers.3.experts.0.fc1")
+    ('3', '0')
+    """
+    return tuple(_NUMBER.findall(name))
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = [re.escape(part) if i % 2 == 0 else _WILD[part] for i, part in enumerate(re.split(r"(\*\*|\*)", glob))]
+    return re.compile("".join(parts) + r"(\..*)?")
+
+
+_WILD = {"*": r"([^.]*)", "**": r"(.*)"}
+
+
+def _filled(glob: str, groups: Sequence[str | None]) -> str:
+    *wild, below = groups
+    values = iter(wild)
+    return re.sub(r"\*\*|\*", lambda _: next(values) or "", glob) + (below or "")
+
+
+# --- trees --------------------------------------------------------------------------------------------------------
+
+
+def _renamed_layer(layer: Layer, names: Mapping[str, str]) -> Layer:
+    return dataclasses.replace(
+        layer,
+        name=names.get(layer.name, layer.name),
+        parameters=tuple(_renamed_parameter(p, names) for p in layer.parameters),
+        buffers=tuple(_renamed_parameter(p, names) for p in layer.buffers),
+        calls=tuple(_renamed_call(call, layer.name, names) for call in layer.calls),
+    )
+
+
+def _renamed_parameter(parameter: Parameter, names: Mapping[str, str]) -> Parameter:
+    if parameter.tied_to is None:
+        return parameter
+    layer, _, name = parameter.tied_to.rpartition(".")
+    layer = layer or ROOT
+    return dataclasses.replace(parameter, tied_to=qualified(names.get(layer, layer), name))
+
+
+def _renamed_call(call: Call, layer: str, names: Mapping[str, str]) -> Call:
+    return dataclasses.replace(
+        call,
+        root=names.get(call.root, call.root),
+        inputs=tuple(_renamed_value(value, names) for value in call.inputs),
+        response=None if call.response is None else _renamed_response(call.response, layer, names),
+    )
+
+
+def _renamed_value(value: Value, names: Mapping[str, str]) -> Value:
+    return value if value.source is None else dataclasses.replace(value, source=_readdressed(value.source, names))
+
+
+def _readdressed(address: str, names: Mapping[str, str]) -> str:
+    layer, space, rest = address.partition(" ")
+    return names.get(layer, layer) + space + rest
+
+
+def _renamed_response(response: Response, layer: str, names: Mapping[str, str]) -> Response:
+    """Rename the children, whose names are relative to the layer."""
+
+    def inside(address: str) -> str:
+        child, space, rest = address.partition(" ")
+        new = names.get(qualified(layer, child)) if space else None  # else it is the call's own: `output`, `weight`
+        if new is None:
+            return address
+        container = names.get(layer, layer)
+        return new.removeprefix("" if container == ROOT else f"{container}.") + space + rest
+
+    handed = tuple(
+        dataclasses.replace(h, where=inside(h.where), passed=None if h.passed is None else inside(h.passed))
+        for h in response.handed
+    )
+    return dataclasses.replace(
+        response,
+        handed=handed,
+        recipes={inside(name): recipe for name, recipe in response.recipes.items()},
+        without_gradient=tuple(map(inside, response.without_gradient)),
+    )

@@ -1,0 +1,115 @@
+"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from pytest_modelprobe._torch import FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe.capture import Capture, assemble
+from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
+from pytest_modelprobe.record import Record
+
+
+def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
+    """Return the structure of ``model``; with inputs also the shapes and dataflow of a forward.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        *args: Inputs for a forward; their contents do not matter. None given: structure alone.
+        **kwargs: Keyword inputs.
+
+    Raises:
+        UnsupportedModelError: No module, or one that cannot be probed.
+    """
+    layers = Layers(model)
+    if not (args or kwargs):
+        return assemble(Capture(layers, layers.modules))
+    for cached in (True, False):  # torch's cache fails on what it cannot compare (packed weights); without, it is slow
+        capture = Capture(layers, layers.modules)
+        with preserved(model, values=False), seeding.forked_rng(), _quiet():
+            reason = _run_on_fakes(capture, model, args, kwargs, cached)
+        if reason is None:
+            return assemble(capture)
+    record = assemble(Capture(layers, layers.modules))
+    note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
+    return dataclasses.replace(record, notes=(*record.notes, note))
+
+
+def _run_on_fakes(
+    capture: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cached: bool
+) -> str | None:
+    """Run one watched forward on fakes of the parameters and inputs; return why it cannot be done, if so."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = mode.cache_enabled and cached
+    products = _GroupedProducts()
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            if tensor.is_meta:  # as if it were on the CPU: models make their masks and positions there
+                with mode:
+                    fakes[id(tensor)] = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+            else:
+                fakes[id(tensor)] = mode.from_tensor(tensor.detach())
+            fakes[id(tensor)].requires_grad_(tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    capture.attach()
+    try:
+        state = {name: fake(tensor) for name, tensor in tensors}
+        args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
+        with mode, products:
+            functional_call(model, state, args, kwargs, tie_weights=False)
+    except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        capture.detach()
+    return None
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
+    """Gives grouped matrix products their shape in every dtype, as on the CPU: those of fakes take bfloat16 alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_grouped_mm":
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return an empty product. Both with an axis of groups or both without: so has the product."""
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim():
+        shape = (len(a) if offs is None else len(offs), *shape)
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what a fake forward cannot do: the record says so."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,244 @@
+"""Forwards of a watch that can be run again, to call each of their layers alone: the first two of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
+from pytest_modelprobe.models import Layers, flatten, flatten_call, has_bytes, preserved, seeding
+from pytest_modelprobe.record import Response
+
+from .noting import active_autocast
+from .reasons import CannotTellError, reason_of
+
+Kind = tuple[str, bool]
+"""The layer whose call a forward is, and whether it is in training mode."""
+
+_OF_A_KIND = 2
+"""Forwards that differ in shapes or plain arguments and are each looked at: a decoder's first call, and a later one."""
+
+_OWN = frozenset(vars(nn.Module()))
+"""What every module has of itself."""
+
+_PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
+"""What can be put back, by exact type; see `restoring`."""
+
+_MOST_BYTES = 1 << 26
+"""Of buffers that are copied: some hold quantised weights in them."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Again:
+    """One forward, as it can be run again."""
+
+    kind: Kind
+    inputs: Any
+    """Its positional and its keyword arguments, copied."""
+    modes: tuple[bool, ...]
+    """Whether each layer is in training mode, in the order of the layers."""
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    reason: str | None = None
+    """Why it cannot be run again."""
+
+
+class Forwards:
+    """Copies what the first forwards of each kind are given, for them to be run again where that is asked for.
+
+    Args:
+        layers: The layers of the model.
+
+    >>> model = nn.Linear(2, 2)
+    >>> forwards = Forwards(Layers(model))
+    >>> x = torch.ones(1, 2)
+    >>> forwards.begins(("(root)", True), (x,), {})
+    >>> _ = x.zero_()
+    >>> with forwards.prepared(model, forwards.first):
+    ...     torch.equal(forwards.run(forwards.first), model(torch.ones(1, 2)))
+    True
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.first: Again | None = None
+        self.newest: Again | None = None
+        """What the newest forward is like; None: nothing that is kept."""
+        self._layers = layers
+        self._kinds: dict[Kind, dict[object, Again]] = defaultdict(dict)
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._held: dict[str, list[tuple[ReferenceType[Tensor], int]]] = {}
+
+    @property
+    def kept(self) -> dict[Kind, list[Again]]:
+        """All that can be run again."""
+        return {kind: list(known.values()) for kind, known in self._kinds.items()}
+
+    def begins(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take note of a forward, before it runs."""
+        flat = flatten_call(args, kwargs)
+        # One that is nested, with strides, has no shape.
+        tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
+        like, known = (tensors, tuple(flat.plain.items())), self._kinds[kind]
+        if self.first is None:
+            self._note_state()
+        if like not in known and len(known) < _OF_A_KIND:
+            known[like] = self._again(kind, args, kwargs)
+        self.newest = known.get(like)
+        self.first = self.first or self.newest
+
+    def run(self, again: Again) -> object:
+        """Run a forward again; `prepared` comes first."""
+        args, kwargs = self._copied(again.inputs)
+        with contextlib.ExitStack() as stack:
+            for device, dtype in again.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            return self._layers.modules[again.kind[0]](*args, **kwargs)
+
+    @contextlib.contextmanager
+    def prepared(self, model: nn.Module, again: Again) -> Iterator[None]:
+        """The model in the modes of a forward, with the buffers of the first; everything is put back afterwards.
+
+        But for what a forward writes into parameters and buffers: `isolate` puts that back.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved(model, values=False))
+            stack.enter_context(seeding.seeded(0))
+            for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
+                module.training = training
+            for parameter in model.parameters():
+                parameter.grad = None
+            for owner, name, buffer in self._buffers:
+                if name in owner._buffers:
+                    stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
+                    owner._buffers[name] = buffer.clone()
+            yield
+
+    def changed(self) -> set[str]:
+        """Return the layers that hold other tensors than before the first forward, besides parameters and buffers.
+
+        A cache that a layer keeps has numbers of the layers before it: its answer would tell of those.
+        """
+        return {name for name, now in _held(self._layers).items() if not _is_same(self._held[name], now)}
+
+    def obstacle(self) -> str | None:
+        """Return why no forward can be run again without changing what the model holds, if so."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
+        known: set[int] = set()
+        for name, module in self._layers.modules.items():
+            for key, value in _attributes(module):
+                if id(value) not in known and type(value) not in _CONTAINERS:
+                    known.add(id(value))
+                    if not isinstance(value, Tensor) and flatten(key, value).tensors:
+                        return f"{name} holds tensors in an object that cannot be put back ({type(value).__name__})"
+        return None
+
+    def _note_state(self) -> None:
+        self._held = {name: [(ref(t), _version(t)) for t in held] for name, held in _held(self._layers).items()}
+        found = [(m, name, b) for m in self._layers.modules.values() for name, b in _written_buffers(m)]
+        if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
+            with statistics.plainly(), torch.no_grad():
+                self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
+
+    def _again(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Again:
+        modes = tuple(module.training for module in self._layers.modules.values())
+        again = Again(kind=kind, inputs=None, modes=modes, autocast=active_autocast())
+        try:
+            again.inputs = self._copied((args, dict(kwargs)))
+        except Exception as error:  # noqa: BLE001 - whatever objects do that do not like to be copied
+            again.reason = f"an input cannot be copied: {reason_of(error)}"
+        return again
+
+    def _copied(self, inputs: Any) -> Any:
+        """Return a deep copy, without the graphs that tensors are part of; the model itself is no part of it."""
+        root = next(iter(self._layers.modules.values()))
+        known: dict[int, Any] = {id(module): module for module in root.modules()}
+        with statistics.plainly(), torch.no_grad():
+            for _, tensor in flatten_call(*inputs, objects=True).tensors:
+                if is_wrapped(tensor) or not has_bytes(tensor):
+                    raise CannotTellError("it is inside a transform, or has no memory of its own")
+                known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return copy.deepcopy(inputs, known)
+
+
+def merged(responses: Mapping[int, Response]) -> Response:
+    """Return the responses of one call in several forwards, by their numbers from 1, as one.
+
+    Those after the first forward have recipes of their own.
+
+    >>> first, later = (Response(recipes={"input": f"{n}x4 2^0"}) for n in (3, 1))
+    >>> merged({1: first, 2: later}).recipes
+    {'input': '3x4 2^0', 'input (forward 2)': '1x4 2^0'}
+    """
+    recipes: dict[str, str] = {}
+    for number, response in responses.items():
+        later = f" (forward {number})" if number > 1 else ""
+        recipes |= {f"{name}{later}": recipe for name, recipe in response.recipes.items()}
+    return dataclasses.replace(
+        next(iter(responses.values())),
+        recipes=recipes,
+        handed=tuple(handed for response in responses.values() for handed in response.handed),
+        reason=next((response.reason for response in responses.values() if response.reason), None),
+    )
+
+
+def recipes_of(response: Response, number: int) -> dict[str, str]:
+    """Return the recipes of a forward, from 1, in a response that was merged.
+
+    >>> recipes_of(Response(recipes={"input": "3x4 2^0", "input (forward 2)": "1x4 2^0"}), 2)
+    {'input': '1x4 2^0'}
+    """
+    found = {}
+    for name, recipe in response.recipes.items():
+        plain, _, later = name.partition(" (forward ")
+        if number == (int(later[:-1]) if later[:-1].isdigit() else 1):
+            found[plain] = recipe
+    return found
+
+
+def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a layer itself that its code may learn; those of norms are synthetic anyway."""
+    for name, buffer in () if isinstance(module, BatchOrInstanceNorm) else module._buffers.items():
+        if has_bytes(buffer) and buffer.is_floating_point():
+            yield name, buffer
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a layer holds that may have tensors in it."""
+    return ((key, v) for key, v in vars(module).items() if key not in _OWN and type(v) not in _PLAIN)
+
+
+def _held(layers: Layers) -> dict[str, list[Tensor]]:
+    """Return the tensors among the attributes of each layer, also in containers and objects."""
+    found: dict[int, list[Tensor]] = {}  # layers share a configuration, which may be large
+
+    def inside(value: Any) -> list[Tensor]:
+        if id(value) not in found:
+            found[id(value)] = [tensor for _, tensor in flatten("", value).tensors]
+        return found[id(value)]
+
+    return {
+        name: [tensor for _, value in _attributes(module) for tensor in inside(value)]
+        for name, module in layers.modules.items()
+    }
+
+
+def _is_same(then: Sequence[tuple[ReferenceType[Tensor], int]], now: Sequence[Tensor]) -> bool:
+    return len(then) == len(now) and all(
+        was() is tensor and version == _version(tensor) for (was, version), tensor in zip(then, now, strict=True)
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,31 @@
+"""What is a module's own: its weights, its buffers, and for an atomic one those of its children too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.models import has_bytes, own_buffers
+
+ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
+"""Layers that are looked at as one with what is inside them."""
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the floating parameters of a layer itself, with their names in it."""
+    for name, parameter in module.named_parameters(recurse=isinstance(module, ATOMIC)):
+        if parameter.is_floating_point() and has_bytes(parameter):
+            yield name, parameter
+
+
+def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers of a layer itself that its code may write into, with their names in it."""
+    found = own_buffers(module, atomic=isinstance(module, ATOMIC))
+    return [(name, buffer) for name, buffer in found if has_bytes(buffer) and not buffer.is_inference()]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every element."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,325 @@
+"""Recipes, and the synthetic tensors that are made after them: numbers like those of a tensor, none of them its own.
+
+A recipe, behind the shape and a dtype that is not the usual one (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
+
+=====================  ==============================================================================================
+``2^-3``               normal numbers of that root mean square; ``2^-3+`` and ``2^-3-`` their magnitudes with that
+                       sign, ``2^-3+ to 1`` none above 1; ``2^-3*`` has one row of root mean square 8 among them
+``near 1``             parameters that are all equal: normal numbers about it
+``const 1``            all elements equal
+``mask -inf``          zeros and that number, for attention masks
+``0 or 1``             floats that are a mask
+``0..511``             integers, evenly; ``0..63 sorted`` in order; ``-100 or 0..511`` with a mark among them
+``bool``, ``true``...  coins; all true; all false
+``... with 0 last``    the same with a mark at the end of rows, as padding is; ``with 0 first`` at their beginning
+=====================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe.models import seeding
+
+_EXTREME = -1e4
+"""Floats from here down are what masks are made of."""
+
+_FLOATS = re.compile(
+    r"2\^(?P<exponent>-?\d{1,3})(?P<sign>[+*-]?)(?P<capped>(?<=\+) to 1)?"
+    r"|(?P<how>near|const|mask) (?P<value>-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"
+    r"|(?P<either>0 or 1)"
+)
+_INTEGERS = re.compile(
+    r"(?:(?P<mark>-\d{1,18}) or )?(?P<low>-?\d{1,18})\.\.(?P<high>-?\d{1,18})(?P<sorted> sorted)?"
+    r"|const (?P<value>-?\d{1,18})"
+)
+_BOOLS = ("bool", "true", "false")
+_PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
+
+_LARGE = 3
+"""Exponent of one row of a synthetic tensor: among small numbers alone a cap or a clamp is the identity."""
+
+
+def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
+    """Return the recipe for numbers like those of a tensor: coarse, so that other numbers of the kind have the same.
+
+    Args:
+        tensor: Any tensor of floats, complex numbers, integers or bools.
+        weight: Whether it is a parameter, of which no element is to be the same as the others.
+
+    >>> kind_of(torch.randn(100) / 9), kind_of(torch.rand(100)), kind_of(torch.arange(8)), kind_of(torch.ones(3))
+    ('2^-3', '2^-1+ to 1', '0..7 sorted', 'const 1')
+    >>> kind_of(torch.tensor([0, -torch.inf])), kind_of(torch.tensor([17, 900, 34]))
+    ('mask -inf', '0..511')
+    """
+    with statistics.plainly(), torch.no_grad():
+        x = tensor.detach()
+        if x.is_complex():
+            x = x.abs()
+        if x.dtype == torch.bool:
+            return _kind_of_padded(x) or ("true" if x.all() else "bool" if x.any() else "false")
+        if not x.is_floating_point():
+            return _kind_of_padded(x) or _kind_of_integers(x.to(torch.int64)) if x.numel() else "0..0"
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        kind = _kind_of_floats(wide, torch.finfo(x.dtype).min / 2, weight) if x.numel() else "2^0"
+        if kind == "0 or 1":
+            return _kind_of_padded(x) or kind
+        rows = x.dim() > 1 and x.numel() > x.shape[-1]
+        plain = _FLOATS.fullmatch(kind) if rows and not weight else None
+        small = plain is not None and plain["exponent"] and not plain["sign"] and int(plain["exponent"]) < _LARGE
+        return f"{kind}*" if small else kind
+
+
+def _kind_of_padded(x: Tensor) -> str | None:
+    """Return the recipe of tokens or of a mask, a row for each sample, of which some begin or end with one mark."""
+    if x.dim() < 2 or x.shape[-1] < 3 or x.numel() != x.shape[0] * x.shape[-1]:
+        return None
+    rows = x.reshape(x.shape[0], -1).to(torch.int64)
+    a_mask = bool(((rows == 0) | (rows == 1)).all())
+    for end, ordered in (("last", rows.flip(-1)), ("first", rows)):
+        # A mask may hide one position; the same token twice in a row is more than chance.
+        at_end = ordered[:, 0] if a_mask else ordered[:, 0][ordered[:, 0] == ordered[:, 1]]
+        for mark in at_end.unique().tolist()[:2]:
+            marked = ordered == mark
+            only_there = bool((marked.cumprod(-1) == marked).all()) and not bool(marked.all(-1).any())
+            # Where each row of a mask has both, either may be the mark.
+            if only_there and not (a_mask and bool(marked.any(-1).all())):
+                rest = ordered[~marked]
+                if x.dtype == torch.bool:
+                    return f"{_BOOLS[1 + mark]} with {_BOOLS[2 - mark]} {end}"
+                return f"{_kind_of_integers(rest).removesuffix(' sorted')} with {mark} {end}"
+    return None
+
+
+def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
+    low, high = (bound.item() for bound in x.aminmax())
+    if not (low > _EXTREME and high < math.inf):  # a NaN is not either
+        masked = x <= _EXTREME
+        if masked.any() and not x[~masked].any():
+            return f"mask {low:.9g}"
+        x = x[x.isfinite() & (x > least)]
+        if not x.numel():
+            return "2^0"
+        low, high = (bound.item() for bound in x.aminmax())
+    scale = max(-low, high)
+    if scale == 0:
+        return "2^0"  # zero by chance of the weights, as a gate is at the start
+    if low == high and x.numel() > 1:
+        return f"{'near' if weight else 'const'} {low:.3g}"
+    if low == 0 and high == 1 and not weight and bool(((x == 0) | (x == 1)).all()):
+        return "0 or 1"
+    if not 1e-15 < scale < 1e15:
+        x = x / scale  # its squares leave the dtype
+    else:
+        scale = 1.0
+    rms = torch.linalg.vector_norm(x).item() / math.sqrt(x.numel())
+    exponent = round(math.log2(scale) + math.log2(rms))
+    sign = ("+ to 1" if high <= 1 else "+") if low >= 0 else "-" if high <= 0 else ""
+    return f"2^{exponent}{sign}"
+
+
+def _kind_of_integers(x: Tensor) -> str:
+    low, high = (int(bound) for bound in x.aminmax())
+    if low == high:
+        return f"const {low}"
+    if x.dim() and x.shape[-1] > 2 and bool((x.diff(dim=-1) >= 0).all()):
+        return f"{low}..{high} sorted"
+    mark = ""
+    if low < 0 <= high:
+        negative = x[x < 0]
+        if bool((negative == low).all()):
+            mark, low = f"{low} or ", 0
+    if 0 <= 2 * low <= high:
+        low, high = 0, (1 << (high + 1).bit_length() - 1) - 1
+    return f"{mark}{low}..{high}"
+
+
+def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
+    """Whether a recipe, from a file perhaps, is one for tensors of this dtype.
+
+    Args:
+        kind: The recipe.
+        dtype: Of the tensor to be made.
+        most: Integers have to be smaller than this.
+
+    >>> (
+    ...     fits("2^-3+", torch.float16),
+    ...     fits("2^-3", torch.int64),
+    ...     fits("0..9", torch.int64, 8),
+    ...     fits("rm -rf", torch.bool),
+    ... )
+    (True, False, False, False)
+    """
+    padded = _PADDED.fullmatch(kind)
+    if padded is not None:
+        mark = padded["mark"]
+        mark = mark if dtype == torch.bool or mark in _BOOLS else f"const {mark}"
+        return not dtype.is_complex and all(fits(part, dtype, most) for part in (padded["rest"], mark))
+    if dtype == torch.bool:
+        return kind in _BOOLS
+    if dtype.is_floating_point or dtype.is_complex:
+        found = _FLOATS.fullmatch(kind)
+        return found is not None and (found["exponent"] is None or abs(int(found["exponent"])) <= 127)
+    match = _INTEGERS.fullmatch(kind)
+    if match is None:
+        return False
+    bounds = [int(match[name]) for name in ("mark", "low", "high", "value") if match[name] is not None]
+    limits = torch.iinfo(dtype)
+    in_order = match["low"] is None or int(match["low"]) <= int(match["high"])
+    return in_order and all(limits.min <= n <= limits.max and (most is None or n < most) for n in bounds)
+
+
+Draw = Callable[[Sequence[int], str], Tensor]
+
+
+def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draw: Draw | None = None) -> Tensor:
+    """Return the tensor of a recipe, on the CPU; it depends on the arguments alone.
+
+    Args:
+        kind: The recipe; one that `fits`.
+        shape: Of the tensor.
+        name: Its place in the call.
+        dtype: Of the tensor.
+        draw: Where normal numbers come from, by shape and name.
+
+    >>> synthetic("const 3", (2,), "input", torch.float32)
+    tensor([3., 3.])
+    >>> synthetic("0..3 sorted", (4,), "input", torch.int64)
+    tensor([0, 1, 2, 3])
+    """
+    draw = draw or _drawn
+    padded = _PADDED.fullmatch(kind)
+    if padded is not None:
+        rest = synthetic(padded["rest"], shape, name, dtype, draw=draw)
+        mark = padded["mark"] == "true" if padded["mark"] in _BOOLS else int(padded["mark"])
+        return _padded(rest, mark, first=padded["end"] == "first")
+    if dtype == torch.bool:
+        return _coins(draw(shape, name)) if kind == "bool" else torch.full(tuple(shape), kind == "true")
+    if dtype.is_complex:
+        numbers = synthetic(kind, [*shape, 2], name, torch.float32, draw=draw)
+        return torch.view_as_complex(numbers).to(dtype)
+    if dtype.is_floating_point:
+        return _floats(kind, shape, name, draw).to(dtype)
+    return _integers(kind, shape, name, draw).to(dtype)
+
+
+def _floats(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
+    match = _FLOATS.fullmatch(kind)
+    assert match is not None, kind
+    if match["either"]:
+        return _coins(draw(shape, name)).float()
+    if match["exponent"]:
+        numbers = draw(shape, name) * 2.0 ** int(match["exponent"])
+        if match["sign"] == "*":
+            return _with_a_large_row(numbers, 2.0 ** (_LARGE - int(match["exponent"])), name)
+        if match["sign"]:
+            numbers = numbers.abs() if match["sign"] == "+" else -numbers.abs()
+        return numbers.clamp(max=1) if match["capped"] else numbers
+    value = float(match["value"])
+    if match["how"] == "const":
+        return torch.full(tuple(shape), value, dtype=torch.float64)
+    if match["how"] == "near":
+        return value * (1 + draw(shape, name) / 8)
+    # The least number of a dtype, rounded to the digits of a recipe, is beyond it.
+    return torch.where(_coins(draw(shape, name)), 0.0, torch.tensor(value, dtype=torch.float64))
+
+
+def _integers(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
+    match = _INTEGERS.fullmatch(kind)
+    assert match is not None, kind
+    if match["value"]:
+        return torch.full(tuple(shape), int(match["value"]))
+    low, high = int(match["low"]), int(match["high"])
+    if match["sorted"] and len(shape):
+        steps = torch.linspace(low, high, shape[-1], dtype=torch.float64).round().long()
+        return steps.expand(tuple(shape)).contiguous()
+    if (low, high) == (0, 1) and not match["mark"]:
+        return _coins(draw(shape, name)).long()
+    numbers = seeding.randint(low, high + 1, shape, seed=0, name=name, device="cpu")
+    if match["mark"]:
+        numbers[draw(shape, name) > 0.5] = int(match["mark"])
+    return numbers
+
+
+def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
+    """Return the numbers with one row so many times larger; which one depends on the name: two meet small ones."""
+    if numbers.dim() < 2 or not numbers.numel():
+        return numbers
+    rows = numbers.view(-1, numbers.shape[-1])
+    rows[seeding.derive(0, f"row {name}") % len(rows)] *= times
+    return numbers
+
+
+def _padded(tensor: Tensor, mark: bool | int, *, first: bool) -> Tensor:
+    """Return the tensor with a mark at one end of its rows: a quarter of the second, half of the third and so on.
+
+    Tokens and their mask, which have as many rows of one length, are marked alike. Of several rows the first has none.
+    """
+    if not tensor.dim() or tensor.shape[-1] < 2 or not tensor.numel():
+        return tensor
+    tensor = tensor.clone()
+    rows = tensor.view(-1, tensor.shape[-1])
+    length = tensor.shape[-1]
+    for i, row in enumerate(rows if len(rows) == 1 else rows[1:]):
+        count = max(1, length * (i % 3 + 1) // 4)
+        row[slice(count) if first else slice(length - count, length)] = mark
+    return tensor
+
+
+def _coins(numbers: Tensor) -> Tensor:
+    """Return coins, of which the first in each row is true and the second false: no row of a mask is empty."""
+    coins = numbers > 0
+    if coins.dim():
+        coins[..., :1] = True
+        coins[..., 1:2] = False
+    return coins
+
+
+_PERIOD = 131_101  # of numbers drawn
+
+
+class Draws:
+    """Normal numbers by shape and name, not to be written to: layers of one kind ask for the same ones."""
+
+    _MOST = 1 << 28  # bytes
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._bytes = 0
+
+    def __call__(self, shape: Sequence[int], name: str) -> Tensor:
+        """Return the numbers of that shape and name."""
+        key = name, *shape
+        if key not in self._kept:
+            drawn = _drawn(shape, name)
+            if self._bytes + drawn.nbytes > self._MOST:
+                self._kept.clear()
+                self._bytes = 0
+            self._bytes += drawn.nbytes
+            self._kept[key] = drawn
+        return self._kept[key]
+
+
+def _drawn(shape: Sequence[int], name: str) -> Tensor:
+    """Return normal numbers; from some number on they come again a little larger: to draw on would take too long.
+
+    The period is a prime, so that no rows are alike, and no two numbers are equal by it.
+    """
+    count = math.prod(shape)
+    if count <= _PERIOD:
+        return seeding.randn(shape, seed=0, name=name, device="cpu", dtype=torch.float32)
+    drawn = seeding.randn((_PERIOD,), seed=0, name=name, device="cpu", dtype=torch.float32)
+    scales = 1 + torch.arange(-(-count // _PERIOD)) % 512 / 4096
+    return (scales[:, None] * drawn).view(-1)[:count].view(tuple(shape))
+
+
+def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what stands before a recipe: the shape, and the dtype if it is not the usual one."""
+    usual = dtype in (torch.float32, torch.int64, torch.bool)
+    return ("x".join(map(str, shape)) or "scalar") + ("" if usual else f":{str(dtype).removeprefix('torch.')}")

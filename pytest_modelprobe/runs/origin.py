@@ -1,0 +1,260 @@
+"""Where something non-finite began: the operation and the line of the model's source."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from pytest_modelprobe.models import Flat, flatten, flatten_call
+from pytest_modelprobe.record import Operation
+
+_OURS = f"{Path(__file__).parent}{os.sep}"
+_NO_MODELS = (f"{Path(torch.__file__).parent}{os.sep}", "<frozen ")
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def _is_model_code(path: str) -> bool:
+    """Whether a source file is neither torch's, nor Python's, nor ours."""
+    if path.startswith(_STDLIB) and "site-packages" not in path:
+        return False
+    return not path.startswith((_OURS, *_NO_MODELS))
+
+
+class OriginMode(TorchFunctionMode):
+    """Finds the first torch operation that gives a NaN, or an infinity of a new sign, which no input of it has.
+
+    A constant is an input too: ``masked_fill(mask, -inf)`` begins nothing. Where an infinity comes first, the operation
+    that makes a NaN is looked for besides.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Operation | None = None
+        self._complete = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._complete:
+            return func(*args, **kwargs)
+        before = flatten_call(args, kwargs)
+        had, ranges = _kinds(before), _ranges(before)  # before the call: it may write in place
+        output = func(*args, **kwargs)
+        new = _kinds(flatten("", output)) - had
+        if new and (self.found is None or "nan" in new):
+            self._add(Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=ranges))
+            self._complete = "nan" in new
+        return output
+
+    def _add(self, operation: Operation) -> None:
+        if self.found is None:
+            self.found = operation
+        else:
+            where = dataclasses.replace(operation, detail="")
+            self.found = dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What a NaN or an infinity that a model gives out comes from."""
+
+    layer: str
+    """The innermost layer that was running, or what held it."""
+    text: str
+    """As it stands after "from": the operation, or ``fc1.weight, which holds NaN``."""
+    given: bool = False
+    """Whether it is an infinity that the model was given and did not compute."""
+
+
+class SourceMode(TorchFunctionMode):
+    """Follows what is not finite through all that it goes into, from the operation that made it or what held it.
+
+    An infinity counts as given if it is a constant, as of ``masked_fill(mask, -inf)``, if it was held so, or if it is
+    negative and made of zeros and ones alone, as ``mask.log()`` is.
+
+    Args:
+        held: Address in memory → what is known to hold something, with the layer to name and whether an infinity of it
+            counts as given.
+        running: Returns the innermost layer that is running.
+    """
+
+    def __init__(self, held: Mapping[int, Source], running: Callable[[], str]) -> None:
+        super().__init__()
+        self._held, self._running = held, running
+        # By address, as views share it; each with a tensor, so that the memory stays its own.
+        self._known: dict[int, tuple[torch.Tensor, dict[str, Source | None]]] = {}
+
+    def sources(self, tensor: torch.Tensor) -> dict[str, Source | None]:
+        """Return which kinds are in a tensor, each with what it comes from; None where no torch call shows it."""
+        kinds = _kinds(flatten("", tensor))
+        if not kinds:
+            return {}
+        address = tensor.untyped_storage().data_ptr()
+        _, known = self._known.get(address, (tensor, {}))
+        held = self._held.get(address)
+        if held is not None:
+            texts = {kind: f"{held.text}, which holds {kind.replace('nan', 'NaN')}" for kind in kinds}
+            of_held = {kind: Source(held.layer, texts[kind], held.given and kind != "nan") for kind in kinds}
+            known = {**of_held, **known}
+        return {kind: known.get(kind) for kind in kinds}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        before = flatten_call(args, kwargs)
+        operation = Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=_ranges(before))
+        made = Source(self._running(), str(operation))
+        constants = {_kind(value) for value in before.plain.values() if isinstance(value, float)}
+        coming: dict[str, Source | None] = {
+            kind: dataclasses.replace(made, given=kind != "nan") for kind in constants if kind
+        }
+        for _, tensor in before.tensors:
+            for kind, source in self.sources(tensor).items():
+                coming[kind] = min(source, coming.get(kind, source), key=_innocence)
+        of_mask = _is_mask(before)
+        output = func(*args, **kwargs)
+        for _, tensor in (*flatten("", output).tensors, *before.tensors):  # it may have written in place
+            kinds = _kinds(flatten("", tensor))
+            if kinds:
+                new = {kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds}
+                sources = {kind: coming.get(kind, new[kind]) for kind in kinds}
+                self._known[tensor.untyped_storage().data_ptr()] = tensor, sources
+        return output
+
+
+def _innocence(source: Source | None) -> int:
+    return 1 if source is None else 2 * source.given
+
+
+def _is_mask(flat: Flat) -> bool:
+    """Return whether there are zeros and ones in the tensors, and nothing else."""
+    tensors = [values for _, values in _floating(flat)]
+    bounds = {bound.item() for values in tensors for bound in values.aminmax()}
+    return bounds == {0.0, 1.0} and all(bool(((values == 0) | (values == 1)).all()) for values in tensors)
+
+
+def find_origin(forward: Callable[[], Any]) -> Operation | None:
+    """Run ``forward`` and return the operation in which the first non-finite value began, if a torch call shows it."""
+    mode = OriginMode()
+    with mode:
+        forward()
+    return mode.found
+
+
+def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | None:
+    """Run forward and backward; return the operation whose backward first made something that is not finite.
+
+    Every node of the graph is looked at, for anomaly detection sees a NaN but not the infinity that became one. It is
+    used for the lines of the forward alone, which it keeps with the nodes.
+    """
+    found: list[Operation] = []
+
+    def looking(node: Node) -> Callable[..., None]:
+        def look(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
+            made = frozenset() if found else _kinds(flatten("", given))
+            if made:  # for the first time, so what it took was finite
+                kinds = " and ".join(sorted(kind.replace("nan", "NaN") for kind in made))
+                detail = f"which made {kinds} of a finite gradient"
+                found.append(Operation(name=node.name(), location=_forward_line(node), detail=detail))
+
+        return look
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
+        with torch.autograd.detect_anomaly(check_nan=False):
+            loss = make_loss()
+    handles = [node.register_hook(looking(node)) for node in _nodes(loss.grad_fn)]
+    try:
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _nodes(start: Node | None) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once."""
+    waiting, seen = [start], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+def _forward_line(node: Node) -> str | None:
+    """Return the model's line that made a node: anomaly detection keeps the stack with it."""
+    metadata = cast("dict[str, list[str]]", node.metadata)  # annotated as a method
+    for entry in reversed(metadata.get("traceback_", [])):
+        path, _, rest = entry.strip().removeprefix('File "').partition('", line ')
+        if path.startswith(_OURS):
+            return None
+        if rest and _is_model_code(path):
+            return f"{Path(path).name}:{rest.partition(',')[0]}"
+    return None
+
+
+def _model_line(frame: FrameType | None) -> str | None:
+    """Return file and line of the innermost frame of the model: one that is neither torch's nor Python's."""
+    for caller, line in traceback.walk_stack(frame):
+        path = caller.f_code.co_filename
+        if path.startswith(_OURS):
+            return None  # all of it torch's own modules: what calls us is no part of the model
+        if _is_model_code(path):
+            return f"{Path(path).name}:{line}"
+    return None
+
+
+def _name(function: Any) -> str:
+    return str(resolve_name(function) or getattr(function, "__name__", function))
+
+
+def _kinds(flat: Flat) -> frozenset[str]:
+    """Return which non-finite kinds are among the tensors and the plain numbers."""
+    kinds = {_kind(value) for value in flat.plain.values() if isinstance(value, float)}
+    for _, values in _floating(flat):
+        if values.isfinite().all():
+            continue
+        kinds |= {kind for kind in ("nan", "inf", "-inf") if _has(values, kind)}
+    return frozenset(filter(None, kinds))
+
+
+def _kind(value: float) -> str | None:
+    return None if math.isfinite(value) else str(value)
+
+
+def _has(values: torch.Tensor, kind: str) -> bool:
+    return bool((values.isnan() if kind == "nan" else values == float(kind)).any())
+
+
+def _ranges(flat: Flat) -> str:
+    """Return the smallest and largest element of each floating input: ``input min -0.3, max 2``."""
+    shown = []
+    for path, values in _floating(flat):
+        low, high = values.double().aminmax()
+        shown.append(f"{path} min {low.item():.4g}, max {high.item():.4g}")
+    return "; ".join(shown)
+
+
+def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what has floating elements to look at: nothing sparse, quantised or without contents."""
+    for path, tensor in flat.tensors:
+        looked_into = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+        if not looked_into or not tensor.numel():
+            continue
+        if tensor.is_complex():
+            yield path, torch.view_as_real(tensor.detach().resolve_conj())
+        elif tensor.is_floating_point():
+            yield path, tensor.detach().float() if tensor.element_size() < 2 else tensor.detach()
