@@ -226,7 +226,7 @@ def texts() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (torch.arange(LENGTH) < torch.tensor([[6], [5], [4], [6]])).long()}
 
 
-def labelled() -> dict[str, Tensor]:
+def labeled() -> dict[str, Tensor]:
     ids, mask = texts().values()
     return {"input_ids": ids, "labels": ids.roll(-1, 1).masked_fill(mask == 0, -100)}
 
@@ -246,7 +246,7 @@ def trainable(model: nn.Module) -> Optimizer:
 SUBJECTS = {
     "decoder": Subject(make=Decoder, inputs=lambda: {"input_ids": texts()["input_ids"]}, claims=("causal", "added up")),
     "encoder": Subject(make=Encoder, inputs=texts, claims=("padded", "added up")),
-    "with loss": Subject(make=WithLoss, inputs=labelled, claims=("added up",), loss=lambda loss: loss),
+    "with loss": Subject(make=WithLoss, inputs=labeled, claims=("added up",), loss=lambda loss: loss),
     "vision": Subject(make=Vision, inputs=images, claims=("deployed",)),
     "tuned": Subject(make=Tuned, inputs=images, frozen="stem", optimizer=trainable),
     "points": Subject(make=lambda: of_points(nn.Identity()), inputs=points, claims=("equivariant", "added up")),
@@ -405,7 +405,7 @@ FAULTS = [
     Fault("layer in a plain list", "decoder", f"{BLOCK}.extra*", edited(listed)),
     Fault("tensor that is no buffer", "points", "act1 act1.own",
           coded("act1", torch.linspace(1, 2, WIDTH), forward=lambda self, x: F.gelu(x * self.own))),
-    Fault("weight never initialised", "decoder", FC1,
+    Fault("weight never initialized", "decoder", FC1,
           edited(lambda m: setattr(m.blocks[1].fc1, "weight", nn.Parameter(torch.empty(2 * WIDTH, WIDTH))))),
     Fault("tie lost in loading", "decoder", "head1.weight", coded("", load_state_dict=untie)),
     Fault("attribute that is not pickled", "decoder", f"{ACT} {ACT}.own", coded(ACT, lambda x: x)),
@@ -480,7 +480,7 @@ def suite_of_ours(s: Subject) -> dict[str, Test]:
     tests = {name: asked(check, loss=s.loss) for name, check in checks.STANDARD.items()}
     tests |= {check.__name__: asked(check) for claim in s.claims for check in claimed.get(claim, [])}
     tests |= {
-        "initialised": asked(checks.initialised, factory=s.make),
+        "initialized": asked(checks.initialized, factory=s.make),
         "gradcheck": asked(checks.gradcheck),
         "optimizer_covers": lambda m, _: checks.optimizer_covers(ModelProbe(), m, optimizer=s.optimizer(m)),
         "ema_tracks": averaged,
@@ -677,7 +677,7 @@ def page(faulty: dict[str, list[Result]], healthy: dict[str, list[Result]]) -> s
             "tells most. *Seconds*: of one processor, for the whole suite. "
             "A fault of a loss or a training loop has no layer."
         ),
-        "What `torch.empty` holds is chance: of a weight never initialised pytest-torch may see more or less.",
+        "What `torch.empty` holds is chance: of a weight never initialized pytest-torch may see more or less.",
         "",
         *table(
             [

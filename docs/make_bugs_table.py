@@ -1,4 +1,4 @@
-"""Writes docs/bugs-and-what-shows-them.md from tests/bugs.py.
+"""Writes docs/bugs-and-what-shows-them.md from tests/checks/bugs.py.
 
 Run it with ``python docs/make_bugs_table.py`` after a change there.
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent / "bugs-and-what-shows-them.md"
-TABLE = Path(__file__).parents[1] / "tests" / "bugs.py"
+TABLE = Path(__file__).parents[1] / "tests" / "checks" / "bugs.py"
 
 HEAD = """\
 # Bugs, and what shows them
 
-Made by `docs/make_bugs_table.py` of `tests/bugs.py`. Each row is a kind of bug that public models had. Most break a
-property, which a check or an assertion names without knowing a better model. The others make of one sound model
+Made by `docs/make_bugs_table.py` of `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most
+break a property, which a check or an assertion names without knowing a better model. The others make of one sound model
 another sound one: those a snapshot shows, and the kill matrix (`benchmarks/kill_matrix`) plants them under the title
 given here.
 """

@@ -1,4 +1,4 @@
-"""Writes docs/the-gate.md from tests/attacks.py.
+"""Writes docs/the-gate.md from tests/gate/attacks.py.
 
 Run it with ``python docs/make_gate_page.py`` after a change there.
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent / "the-gate.md"
-TABLE = Path(__file__).parents[1] / "tests" / "attacks.py"
+TABLE = Path(__file__).parents[1] / "tests" / "gate" / "attacks.py"
 
 HEAD = """\
 # What the gate promises
 
-Made by `docs/make_gate_page.py` of `tests/attacks.py`, whose verdicts a test compares with those of the gate.
+Made by `docs/make_gate_page.py` of `tests/gate/attacks.py`, whose verdicts a test compares with those of the gate.
 
 `modelprobe check` reads the snapshot files of two revisions, and nothing else of them: it imports no code of the
 repository, runs no model, and asks nobody but git. It tells whether what these files say changed, of which

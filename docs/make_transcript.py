@@ -91,7 +91,7 @@ CHANGES = [
     ),
     (
         "The weights",
-        "An initialisation is added to the constructor.",
+        "An initialization is added to the constructor.",
         "self.head = nn.Linear(32, 100)",
         "self.head = nn.Linear(32, 100)\n        nn.init.normal_(self.head.weight, std=0.02)",
     ),

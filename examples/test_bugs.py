@@ -289,7 +289,7 @@ class TokenClassifier(nn.Module):
 
     def forward(self, tokens):
         mixed, _ = self.mixer(self.embedding(tokens))
-        return self.head(mixed)  # the bug: mixed is not normalised
+        return self.head(mixed)  # the bug: mixed is not normalized
 
 
 class TokenClassifierMended(TokenClassifier):

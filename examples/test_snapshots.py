@@ -15,7 +15,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from pytest_modelprobe import assert_same_behaviour
+from pytest_modelprobe import assert_same_behavior
 
 GPT2 = GPT2Config(
     n_layer=4, n_embd=64, n_head=4, vocab_size=200, bos_token_id=0, eos_token_id=0, layer_norm_epsilon=1e-5
@@ -99,6 +99,6 @@ def test_a_port_does_what_its_reference_does(modelprobe):
             x = (self.net["norm2"](self.net["conv"](x)) + x).relu()
             return self.net["head"](self.net["pool"](x).flatten(1))
 
-    assert_same_behaviour(
+    assert_same_behavior(
         modelprobe.run(Port(), x), modelprobe.run(reference, x), rename={"net.*": "*"}, structure=False
     )

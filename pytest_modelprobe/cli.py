@@ -524,6 +524,6 @@ def _init(options: argparse.Namespace) -> int:
 
 _AFTER_INIT = f"""
 Next, to have every change of an architecture reviewed, a line in .github/CODEOWNERS:
-  **/{DIRECTORY}/**/*.arch.json @your-organisation/model-owners
+  **/{DIRECTORY}/**/*.arch.json @your-organization/model-owners
 and in a workflow of pull requests, after a checkout with fetch-depth: 0:
   modelprobe check --format github"""

@@ -398,7 +398,7 @@ def _told(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
     cache = getattr(config, "cache", None)
     table_wanted = config.stash[SETTINGS].verbose or (cache is not None and cache.get(_FIRST_USE, None) is None)
     said = []
-    for name, source in probe.tell():
+    for name, source in probe.take_unreported():
         try:
             record = source if not hasattr(source, "record") else source.record
         except ModelProbeError as error:

@@ -30,8 +30,8 @@ from .models import (
     seeding,
     unseen,
 )
-from .models import initialization as initialisation
-from .record import Layer, Reading, Record, Response, Selector, nearest, select, with_rerun
+from .models import initialization as initialization
+from .record import IsolatedResponse, Layer, Reading, Record, Selector, nearest, select, with_rerun
 from .runs import (
     Again,
     Forwards,
@@ -185,7 +185,7 @@ class Watch:
         reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
         if reason is not None:
             return _noted(record, f"no layer was called alone: {reason}")
-        found: dict[_Place, dict[int, Response]] = {}
+        found: dict[_Place, dict[int, IsolatedResponse]] = {}
         for number, again in (pair for forwards in kept for pair in enumerate(forwards, 1)):
             recipes = {
                 (layer.name, call.index): recipes_of(call.response, number)
@@ -209,7 +209,7 @@ class Watch:
         recipes: Mapping[Key, Mapping[str, str]],
         names: Mapping[str, str] | None,
         only: Collection[str] | None,
-    ) -> dict[Key, Response]:
+    ) -> dict[Key, IsolatedResponse]:
         assert self._forwards is not None
         changed = self._forwards.changed()
         with self._forwards.prepared(self.model, again):
@@ -223,7 +223,7 @@ class Watch:
                 gradient=bool(record.backwards),
             )
         return {
-            key: Response(reason="tensors that it keeps were changed since") if key[0] in changed else response
+            key: IsolatedResponse(reason="tensors that it keeps were changed since") if key[0] in changed else response
             for key, response in responses.items()
         }
 
@@ -286,7 +286,7 @@ class ModelProbe:
             model: The model.
             *args: Its positional arguments; tensors in them are moved to the device.
             loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
-                output but a cache, which no normalisation makes constant. None: no backward.
+                output but a cache, which no normalization makes constant. None: no backward.
             mode: ``"train"`` or ``"eval"``; None: as the model is.
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
@@ -414,7 +414,7 @@ class ModelProbe:
             factory: Makes the model; called once.
             rename: Glob of layers → glob of the names that they had: their weights are drawn by these, and stay.
         """
-        model = initialisation.build(factory, seed=self.seed, rename=rename)
+        model = initialization.build(factory, seed=self.seed, rename=rename)
         if any(p.is_meta for p in model.parameters()):
             return model
         return model.to(self.device)
@@ -470,7 +470,7 @@ class ModelProbe:
             )
         return self._sources[0][1]
 
-    def tell(self) -> list[tuple[str, Watch | Record]]:
+    def take_unreported(self) -> list[tuple[str, Watch | Record]]:
         """Return the newest runs and watches that were not told before, each with its name."""
         new = list(self._sources)[-(self._seen - self._told) :] if self._seen > self._told else []
         self._told = self._seen
@@ -616,7 +616,7 @@ class _Run:
     def isolated(
         self, record: Record, like: Record, names: Mapping[str, str] | None, only: Collection[str] | None
     ) -> Record:
-        """Fill in the `Response` of each call, see `Rerun`."""
+        """Fill in the `IsolatedResponse` of each call, see `Rerun`."""
         if not self.isolate:
             return record
         model = self._model()  # held until the end
@@ -643,10 +643,10 @@ class _Run:
         if where is not None:
             repeats = [again, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
             return _noted(
-                noise.with_unrest(record, repeats),
+                noise.with_nondeterminism(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
             )
-        near, far = ([noise.Move(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
+        near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
         measured = noise.with_noise(
             record, near=[self._observed(move)[0] for move in near], far=[self._observed(move)[0] for move in far]
         )
@@ -663,11 +663,11 @@ class _Run:
     def _isolate(
         self,
         record: Record,
-        like: Mapping[Key, Response],
-        move: noise.Move | None = None,
+        like: Mapping[Key, IsolatedResponse],
+        move: noise.Perturbation | None = None,
         names: Mapping[str, str] | None = None,
         only: Collection[str] | None = None,
-    ) -> dict[Key, Response]:
+    ) -> dict[Key, IsolatedResponse]:
         with self._prepared(values=False):
             return isolate(
                 self.model,
@@ -711,7 +711,7 @@ class _Run:
     # --- the step -------------------------------------------------------------------------------------------------
 
     def _observed(
-        self, move: noise.Move | None = None, keep: Selector = (), *, repeat: int = 0
+        self, move: noise.Perturbation | None = None, keep: Selector = (), *, repeat: int = 0
     ) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record of one step, its numbers moved by ``move``, and the tensors kept.
 
@@ -774,7 +774,7 @@ class _Run:
             with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
                 self._forward()
 
-    def _forward(self, move: noise.Move | None = None) -> Any:
+    def _forward(self, move: noise.Perturbation | None = None) -> Any:
         __tracebackhide__ = True
         copies: dict[int, torch.Tensor] = {}
 
@@ -805,7 +805,7 @@ class _Run:
             if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
-    def _step(self, move: noise.Move | None = None) -> None:
+    def _step(self, move: noise.Perturbation | None = None) -> None:
         __tracebackhide__ = True
         if self.loss is None:
             self._forward(move)
@@ -815,7 +815,7 @@ class _Run:
             with torch.enable_grad():
                 self._forward(move)
 
-    def _loss(self, move: noise.Move | None = None) -> torch.Tensor:
+    def _loss(self, move: noise.Perturbation | None = None) -> torch.Tensor:
         __tracebackhide__ = True
         with torch.enable_grad():
             output = self._forward(move)
@@ -856,12 +856,12 @@ def _contexts(device: torch.device) -> Callable[[], list[Any]]:
     return again
 
 
-def _responses(record: Record) -> dict[Key, Response]:
+def _responses(record: Record) -> dict[Key, IsolatedResponse]:
     """Return the responses of a record of one forward."""
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
 
 
-def _with_responses(record: Record, found: Mapping[_Place, Response]) -> Record:
+def _with_responses(record: Record, found: Mapping[_Place, IsolatedResponse]) -> Record:
     def layer(one: Layer) -> Layer:
         places = ((call, (call.root, call.root_training, one.name, call.index)) for call in one.calls)
         calls = (dataclasses.replace(call, response=found.get(place)) for call, place in places)
@@ -870,7 +870,7 @@ def _with_responses(record: Record, found: Mapping[_Place, Response]) -> Record:
     return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
 
 
-def _of_one_forward(record: Record, found: Mapping[Key, Response]) -> Record:
+def _of_one_forward(record: Record, found: Mapping[Key, IsolatedResponse]) -> Record:
     places = {(call.root, call.root_training, layer.name, call.index) for layer, call in record.calls}
     return _with_responses(record, {place: found[place[2:]] for place in places if place[2:] in found})
 

@@ -22,7 +22,7 @@ from pytest_modelprobe.gate import sources
 from pytest_modelprobe.gate.git import Repository
 from pytest_modelprobe.gate.verdict import superseded
 from pytest_modelprobe.record.records import Call, Layer, Parameter, Reading, Record, Statistics, Value
-from pytest_modelprobe.snapshot.lasting import structure_of
+from pytest_modelprobe.snapshot.preconditions import structure_of
 
 PATH = "tests/__modelprobe__/test_net/test_a"
 
@@ -165,12 +165,12 @@ def test_numbers_that_moved_are_a_warning(branch: str, modelprobe: Run) -> None:
     write(net(mean=3.0))
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 0
-    assert re.search(r"behaviour +warning .*output changed by", out)
+    assert re.search(r"behavior +warning .*output changed by", out)
 
 
 def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
     write(net(mean=3.0))
-    assert modelprobe("check", "--base", "main", "--deny", "behaviour")[0] == 1
+    assert modelprobe("check", "--base", "main", "--deny", "behavior")[0] == 1
 
 
 def test_a_class_has_one_level(branch: str, modelprobe: Run) -> None:

@@ -163,7 +163,7 @@ def test_a_comparison_that_is_none_in_the_ini_file_is_a_usage_error(pytester: py
     result = pytester.runpytest(*QUIET)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: modelprobe_compare is all, architecture or behaviour; the ini file has 'shapes'"]
+        ["ERROR: modelprobe_compare is all, architecture or behavior; the ini file has 'shapes'"]
     )
 
 
@@ -176,7 +176,7 @@ def test_one_device_adds_no_id(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["modelprobe: device cpu", "*::test_tiny_net PASSED*"])
 
 
-def test_several_devices_parametrise_and_group(pytester: pytest.Pytester) -> None:
+def test_several_devices_parametrize_and_group(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest, torch
@@ -265,7 +265,7 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
     ("arguments", "said"),
     [
         ("toleranse=2", "takes no toleranse=: is tolerance= meant? It takes devices=, seed=, tolerance= and compare="),
-        ("colour=1", "takes no colour=: It takes devices=, seed=, tolerance= and compare="),
+        ("color=1", "takes no color=: It takes devices=, seed=, tolerance= and compare="),
         ("3", "takes keywords only: devices=, seed=, tolerance= and compare="),
         ("seed='x'", "takes an integer as seed=; got 'x'"),
         ("devices=['cpu', 3]", "has 3 in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"),

@@ -39,7 +39,7 @@ from pytest_modelprobe import (
     seeding,
 )
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.record.records import Reading, Record, Rerun, Response
+from pytest_modelprobe.record.records import IsolatedResponse, Reading, Record, Rerun
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
 
@@ -829,7 +829,7 @@ def rerun(record: Record) -> Rerun:
     return record.rerun
 
 
-def responses(record: Record) -> list[Response | None]:
+def responses(record: Record) -> list[IsolatedResponse | None]:
     return [call.response for _, call in record.calls]
 
 

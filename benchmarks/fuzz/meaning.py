@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pytest_modelprobe.comparison.tolerance import epsilon
-from pytest_modelprobe.files.wording import keys
+from pytest_modelprobe.files.specs import keys
 from pytest_modelprobe.record.records import Call, Parameter, Reading, Record, Value, qualified
 
 SLACK = 5.0

@@ -58,7 +58,7 @@ def verdict(row: dict[str, Any]) -> str:
     if not changed(row):
         if row["same"]:
             return "equal"
-        blamed = any(cause["class"] == "behaviour" for cause in causes)
+        blamed = any(cause["class"] == "behavior" for cause in causes)
         return "said unchanged" if row["unchanged"] and not blamed else "false alarm"
     if row["same"] or row["unchanged"]:
         return "missed"
@@ -127,7 +127,7 @@ HEAD = [
     "",
     "Made by `tox -e history`. A snapshot of each model is written under one released version and compared under the",
     f"next, with the same weights. Whether the function changed (by more than {CHANGED:g}) is measured apart.",
-    "`equal` and `said unchanged` are right where it did not; a cause of the class `behaviour` is a false alarm.",
+    "`equal` and `said unchanged` are right where it did not; a cause of the class `behavior` is a false alarm.",
     "Where it did, `first line` says that a layer whose change has a size is named there: whether it is the right one",
     "has to be read, below. A pair with fewer models than others was cut short.",
     "",

@@ -303,7 +303,7 @@ def frequencies_in_bfloat16(trial: Trial) -> Answer:
     return buffers(trial, rotary, "frequencies")
 
 
-@fault("B16", "rotary pairs neighbours", "MoE")
+@fault("B16", "rotary pairs neighbors", "MoE")
 def rotary_pairs(trial: Trial) -> Answer:
     def turned(self: Any, x: Tensor, angles: Tensor) -> Tensor:
         angles = angles[:, : x.shape[-1] // 2].repeat_interleave(2, -1)
@@ -452,7 +452,7 @@ def larger_eps(trial: Trial) -> Answer:
     return set_attribute(trial, a_norm(trial), "eps", 1e-3)
 
 
-@fault("B31", "eps of a neighbour's convention", *ALL)
+@fault("B31", "eps of a neighbor's convention", *ALL)
 def other_eps(trial: Trial) -> Answer:
     norm = a_norm(trial)
     return set_attribute(trial, norm, "eps", 1e-6 if norm.eps == 1e-5 else 1e-5)
@@ -781,7 +781,7 @@ def routed(function: Callable[[Any, Tensor], tuple[Tensor, Tensor]], answer: Cal
     return plant
 
 
-fault("", "shares not normalised", "MoE")(
+fault("", "shares not normalized", "MoE")(
     routed(lambda self, scores: tuple(scores.softmax(-1).topk(self.chosen, dim=-1)), own_code)
 )
 fault("", "shares given to the other expert", "MoE")(
@@ -861,7 +861,7 @@ def embedding_without_scale(trial: Trial) -> Answer:
     return own_code(trial, trial.model.embed, ("positions", "norm"))
 
 
-# --- registration, tying, initialisation, loading -----------------------------------------------------------------
+# --- registration, tying, initialization, loading -----------------------------------------------------------------
 
 
 @fault("B48", "blocks in a python list", *BLOCKS, "CNN", sited=False, combines=False)
@@ -902,7 +902,7 @@ def tie_forced(trial: Trial) -> Answer:
     )
 
 
-@fault("B52", "weight never initialised", *ALL)
+@fault("B52", "weight never initialized", *ALL)
 def zeros(trial: Trial) -> Answer:
     return set_weights(trial, a_linear(trial), lambda weight: weight.zero_())
 
@@ -915,8 +915,8 @@ def uniform(trial: Trial) -> Answer:
     return set_weights(trial, embedding, lambda weight: weight.uniform_(-limit, limit))
 
 
-@fault("B55", "initialised twice", *ALL)
-def initialised_twice(trial: Trial) -> Answer:
+@fault("B55", "initialized twice", *ALL)
+def initialized_twice(trial: Trial) -> Answer:
     torch.manual_seed(0)
     return set_weights(trial, a_linear(trial), lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5))
 
@@ -1032,7 +1032,7 @@ def one_frozen(trial: Trial) -> Answer:
     return Answer((Cause("architecture", path, "*weight*"),), also=(Cause("gradient", path),))
 
 
-@fault("B62", "freezing not honoured", "ViT", sited=False)
+@fault("B62", "freezing not honored", "ViT", sited=False)
 def not_frozen(trial: Trial) -> Answer:
     trial.model.patches.conv.weight.requires_grad_(True)
     says = Cause("architecture", "patches.conv", "*weight*")

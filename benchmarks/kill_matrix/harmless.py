@@ -43,7 +43,7 @@ def channels_last(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def one_ulp(seed: int) -> Change:
-    """Move each weight and floating input to a neighbour."""
+    """Move each weight and floating input to a neighbor."""
 
     def change(trial: Trial) -> contextlib.AbstractContextManager[None]:
         generator = torch.Generator().manual_seed(seed)
@@ -93,8 +93,8 @@ def rms_by_division(self: Any, x: Tensor) -> Tensor:
 
 
 def layer_norm_by_hand(self: Any, x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
 
 def heads_by_bmm(self: Any, q: Tensor, k: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What other kinds of test say of the same faults: detected, and for those that localise, the right layer named."""
+"""What other kinds of test say of the same faults: detected, and for those that localize, the right layer named."""
 
 from __future__ import annotations
 

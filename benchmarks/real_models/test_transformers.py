@@ -1,6 +1,6 @@
 """The standard checks on many architectures of transformers, tiny and with random weights.
 
-Those of ``tests/test_checks_transformers.py`` are among them. What is broken is listed with its reason, as a strict
+Those of ``tests/checks/test_transformers.py`` are among them. What is broken is listed with its reason, as a strict
 xfail: a check that begins to hold, or to break, fails the run.
 """
 
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from pytest_modelprobe import ModelProbe, checks
 
-COMMONS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "test_checks_transformers.py"))
+COMMONS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "checks" / "test_transformers.py"))
 COMMON, IMAGE, AUDIO, ROWS, VOCABULARY = (COMMONS[name] for name in ("COMMON", "IMAGE", "AUDIO", "ROWS", "VOCABULARY"))
-case, ids, image, labelled, made, text = (
-    COMMONS[name] for name in ("case", "ids", "image", "labelled", "made", "text")
-)
+case, ids, image, labeled, made, text = (COMMONS[name] for name in ("case", "ids", "image", "labeled", "made", "text"))
 DECODER = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BOTH = {
     "d_model": 16,
@@ -443,7 +441,7 @@ EXPLAINED: dict[str, dict[str, str]] = {
 """Name of a model → name of a check that breaks → why that is true of the model."""
 
 MODELS = {
-    **{name: (*model, labelled) for name, model in {**DECODERS, **ENCODERS}.items()},
+    **{name: (*model, labeled) for name, model in {**DECODERS, **ENCODERS}.items()},
     **OTHERS,
 }
 CASES = COMMONS["CASES"] + [

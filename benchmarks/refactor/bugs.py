@@ -43,7 +43,7 @@ BUGS = [
         ("self.inv_freq.to(device=x.device, dtype=torch.float)", "self.inv_freq.bfloat16().float()")),
     bug("llama", "", "rotary base 500", "LlamaRotaryEmbedding",
         ('base = config.rope_parameters["rope_theta"]', "base = 500.0")),
-    bug("llama", "B16", "rotary pairs neighbours", "rotate_half",
+    bug("llama", "B16", "rotary pairs neighbors", "rotate_half",
         ("x1 = x[..., : x.shape[-1] // 2]", "x1 = x[..., ::2]"), ("x2 = x[..., x.shape[-1] // 2 :]", "x2 = x[..., 1::2]"),
         at="LlamaAttention"),
     bug("llama", "B18", "values from the keys", "LlamaAttention",

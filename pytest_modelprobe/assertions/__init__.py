@@ -2,7 +2,7 @@
 
 from .activations import assert_finite, assert_no_dead_layers
 from .attention import assert_attention_entropy, assert_attention_mask
-from .behaviour import assert_same_behaviour
+from .behavior import assert_same_behavior
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
 from .parameters import (
     assert_devices,
@@ -35,7 +35,7 @@ __all__ = [
     "assert_not_saturated",
     "assert_param_count",
     "assert_params_updated",
-    "assert_same_behaviour",
+    "assert_same_behavior",
     "assert_shapes",
     "assert_tied",
     "assert_training_loop",

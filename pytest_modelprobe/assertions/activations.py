@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    Course,
+    CallTree,
     Layer,
     Place,
     Record,
@@ -22,7 +22,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 
-from .evidence import Subject, full_name, is_floating, is_zero, newest_of, numbers, record_of, with_numbers
+from .sources import Subject, full_name, is_floating, is_zero, newest_of, numbers, record_of, with_numbers
 
 # --- dead ---------------------------------------------------------------------------------------------------------
 
@@ -94,16 +94,16 @@ class Dead:
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
     """Return what is dead among the layers ``names``, each once, in order of execution."""
-    names, course = set(names), Course(record)
+    names, course = set(names), CallTree(record)
     alive = {s.layer.name for s in course.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
-    fed = {s.layer.name for s in course.returned if any(not is_zero(v) for v in course.made_outside(s))}
+    fed = {s.layer.name for s in course.returned if any(not is_zero(v) for v in course.untracked_inputs(s))}
     found: dict[str, Dead] = {}
     zero_places: set[Place] = set()  # where zeros were made: the code there may pass them on
     learning_places: set[Place] = set()  # where something was made that requires a gradient
     for step in course.returned:
         name = step.layer.name
-        if name in names and name not in fed and step.before is not None:
-            for value in filter(is_zero, course.made_outside(step)):
+        if name in names and name not in fed and step.previous is not None:
+            for value in filter(is_zero, course.untracked_inputs(step)):
                 constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
                 if not (constant or step.place in zero_places or _is_inside_zeros(step)):
                     found.setdefault(f"{name} input", Dead(f"{name} input", step, value, record, received=True))
@@ -135,9 +135,9 @@ def has_zero_parameters(layer: Layer) -> bool:
 def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Layer, Value]]:
     """Return the layers whose outputs all have a gradient that is zero throughout, the one nearest to the loss first.
 
-    Those that only a zero-initialised layer follows get theirs when that has learned something.
+    Those that only a zero-initialized layer follows get theirs when that has learned something.
     """
-    course = Course(record)
+    course = CallTree(record)
     reached = {s.layer.name for s in course.returned if any(_has_gradient(value) for value in s.call.outputs)}
     silent = set(names) - reached
     found: dict[int, tuple[Layer, Value]] = {}  # by tensor: a container gives out that of its child
@@ -170,7 +170,7 @@ def _was_given_zeros(step: Step) -> bool:
 
 def _is_inside_zeros(step: Step) -> bool:
     """Whether the call around was given zeros, which its code may pass on."""
-    return step.around is not None and any(map(is_zero, step.around.call.inputs))
+    return step.parent is not None and any(map(is_zero, step.parent.call.inputs))
 
 
 def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
@@ -227,7 +227,7 @@ def _dead_hint(dead: Dead) -> str:
     meant = f'If that is meant: layers=["**", "!{dead.step.layer.name}"].'
     if dead.received:
         return f"The zeros are made {dead.step.between()}: look at the function called there. {meant}"
-    layer, last = dead.step.layer, dead.step.last
+    layer, last = dead.step.layer, dead.step.last_child
     if last is not None and not layer.leaf and not layer.parameters:
         left = _first_numbers(last.call.outputs)
         known = left is not None and left.min is not None
@@ -249,7 +249,7 @@ def _dead_hint(dead: Dead) -> str:
 
 def _zero_note(record: Record) -> str:
     names = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
-    return f"Zero-initialised, and so not counted as dead: {listed(names)}." if names else ""
+    return f"Zero-initialized, and so not counted as dead: {listed(names)}." if names else ""
 
 
 def _silent_text(silent: list[tuple[Layer, Value]], record: Record, looked_at: list[Layer]) -> str:
@@ -300,7 +300,7 @@ class _Crowded:
 def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_Crowded]:
     known, found = 0, []
     said: set[tuple[int, ...]] = set()  # a container gives out the tensors of its children, which come first
-    for layer in {step.layer.name: step.layer for step in Course(record).returned}.values():
+    for layer in {step.layer.name: step.layer for step in CallTree(record).returned}.values():
         values = _values_with_units(layer)
         tensors = tuple(value.tensor for value in values)
         if layer.name not in names or not values or tensors in said:
@@ -412,7 +412,7 @@ class Origin:
 
 def find_origin(record: Record, names: Iterable[str]) -> Origin | None:
     """Return where what is not finite in the outputs of the layers ``names`` began; None if nothing is."""
-    course, names = Course(record), set(names)
+    course, names = CallTree(record), set(names)
     kinds = _kinds(v for step in course.returned if step.layer.name in names for v in step.call.outputs)
     if not kinds:
         return None
@@ -421,11 +421,11 @@ def find_origin(record: Record, names: Iterable[str]) -> Origin | None:
     return min(origins, key=lambda origin: (origin.since, origin.position))
 
 
-def _not_finite(course: Course) -> Iterator[tuple[Origin, str]]:
+def _not_finite(course: CallTree) -> Iterator[tuple[Origin, str]]:
     """Yield every value that went in from outside the layers, or came out of one, with each kind that it has."""
     for step in course.started:
         for value in step.call.inputs:
-            if step.outermost or course.maker(step, value) is None:
+            if step.outermost or course.producer(step, value) is None:
                 where = "given" if step.outermost else "input"
                 for kind, since in _kinds([value]).items():
                     yield Origin(since, step.call.started, step, value, where), kind
@@ -488,9 +488,9 @@ def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
         because, hint = f"its input is finite from {number(entered.min)} to {number(entered.max)}", ""
     else:
         because, hint = "its input is no floating tensor", ""
-    if step.last is not None:
-        because += f", what {step.last.label} gave is finite"
-        hint = f"Look at the code after {step.last.label}{forward_of(step) or ' in the forward'}."
+    if step.last_child is not None:
+        because += f", what {step.last_child.label} gave is finite"
+        hint = f"Look at the code after {step.last_child.label}{forward_of(step) or ' in the forward'}."
     return step.label, f"its output has {counts}, {because}", hint
 
 
@@ -502,7 +502,7 @@ def _frames(record: Record, origin: Origin) -> list[Step]:
     """Return the step of the origin after up to five that returned before it, containers left out."""
     before = [
         step
-        for step in Course(record).returned
+        for step in CallTree(record).returned
         if step.place[:2] == origin.step.place[:2] and step.call.finished < origin.position and step.layer.leaf
     ]
     return [*before[-5:], origin.step]

@@ -10,7 +10,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Attention, Call, Layer, Selector, address
 from pytest_modelprobe.report.text import count, failure, number, printable
 
-from .evidence import Subject, called, record_of
+from .sources import Subject, called, record_of
 
 __tracebackhide__ = True
 

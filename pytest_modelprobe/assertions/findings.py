@@ -6,7 +6,7 @@ from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.text import count, listed
 
 from .activations import find_dead, find_origin
-from .evidence import full_name
+from .sources import full_name
 from .structure import uncalled, weights_in_use
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    Course,
+    CallTree,
     Layer,
     Parameter,
     Reading,
@@ -25,7 +25,7 @@ from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_origin, has_zero_parameters, nonfinite_counts
-from .evidence import Subject, backward_of, called, full_name, is_floating, not_ignored, selected
+from .sources import Subject, backward_of, called, full_name, is_floating, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ def _gradients(record: Record) -> list[_Gradient]:
     """Return every gradient in the order in which a backward pass meets them."""
     found: list[_Gradient] = []
     first_steps: dict[str, Step] = {}
-    for step in Course(record).started:
+    for step in CallTree(record).started:
         first_steps.setdefault(step.layer.name, step)
         for kind, values in (("output", step.call.outputs), ("input", step.call.inputs)):
             found += (
@@ -168,9 +168,9 @@ def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str
     if not any(g.position > origin.position and g.since > origin.since for g in gradients if g.kind != "parameter"):
         hint = f"Look at the loss, or at what the test computes from {origin.label} before it: {suspects}."
         return what, "made by the loss", hint
-    taker = next((s for s in reversed(later) if s.before is step), None)
+    taker = next((s for s in reversed(later) if s.previous is step), None)
     place = f"between {step.label} and {taker.label}" if taker else f"after {step.label}"
-    place += forward_of(step.around)
+    place += forward_of(step.parent)
     return what, f"made {place}", f"Look at the derivative of the code {place}: {suspects}."
 
 
@@ -241,7 +241,7 @@ def _missing_hint(record: Record, layer: Layer, what: str) -> str:
 
 def find_cut(record: Record, layer: Layer) -> str | None:
     """Return where the graph was cut after the first call of ``layer``: what went in there required a gradient."""
-    course = Course(record)
+    course = CallTree(record)
     first = next((step for step in course.started if step.layer is layer), None)
     if first is None:
         return None
@@ -257,26 +257,28 @@ def find_cut(record: Record, layer: Layer) -> str | None:
             return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
     for step in course.returned:
         if (
-            step.last is None
+            step.last_child is None
             or step.call.finished < first.call.finished
             or not any(map(is_floating, step.call.outputs))
         ):
             continue
-        if _requires(step.last.call.outputs) and not _requires(step.call.outputs):
-            return f"The graph is cut after {step.last.label}{forward_of(step)}: look for .detach() or .data there."
+        if _requires(step.last_child.call.outputs) and not _requires(step.call.outputs):
+            return (
+                f"The graph is cut after {step.last_child.label}{forward_of(step)}: look for .detach() or .data there."
+            )
     return None
 
 
-def _cut_before(course: Course, step: Step) -> str | None:
+def _cut_before(course: CallTree, step: Step) -> str | None:
     """Return where the graph was cut before a call: what it took in needs no gradient, what that is made from does."""
     entered = [value for value in step.call.inputs if is_floating(value)]
     if not entered or _requires(entered):
         return None
-    made = course.maker(step, entered[0])
+    made = course.producer(step, entered[0])
     if made is not None:
         return f"between {made[0].label} and {step.label}" if made[1].requires_grad else None
-    given = step.around is not None and any(v.tensor == entered[0].tensor for v in step.around.call.inputs)
-    cut = not given and step.before is not None and _requires(step.before.call.outputs)
+    given = step.parent is not None and any(v.tensor == entered[0].tensor for v in step.parent.call.inputs)
+    cut = not given and step.previous is not None and _requires(step.previous.call.outputs)
     return step.between() if cut else None
 
 
@@ -290,7 +292,7 @@ def _requires(values: Iterable[Value]) -> bool:
 def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: float = 1e6) -> None:
     """Assert that the gradient reaches every layer with parameters, and does not fade or grow out of bounds on the way.
 
-    The gradient of a layer is the largest rms among those of its own parameters (biases before a normalisation have
+    The gradient of a layer is the largest rms among those of its own parameters (biases before a normalization have
     none in exact arithmetic); where no selected layer has parameters that require one, that of its output. It is not
     finite if one of them is not throughout. A layer with a gradient that has no numbers (a sparse one) is left out.
 
@@ -367,7 +369,7 @@ def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
     """
     last: dict[tuple[str, bool], tuple[Step, float]] = {}
     said: set[int] = set()  # a container gives out what its last child does
-    for step in reversed(Course(record).returned):
+    for step in reversed(CallTree(record).returned):
         arrived = [(v.backward.statistics, v) for v in step.call.outputs if v.backward is not None]
         found = [(g.norm, value) for g, value in arrived if g is not None and g.count > 1 and g.norm]
         if found:
@@ -384,12 +386,12 @@ def _growth_text(grown: list[_Growth], looked_at: list[Layer], max_ratio: float)
     grown.sort(key=lambda g: -g.times)
     first = grown[0]
     return failure(
-        f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than {first.last.label}, "
-        f"{_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
+        f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
+        f"{first.last.label}, {_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
         f"{count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "gradient norm", "times larger", "output rms"],
         [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in grown],
-        "It grows from layer to layer on the way back: look at the initialisation, and at a missing norm or residual.",
+        "It grows from layer to layer on the way back: look at the initialization, and at a missing norm or residual.",
     )
 
 
@@ -456,12 +458,12 @@ def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], max_ratio: f
     elif first.rms == 0:
         what = f"{name} gets a zero gradient"
         zero = [layer.label for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
-        reasons = f"zero-initialised ({listed(zero)})" if zero else "dead, saturated, times zero"
+        reasons = f"zero-initialized ({listed(zero)})" if zero else "dead, saturated, times zero"
         hint = f"What comes after {name} does not depend on it, or is flat there: {reasons}."
     else:
         times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.label}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"
-        hint = "It fades or grows on the way: look at activations, initialisation and normalisation between the two."
+        hint = "It fades or grows on the way: look at activations, initialization and normalization between the two."
     rows: list[list[Cell]] = [
         [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
         for f in dict.fromkeys([*bad, *flow])  # the others for comparison

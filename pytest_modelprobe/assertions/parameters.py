@@ -23,7 +23,7 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 
 from .activations import nonfinite_counts
-from .evidence import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of
+from .sources import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of
 
 # --- static facts -------------------------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ def _finite(found: list[_Moved]) -> list[_Moved]:
     if bad:
         first = bad[0]
         why = (
-            "It was not finite before the first step either: look at the initialisation, or at what was loaded."
+            "It was not finite before the first step either: look at the initialization, or at what was loaded."
             if first.bad_before
             else f"Its gradient was not finite. {_BEGAN}"
             if _is_bad(first.own.gradient)

@@ -12,7 +12,7 @@ from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, 
 from pytest_modelprobe.report.text import Cell, count, failure, number
 
 from .activations import find_dead
-from .evidence import Subject, full_name, numbers, record_of, with_numbers
+from .sources import Subject, full_name, numbers, record_of, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ def assert_activation_scale(
 ) -> None:
     """Assert that the root mean square of every layer's outputs is from ``low`` to ``high``.
 
-    Scale that grows or shrinks from block to block is what initialisation and norms are there to prevent. Outputs that
+    Scale that grows or shrinks from block to block is what initialization and norms are there to prevent. Outputs that
     are zero throughout are of no scale where a layer starts from zero or passes on zeros; elsewhere it is dead, see
     `assert_no_dead_layers`, and they are too small.
 
@@ -244,7 +244,7 @@ def assert_activation_scale(
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "rms", "mean", "min", "max"],
                 [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
-                "Look at the initialisation of the first of them, and at a norm or a residual that is missing.",
+                "Look at the initialization of the first of them, and at a norm or a residual that is missing.",
             )
         )
 

@@ -10,7 +10,7 @@ from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, 
 from pytest_modelprobe.record import (
     ROOT,
     Call,
-    Course,
+    CallTree,
     Layer,
     Parameter,
     Record,
@@ -22,8 +22,8 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
 
-from .evidence import Subject, called, full_name, is_watch, record_of, selected, source_of
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
+from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
 
 _Kind = tuple[str, bool]
 """Root and mode of a forward."""
@@ -342,7 +342,7 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer],
     else:
         times = "1 time" if actual == "1" else f"{actual} times"
         first = f"{label} was called {times} in a forward, not {expected}"
-    order = dict.fromkeys(step.layer.name for step in Course(record).started if step.layer.leaf)
+    order = dict.fromkeys(step.layer.name for step in CallTree(record).started if step.layer.leaf)
     hint = "Calling .forward() itself runs no hooks: call the module."
     if actual == "0" and name in weights_in_use(record):
         hint = f"The parameters of {label} are used without calling it: by themselves, or tied to another layer's."

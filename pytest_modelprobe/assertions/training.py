@@ -9,7 +9,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Record, Training
 from pytest_modelprobe.report.text import Cell, count, failure, printable
 
-from .evidence import Subject, full_name, record_of
+from .sources import Subject, full_name, record_of
 
 
 @dataclass(frozen=True, slots=True)

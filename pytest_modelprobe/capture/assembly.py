@@ -29,8 +29,8 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .attention import Attended
 from .capture import Capture
-from .observation import Identity, Kind, Observed, ObservedCall, ParameterGradient, Totals, plain_name
-from .parameters import Owned, contents, tensors
+from .observation import CallObservation, Identity, Kind, ParameterGradient, TensorObservation, Totals, plain_name
+from .parameters import ParameterReading, contents, tensors
 
 Which = Literal["all", "first", "last"]
 
@@ -43,7 +43,7 @@ def assemble(
     *,
     seed: int | None = None,
     loss: str | None = None,
-    before: Mapping[str, Owned] | None = None,
+    before: Mapping[str, ParameterReading] | None = None,
 ) -> Record:
     """Return the record of all forwards merged, or of the first or the newest alone.
 
@@ -62,14 +62,14 @@ def assemble(
 
 
 def _assembled(
-    capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, Owned]
+    capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
     forward = capture.first if which == "first" else capture.newest
     parts: dict[Kind, Totals] = {}
     if which == "all":  # copied, for what follows is a preview
         parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
     if forward is not None:
-        parts.setdefault(forward.kind, Totals()).absorb(forward, final=False)
+        parts.setdefault(forward.kind, Totals()).merge_from(forward, final=False)
     gradients = capture.parameters if which == "all" or forward is None else forward.parameters
     model = next(iter(capture.layers.modules.values()))
     return Record(
@@ -93,10 +93,10 @@ class _Builder:
         which: Which,
         parts: dict[Kind, Totals],
         gradients: Mapping[str, ParameterGradient],
-        before: Mapping[str, Owned],
+        before: Mapping[str, ParameterReading],
     ) -> None:
         self.capture = capture
-        self.calls: dict[str, list[tuple[Kind, ObservedCall]]] = {}
+        self.calls: dict[str, list[tuple[Kind, CallObservation]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
@@ -160,7 +160,7 @@ class _Builder:
     def _calls(self, layer: str) -> tuple[Call, ...]:
         return tuple(self._call(kind, call) for kind, call in self.calls.get(layer, ()))
 
-    def _call(self, kind: Kind, call: ObservedCall) -> Call:
+    def _call(self, kind: Kind, call: CallObservation) -> Call:
         root, root_training = kind
         return Call(
             root=root,
@@ -181,7 +181,7 @@ class _Builder:
             recomputed=call.recomputed,
         )
 
-    def _value(self, path: str, seen: Observed, source: str | None) -> Value:
+    def _value(self, path: str, seen: TensorObservation, source: str | None) -> Value:
         return Value(
             path=path,
             shape=seen.shape,
@@ -207,8 +207,8 @@ class _Builder:
         unique = {id(reduced): reduced for reduced in self._reduced()}
         return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
 
-    def _read_owned(self, which: Which, before: Mapping[str, Owned]) -> None:
-        after_first = self.capture.after_first if which == "first" else None
+    def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
+        after_first = self.capture.content_keys_after_first_forward if which == "first" else None
         read: dict[int, Reduced] = {}
         small = SmallTensors()
 
@@ -259,7 +259,7 @@ class _Sources:
                 self._made.setdefault(seen.number, []).append(made)
                 self._made.setdefault((kind, _numbers(reading)), []).append(made)
 
-    def of(self, kind: Kind, call: ObservedCall, seen: Observed) -> str | None:
+    def of(self, kind: Kind, call: CallObservation, seen: TensorObservation) -> str | None:
         """Return the address of the output that ``seen``, an input of ``call``, comes from."""
         for finished, where, _ in self._made.get(seen.number, ()):
             if finished < call.started:

@@ -26,7 +26,7 @@ from .functionals import ForwardMode
 
 if TYPE_CHECKING:
     from .capture import Capture
-    from .observation import ObservedCall
+    from .observation import CallObservation
 
 _MASKED = -5e3
 """Scores from here down are those of keys that a mask leaves out: it adds -1e4 or less, the least number, -infinity."""
@@ -74,7 +74,7 @@ class AttentionMode(ForwardMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
-            with self._capture.guard, without_torch_function(), statistics.plainly():
+            with self._capture.guard, without_torch_function(), statistics.ambient_modes_disabled():
                 if func in _READERS:
                     self._begin(func, args, kwargs, output)
                 elif name in _PRODUCTS:
@@ -83,7 +83,7 @@ class AttentionMode(ForwardMode):
                     self._follow(func, name, args, kwargs, output)
         return output
 
-    def given_out(self, call: ObservedCall, tensors: Iterable[Tensor]) -> list[Attended]:
+    def given_out(self, call: CallObservation, tensors: Iterable[Tensor]) -> list[Attended]:
         """Return what is kept of outputs that may be attention weights, in the order in which ``call`` takes them."""
         found: list[Attended] = []
         for tensor in tensors:
@@ -160,7 +160,7 @@ class _Followed(NamedTuple):
     tensor: ReferenceType[Tensor]
     positions: Tensor
     """Of the shape of the tensor: where each element stands on the axis of the softmax."""
-    call: ObservedCall
+    call: CallObservation
     which: int | None
     """Which of the call's weights they are; None: they are not over the last axis, and not kept yet."""
 
@@ -220,7 +220,7 @@ def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
 
 def _read(read: Callable[..., Attended | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attended | None:
     """Return what ``read`` makes of the arguments; None where a tensor among them cannot be looked into."""
-    tensors = {id(x): statistics.opened(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+    tensors = {id(x): statistics.as_plain_tensor(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
     if any(reason for _, reason in tensors.values()):
         return None
 
@@ -232,7 +232,7 @@ def _read(read: Callable[..., Attended | None], args: tuple[Any, ...], kwargs: d
 
 def returned(output: Tensor) -> Attended | None:
     """Return what is kept of a tensor that may be attention weights: 3 axes or more, rows of shares that sum to 1."""
-    output, reason = statistics.opened(output)
+    output, reason = statistics.as_plain_tensor(output)
     if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
         return None
     weights = output.float()

@@ -58,20 +58,20 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 from .attention import Attended, AttentionMode
 from .functionals import ForwardMode, FunctionalMode, enter, leave
 from .observation import (
+    CallObservation,
     Contents,
     Forward,
     Identity,
     Kind,
-    Observed,
-    ObservedCall,
     ParameterGradient,
+    TensorObservation,
     Totals,
     Values,
     identity,
     plain_name,
     shape_of,
 )
-from .parameters import Owned, contents, owned
+from .parameters import ParameterReading, contents, owned
 from .steps import Accumulated, Steps
 from .units import unit_axis
 
@@ -126,9 +126,9 @@ class Capture:
         self.functional_types: dict[str, str] = {}
         self.parameters: dict[str, ParameterGradient] = {}
         """Gradients of parameters by full name, of all backward passes."""
-        self.before_training: dict[str, Owned] | None = None
+        self.before_training: dict[str, ParameterReading] | None = None
         """Parameters and buffers by full name, read before the first step of an optimizer that has one of them."""
-        self.after_first: dict[str, Identity | None] | None = None
+        self.content_keys_after_first_forward: dict[str, Identity | None] | None = None
         """What tells parameters and buffers, by full name, as the first forward left them from later ones."""
         self.results: dict[str, set[str]] = {}
         """Plain attributes that a forward set, by layer: they tell what came out, not how the layer was made."""
@@ -155,7 +155,7 @@ class Capture:
         self._stack: list[_Frame] = []
         self._thread = 0
         # The calls that run for activation checkpointing, in any thread, by their Python frame.
-        self._recomputing: dict[FrameType, tuple[Forward, ObservedCall]] = {}
+        self._recomputing: dict[FrameType, tuple[Forward, CallObservation]] = {}
         self._recomputed: tuple[Forward, int] | None = None
         # Hooks on tensors: those of this forward, and those before it that were alive when it began.
         self._tensor_hooks: list[ReferenceType[_TensorHook]] = []
@@ -349,15 +349,15 @@ class Capture:
         call.arguments, call.inputs_known = frame.inputs.plain, frame.inputs.known
         call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(frame.inputs)
         axes = self._stack[-1].axes if self._stack else None
-        with statistics.plainly():
+        with statistics.ambient_modes_disabled():
             call.inputs = [
                 (path, self._observe(frame.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
                 for path, tensor in frame.inputs.tensors
             ]
             frame.random_states = _random_states() if may_draw else ()
 
-    def _shut(self, frame: _Frame, call: ObservedCall, output: Any, module: nn.Module | None) -> None:
-        with statistics.plainly():
+    def _shut(self, frame: _Frame, call: CallObservation, output: Any, module: nn.Module | None) -> None:
+        with statistics.ambient_modes_disabled():
             frame.forward.end_call(call)
             outputs = flatten("output", output)
             for path, tensor in outputs.tensors:
@@ -378,7 +378,7 @@ class Capture:
     def _keep(self, name: str, output: Any) -> None:
         if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
             self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
-        with statistics.plainly():
+        with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(_kept, output))
 
     def open_functional(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frame | None:
@@ -411,17 +411,17 @@ class Capture:
         if frame in self._stack:
             del self._stack[self._stack.index(frame) :]
 
-    def running_call(self) -> ObservedCall | None:
+    def running_call(self) -> CallObservation | None:
         """Return the innermost running call, if it is recorded."""
         frame = self._stack[-1] if self._stack else None
         return None if frame is None or frame.is_over(self._thread) else frame.call
 
-    def _note_returned(self, frame: _Frame, call: ObservedCall, outputs: Flat) -> None:
+    def _note_returned(self, frame: _Frame, call: CallObservation, outputs: Flat) -> None:
         """Look for attention weights among outputs of a call in which none were seen to be computed."""
         if self._attention is not None and not frame.attended:
             self.attend(call, self._attention.given_out(call, [tensor for _, tensor in outputs.tensors]))
 
-    def attend(self, call: ObservedCall, found: list[Attended]) -> None:
+    def attend(self, call: CallObservation, found: list[Attended]) -> None:
         """Add attention weights to a call; they were seen in all that run."""
         call.attention += found
         for outer in self._stack if found else ():
@@ -446,7 +446,7 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module) -> None:
         if self.newest is not None:
-            self.totals.setdefault(self.newest.kind, Totals()).absorb(self.newest)
+            self.totals.setdefault(self.newest.kind, Totals()).merge_from(self.newest)
         for before in self._before:
             before.stay_last_of_module()
         self._hook_parameters()
@@ -467,8 +467,8 @@ class Capture:
     def _leave_forward(self) -> None:
         leave(self._modes)
         self.note_results()
-        if self.after_first is None and self.first is not None:
-            self.after_first = {
+        if self.content_keys_after_first_forward is None and self.first is not None:
+            self.content_keys_after_first_forward = {
                 prefix + name: contents(tensor)
                 for prefix, owner in self._owners
                 for own in (owner._parameters, owner._buffers)
@@ -495,19 +495,19 @@ class Capture:
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
-    def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> Observed:
+    def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         """Look at a tensor in a new place: it is reduced once and hooked once, in however many it stands."""
         hook = self._tensor_hook(tensor)
         if hook is None:
-            return Observed(tensor, *self._read(forward, tensor, axis))
+            return TensorObservation(tensor, *self._read(forward, tensor, axis))
         before = hook.seen_in(forward)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
         if before is not None and hook.version is not None and not is_view(tensor):
-            seen = Observed(tensor, before.number, before.forward)
+            seen = TensorObservation(tensor, before.number, before.forward)
         else:
             _, reduced = self._read(forward, tensor, axis)
             # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
-            seen = Observed(tensor, before.number if before is not None else forward.next_number(), reduced)
+            seen = TensorObservation(tensor, before.number if before is not None else forward.next_number(), reduced)
         hook.add(forward, seen)
         self._views.add(tensor, seen)
         return seen
@@ -544,7 +544,7 @@ class Capture:
 
     def _begin_recompute(self, name: str, flat: Flat, running: FrameType) -> None:
         self._count_backward()
-        with statistics.plainly():
+        with statistics.ambient_modes_disabled():
             found = self._original(name, flat)
         if found is not None:
             forward, call = found
@@ -553,12 +553,12 @@ class Capture:
             self._recomputed = forward, call.started
             self._attach_recomputed(forward, call, call.inputs, flat)
 
-    def _original(self, name: str, flat: Flat) -> tuple[Forward, ObservedCall] | None:
+    def _original(self, name: str, flat: Flat) -> tuple[Forward, CallObservation] | None:
         """Find the call that runs again: one with the same input, one that follows in the segment, or the last one."""
         keys = [key for _, tensor in flat.tensors if (key := identity(tensor)) is not None]
         segment, position = self._recomputed or (None, -1)
 
-        def likelihood(candidate: tuple[Forward, ObservedCall]) -> tuple[int, ...]:
+        def likelihood(candidate: tuple[Forward, CallObservation]) -> tuple[int, ...]:
             forward, call = candidate
             known = [forward.contents[key].reduced for key in keys if key in forward.contents]
             same = any(seen.forward is reduced for _, seen in call.inputs for reduced in known)
@@ -572,10 +572,10 @@ class Capture:
             default=None,
         )
 
-    def _attach_recomputed(self, forward: Forward, call: ObservedCall, values: Values, flat: Flat) -> None:
+    def _attach_recomputed(self, forward: Forward, call: CallObservation, values: Values, flat: Flat) -> None:
         """Take the values of the second run for those of the first, which the reentrant kind runs without gradient."""
         originals = dict(values)
-        with statistics.plainly():
+        with statistics.ambient_modes_disabled():
             for path, tensor in () if call.grad_enabled else flat.tensors:
                 seen = originals.get(path)
                 hook = None if seen is None or tensor.is_leaf else self._tensor_hook(tensor)
@@ -706,7 +706,7 @@ class _Frame:
         self.running = running
         self.forward = forward
         self.inputs = inputs
-        self.call: ObservedCall | None = None
+        self.call: CallObservation | None = None
         self.axes: dict[tuple[Dimension, ...], int | None] = {}
         """Unit axis of what the calls inside gave out, the newest of each shape."""
         self.random_states: tuple[bytes, ...] = ()
@@ -737,9 +737,9 @@ class _Views:
     """Views with a hook, which autograd drops without a word when the view is overwritten in place."""
 
     def __init__(self) -> None:
-        self._views: list[tuple[Observed, int, torch.Tensor]] = []
+        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
 
-    def add(self, tensor: torch.Tensor, seen: Observed) -> None:
+    def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
         """Look after a tensor, if it is a view."""
         if is_view(tensor):
             version = tensor.detach()
@@ -882,14 +882,16 @@ class _TensorHook:
         self.version = version
         self.handle: Any = None
         # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
-        self.observed: MutableMapping[Forward, list[Observed]] = {} if version is not None else WeakKeyDictionary()
+        self.observed: MutableMapping[Forward, list[TensorObservation]] = (
+            {} if version is not None else WeakKeyDictionary()
+        )
 
-    def seen_in(self, forward: Forward) -> Observed | None:
+    def seen_in(self, forward: Forward) -> TensorObservation | None:
         """Return where the tensor was seen first in ``forward``, if it was."""
         seen = self.observed.get(forward)
         return seen[0] if seen else None
 
-    def add(self, forward: Forward, seen: Observed) -> None:
+    def add(self, forward: Forward, seen: TensorObservation) -> None:
         """Let the gradient go to ``seen`` too."""
         if self._fired:  # an input used again: earlier forwards have had theirs
             for earlier in [other for other in self.observed if other is not forward]:

@@ -28,7 +28,7 @@ Identity = tuple[Any, ...]
 Merge = Callable[[Reduced, Reduced], Reduced]
 
 
-class Observed:
+class TensorObservation:
     """A tensor in one place, among the inputs or outputs of a call: its numbers, and its gradient's when it arrives."""
 
     __slots__ = (
@@ -48,7 +48,7 @@ class Observed:
         self.backward: Reduced | None = None
         self.backward_inner: Reduced | None = None
         self.overwritten = False
-        self.targets: tuple[Observed, ...] = ()
+        self.targets: tuple[TensorObservation, ...] = ()
         """Where this one has merged into: a gradient that comes late goes there too."""
 
     def receive(self, gradient: Reduced, *, inner: bool) -> None:
@@ -60,7 +60,7 @@ class Observed:
         for target in self.targets:
             target.receive(gradient, inner=inner)
 
-    def absorb(self, other: Observed, merge: Merge) -> None:
+    def merge_from(self, other: TensorObservation, merge: Merge) -> None:
         """Take in what was seen in the same place of another forward."""
         self.number = other.number
         self.shape = _merged_shape(self.shape, other.shape)
@@ -70,20 +70,20 @@ class Observed:
         self.overwritten |= other.overwritten
         self.requires_grad |= other.requires_grad
 
-    def copy(self) -> Observed:
+    def copy(self) -> TensorObservation:
         """Return an independent copy: a `Reduced` never changes once it has its numbers, so that sharing it is safe."""
-        copy = object.__new__(Observed)
-        for name in Observed.__slots__:
+        copy = object.__new__(TensorObservation)
+        for name in TensorObservation.__slots__:
             setattr(copy, name, getattr(self, name))
         copy.targets = ()
         return copy
 
 
-Values = list[tuple[str, Observed]]
+Values = list[tuple[str, TensorObservation]]
 """Tensors seen, each with its path."""
 
 
-class ObservedCall:
+class CallObservation:
     """One execution of a layer within one forward, or several merged."""
 
     __slots__ = (
@@ -108,7 +108,7 @@ class ObservedCall:
         self.autocast: str | None = None
         self.random: str | None = None
         self.recomputed = 0
-        self.total: ObservedCall | None = None
+        self.total: CallObservation | None = None
         """Where this one has merged into."""
 
     def run_again(self) -> None:
@@ -117,7 +117,7 @@ class ObservedCall:
         if self.total is not None:
             self.total.recomputed += 1
 
-    def absorb(self, other: ObservedCall, merge: Merge, *, final: bool) -> None:
+    def merge_from(self, other: CallObservation, merge: Merge, *, final: bool) -> None:
         """Take in the same call of another forward. If ``final`` what comes late to that will come here too."""
         if final:
             other.total = self
@@ -136,17 +136,17 @@ class ObservedCall:
             for path, seen in theirs:
                 target = targets.get(path)
                 if target is not None:
-                    target.absorb(seen, merge)
+                    target.merge_from(seen, merge)
                 else:
                     target = seen.copy()
                     mine.append((path, target))
                 if final:
                     seen.targets += (target,)
 
-    def copy(self) -> ObservedCall:
+    def copy(self) -> CallObservation:
         """Return an independent copy."""
-        copy = object.__new__(ObservedCall)
-        for name in ObservedCall.__slots__:
+        copy = object.__new__(CallObservation)
+        for name in CallObservation.__slots__:
             setattr(copy, name, getattr(self, name))
         copy.inputs = [(path, seen.copy()) for path, seen in self.inputs]
         copy.outputs = [(path, seen.copy()) for path, seen in self.outputs]
@@ -196,7 +196,7 @@ class Forward:
     def __init__(self, index: int, kind: Kind) -> None:
         self.index = index
         self.kind = kind
-        self.calls: dict[tuple[str, int], ObservedCall] = {}
+        self.calls: dict[tuple[str, int], CallObservation] = {}
         self.counts: dict[str, int] = {}
         self.backwards: set[int] = set()
         """Graph tasks of the backward passes that reached it."""
@@ -206,15 +206,15 @@ class Forward:
         self._events = itertools.count()
         self.contents: dict[Identity, Contents] = {}
 
-    def begin_call(self, layer: str) -> ObservedCall:
+    def begin_call(self, layer: str) -> CallObservation:
         """Return a new call of ``layer``."""
         index = self.counts.get(layer, 0)
         self.counts[layer] = index + 1
-        call = self.calls[layer, index] = ObservedCall(layer, index)
+        call = self.calls[layer, index] = CallObservation(layer, index)
         call.started = next(self._events)
         return call
 
-    def end_call(self, call: ObservedCall) -> None:
+    def end_call(self, call: CallObservation) -> None:
         """Note that ``call`` has returned."""
         call.finished = next(self._events)
 
@@ -222,7 +222,7 @@ class Forward:
         """Return the number for a tensor not seen before."""
         return self.index, next(self._tensors)
 
-    def calls_of(self, layer: str) -> list[ObservedCall]:
+    def calls_of(self, layer: str) -> list[CallObservation]:
         """Return the calls of a layer, in order."""
         return [self.calls[layer, index] for index in range(self.counts.get(layer, 0))]
 
@@ -232,18 +232,18 @@ class Totals:
 
     def __init__(self) -> None:
         self.forwards = 0
-        self.calls: dict[tuple[str, int], ObservedCall] = {}
+        self.calls: dict[tuple[str, int], CallObservation] = {}
 
-    def absorb(self, forward: Forward, *, final: bool = True) -> None:
+    def merge_from(self, forward: Forward, *, final: bool = True) -> None:
         """Merge a forward in. If ``final`` its late gradients will follow; else it is a preview."""
         merge = functools.cache(statistics.merge)  # one tensor is seen in several places
         self.forwards += 1
         for key, call in forward.calls.items():
             total = self.calls.get(key)
             if total is None:
-                total = self.calls[key] = ObservedCall(*key)
+                total = self.calls[key] = CallObservation(*key)
                 total.forwards = 0
-            total.absorb(call, merge, final=final)
+            total.merge_from(call, merge, final=final)
 
     def copy(self) -> Totals:
         """Return an independent copy."""

@@ -19,7 +19,7 @@ from .observation import Identity, identity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class ParameterReading:
     """What a parameter or buffer was when it was read."""
 
     tensor: torch.Tensor
@@ -31,7 +31,7 @@ class Owned:
         return self.tensor is tensor and isinstance(tensor, nn.Parameter) and self.identity == contents(tensor)
 
 
-def owned(layers: Layers, selected: Collection[str]) -> dict[str, Owned]:
+def owned(layers: Layers, selected: Collection[str]) -> dict[str, ParameterReading]:
     """Return the parameters and buffers of the selected layers as they are, by full name; each is read once.
 
     >>> model = nn.Linear(2, 1, bias=False)
@@ -39,13 +39,13 @@ def owned(layers: Layers, selected: Collection[str]) -> dict[str, Owned]:
     >>> read["weight"].is_unchanged(model.weight)
     True
     """
-    read: dict[int, Owned] = {}
+    read: dict[int, ParameterReading] = {}
     small = SmallTensors()
-    found: dict[str, Owned] = {}
+    found: dict[str, ParameterReading] = {}
     with without_torch_function():
         for name, tensor in tensors(layers, selected):
             if id(tensor) not in read:
-                read[id(tensor)] = Owned(tensor, contents(tensor), statistics.reduce(tensor, small=small))
+                read[id(tensor)] = ParameterReading(tensor, contents(tensor), statistics.reduce(tensor, small=small))
             found[name] = read[id(tensor)]
     return found
 

@@ -80,7 +80,7 @@ def _rule(cls: type) -> int | str | None:
         known = name.startswith(_KNOWN)
         if known and base.__name__ in _RULES:
             return _RULES[base.__name__]
-        # A class of another library counts if it is a norm: a LayerNorm2d permutes, then normalises the last axis.
+        # A class of another library counts if it is a norm: a LayerNorm2d permutes, then normalizes the last axis.
         if spatial and (known or issubclass(cls, (nn.LayerNorm, nn.GroupNorm))):
             return -1 - int(spatial[1])
         if name.startswith(_POINTWISE):

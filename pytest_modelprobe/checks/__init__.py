@@ -9,7 +9,7 @@ from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
 from .outcome import Outcome
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
-from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
+from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
@@ -38,7 +38,7 @@ __all__ = [
     "gradcheck",
     "gradient_accumulation",
     "incremental",
-    "initialised",
+    "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
     "layout_parity",

@@ -14,7 +14,7 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
 from .outcome import Break, NotApplicableError
-from .trial import Given, Trace, Trial, Vary, plain, widened
+from .trial import LayerTensor, Trace, Trial, Vary, plain, widened
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """What of two tensors is to agree: one pair; several where it is not known which axis is meant and one has to; none."""
@@ -32,7 +32,7 @@ _MISSING = "not given out"
 class Disagreement:
     """A tensor that a layer gave out otherwise in one of two runs."""
 
-    given: Given
+    given: LayerTensor
     change: float
     """Relative to the norm of the first; inf where it is not finite in one of them, or of another shape."""
     note: str = ""

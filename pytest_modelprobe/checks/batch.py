@@ -16,7 +16,7 @@ from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import other
-from .trial import Given, Trace, Trial, Vary, unchanged
+from .trial import LayerTensor, Trace, Trial, Vary, unchanged
 
 
 @check
@@ -282,7 +282,7 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     """Return the axes that are longer in a longer batch."""
     again = {given.where: given.tensor for given in resized.trace.given}
     axes: dict[str, tuple[_Axis, ...]] = {}
-    kept: list[Given] = []
+    kept: list[LayerTensor] = []
     integers, elsewhere = [], []
     for given in one.given:
         x, y = given.tensor, again.get(given.where)

@@ -20,7 +20,7 @@ from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
-from .registration import copy_and_pickle, initialised, registered, state_dict_round_trip
+from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
@@ -30,7 +30,7 @@ from .trial import Loss, Trial
 STANDARD: Mapping[str, Check] = {
     check.__name__: check
     for check in (
-        finite, registered, initialised, deterministic, eval_stable, seeded, train_eval_differ,
+        finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
         modes_agree, dropout_scaled,
         batch_independent, any_batch_size, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,

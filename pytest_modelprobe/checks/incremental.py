@@ -23,7 +23,7 @@ from .agreement import change, changed, disagreements, limit
 from .check import check
 from .outcome import Break, NotApplicableError
 from .sequence import sequence
-from .trial import Given, Trace, Trial, Vary, plain
+from .trial import LayerTensor, Trace, Trial, Vary, plain
 
 _CACHES = ("past_key_values", "cache_params")
 """What transformers calls a cache, as an argument and in the output."""
@@ -41,7 +41,7 @@ _ADVICE = (
 class _Difference:
     """A tensor that a layer gave out otherwise in a chunk than at once."""
 
-    given: Given
+    given: LayerTensor
     chunk: int
     change: float
 
@@ -226,7 +226,7 @@ class _Attempt:
                 far = [chunk for chunk, by in changes.items() if not by <= least]
                 self._found += [_Difference(given, chunk, changes[chunk]) for chunk in far[:1]]
 
-    def _by_address(self, part: Trace) -> dict[tuple[str, int, str], Given]:
+    def _by_address(self, part: Trace) -> dict[tuple[str, int, str], LayerTensor]:
         found = {(given.layer, given.index, given.path): given for given in part.given}
         ends = [given.path for given in self._one.given if given.is_final]
         theirs = [given for given in part.given if given.is_final]
@@ -234,7 +234,7 @@ class _Attempt:
             found |= {(ROOT, given.index, ends[0]): given for given in theirs[:1] if ends}
         return found
 
-    def _by_call(self, given: Given, parts: list[dict[tuple[str, int, str], Given]]) -> dict[int, float]:
+    def _by_call(self, given: LayerTensor, parts: list[dict[tuple[str, int, str], LayerTensor]]) -> dict[int, float]:
         """Return how far a layer that is called once for each position is from the same position in its chunk."""
         chunk = max(i for i, start in enumerate(self._starts) if start <= given.index)
         there = parts[chunk].get((given.layer, given.index - self._starts[chunk], given.path))
@@ -392,5 +392,5 @@ def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[li
             trace.output, state = trace.output
             if not any(given.is_final for given in trace.given):  # a step that calls parts of the model
                 tensors = flatten("output", trace.output).tensors
-                trace.given += [Given(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors]
+                trace.given += [LayerTensor(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors]
     return traces, state

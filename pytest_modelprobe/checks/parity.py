@@ -24,7 +24,7 @@ from .agreement import TOLERANCE, broken, change, changed, disagreements, from_t
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Given, Trace, Trial, Vary, hooked
+from .trial import LayerTensor, Trace, Trial, Vary, hooked
 
 _Found = TypeVar("_Found", bound="Break | str | None")
 
@@ -92,8 +92,8 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
         raise NotApplicableError("the model has complex parameters or buffers, of which Module.to makes real ones")
     one = trial.reference(mode="eval")
-    if one.quantised:
-        raise NotApplicableError("the model is quantised, and computes in no other dtype")
+    if one.quantized:
+        raise NotApplicableError("the model is quantized, and computes in no other dtype")
     two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")
     if two.error is not None:  # a dtype that is written into the code is another than any; a kernel may lack just one
@@ -388,7 +388,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
     )
 
 
-def _dtype(given: Given) -> str:
+def _dtype(given: LayerTensor) -> str:
     return str(given.tensor.dtype).removeprefix("torch.")
 
 

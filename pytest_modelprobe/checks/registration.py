@@ -1,4 +1,4 @@
-"""What a model is made of: registered, initialised, and whole after it was stored, copied or pickled."""
+"""What a model is made of: registered, initialized, and whole after it was stored, copied or pickled."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def _kind(value: Any) -> str:
 
 
 @check_as_it_is
-def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
+def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
     """Check that every parameter and buffer was given a value, and that rows of embeddings for padding are zero.
 
     Without a factory only what memory betrays is seen: numbers that are not finite. With one the model is made again
     while fresh memory is filled with NaN, of integers with the largest there is, and what still is that was never
     written to.
 
-    An embedding with a ``padding_idx`` gives its row there no gradient: numbers that an initialisation wrote there stay
+    An embedding with a ``padding_idx`` gives its row there no gradient: numbers that an initialization wrote there stay
     for ever. Left out are weights that are frozen, and those that another layer trains, as a head that is tied.
 
     Args:
@@ -132,7 +132,7 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     ...     model = nn.Linear(2, 2)
     ...     model.scale = nn.Parameter(torch.empty(2))
     ...     return model
-    >>> print(checks.initialised.outcome(ModelProbe(), broken(), factory=broken).layer)
+    >>> print(checks.initialized.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
     rows = _padding_rows(trial.model)
@@ -148,7 +148,7 @@ def initialised(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
         line=f"{name} is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
         columns=("embedding", "padding_idx", "largest there"),
         rows=tuple(filled),
-        advice="Look for an initialisation that writes into the whole weight, and zero the row after it: "
+        advice="Look for an initialization that writes into the whole weight, and zero the row after it: "
         "weight[padding_idx].zero_() under torch.no_grad(). Numbers that were trained elsewhere do no harm where all "
         "that comes of padding is masked.",
     )
@@ -193,7 +193,7 @@ def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
     name, missing, numel = found[0]
     return Break(
         layer=name,
-        line=f"{name} is not initialised: {missing:,} of {numel:,} elements were never written to",
+        line=f"{name} is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
         rows=tuple(found),
         advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",

@@ -26,7 +26,7 @@ from .trial import Trace, Trial, hooked, plain
 def deterministic(trial: Trial) -> Break | str:
     """Check that two runs with the same inputs and the same random numbers agree bit for bit.
 
-    What breaks it: a layer that draws from a generator of its own, from the clock or from uninitialised memory, and one
+    What breaks it: a layer that draws from a generator of its own, from the clock or from uninitialized memory, and one
     that keeps something from its last forward.
 
     >>> import torch
@@ -42,7 +42,7 @@ def deterministic(trial: Trial) -> Break | str:
     return broken(
         found,
         "is not deterministic: {path} {changed} with one seed",
-        "Look for a random generator of its own, the clock, uninitialised memory, or something kept of its last "
+        "Look for a random generator of its own, the clock, uninitialized memory, or something kept of its last "
         "forward.",
     )
 

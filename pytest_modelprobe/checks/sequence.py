@@ -222,7 +222,7 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     return broken(
         found,
         "depends on the order of its elements: {changed} beyond that",
-        "Look for positions that are added, and for what is taken over neighbours: a convolution, a recurrence.",
+        "Look for positions that are added, and for what is taken over neighbors: a convolution, a recurrence.",
     )
 
 

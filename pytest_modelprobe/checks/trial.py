@@ -43,11 +43,11 @@ Mode = Literal["train", "eval"]
 Judge: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
 
 _WOKEN = 0.02
-"""Standard deviation given to layers that start from zero: of the size that initialisations of transformers have."""
+"""Standard deviation given to layers that start from zero: of the size that initializations of transformers have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class LayerTensor:
     """One tensor that a layer gave out, or that its own code made for a layer inside it."""
 
     layer: str
@@ -74,15 +74,15 @@ class Given:
 class Trace:
     """What one run showed."""
 
-    given: list[Given] = field(default_factory=list)
+    given: list[LayerTensor] = field(default_factory=list)
     """In the order in which they were made: what a layer gives out comes after what the layers inside it give out."""
     output: Any = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Of each parameter that requires one, by its full name; None where none arrived. Empty without a backward."""
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Of each floating input, by its path."""
-    quantised: bool = False
-    """Whether some of what was given is quantised: it is dequantised in `given`."""
+    quantized: bool = False
+    """Whether some of what was given is quantized: it is dequantized in `given`."""
     loss: Tensor | None = None
     error: Exception | None = None
     raised_in: str = ""
@@ -91,7 +91,7 @@ class Trace:
     """Whether it was the backward that raised."""
 
     @property
-    def outputs(self) -> list[Given]:
+    def outputs(self) -> list[LayerTensor]:
         """What was given out, without what own code made on the way."""
         return [given for given in self.given if not given.inside]
 
@@ -199,7 +199,7 @@ class Trial:
                     f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
                 ) from error
             if self._wake:
-                self._wake_up()
+                self._randomize_zero_layers()
             self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
             self._exit = stack.pop_all()
         return self
@@ -434,7 +434,7 @@ class Trial:
             raise UsageError(f"loss= takes what the model gives out, returns a tensor of one real number; got {what}")
         return found
 
-    def _wake_up(self) -> None:
+    def _randomize_zero_layers(self) -> None:
         for name, module in self.layers.modules.items():
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
             zero = [(n, p) for n, p in own if not p.any()]
@@ -448,7 +448,7 @@ class Trial:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as one that any operation takes: dense, rows of one length, not quantised, of two bytes or more.
+    """Return a tensor as one that any operation takes: dense, rows of one length, not quantized, of two bytes or more.
 
     >>> plain(torch.eye(2).to_sparse())
     tensor([[1., 0.],
@@ -527,7 +527,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
 
     def is_news(tensor: Tensor) -> bool:
-        trace.quantised |= tensor.is_quantized
+        trace.quantized |= tensor.is_quantized
         version = 0 if tensor.is_inference() else tensor._version
         there = known.get(id(tensor))
         known[id(tensor)] = tensor, version
@@ -538,7 +538,9 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         for path, tensor in flatten_call(args, kwargs).tensors:
             if not is_wrapped(tensor) and is_news(tensor) and running:
                 made = f"{path} of {name}{call}"
-                trace.given.append(Given(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True))
+                trace.given.append(
+                    LayerTensor(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True)
+                )
         running.append(name)
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -547,7 +549,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         for path, tensor in flatten("output", output).tensors:
             if not is_wrapped(tensor):
                 is_news(tensor)
-                trace.given.append(Given(name, counts[name], path, plain(tensor.detach().clone())))
+                trace.given.append(LayerTensor(name, counts[name], path, plain(tensor.detach().clone())))
         counts[name] += 1
 
     try:

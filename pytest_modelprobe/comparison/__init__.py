@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .compare import BEHAVIOUR, Comparison, Difference, Parts, Tolerance, compare
-from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, tells_of_code
+from .compare import BEHAVIOR, Comparison, Difference, Parts, Tolerance, compare
+from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, hidden, tells_of_code
 from .tolerance import MOST
 
 __all__ = [
-    "BEHAVIOUR",
+    "BEHAVIOR",
     "Cause",
     "CauseKind",
     "Comparison",
@@ -18,5 +18,6 @@ __all__ = [
     "Tolerance",
     "compare",
     "diagnose",
+    "hidden",
     "tells_of_code",
 ]

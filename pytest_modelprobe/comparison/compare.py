@@ -13,14 +13,14 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     Dimension,
+    EmittedTensor,
     Glob,
-    Handed,
+    IsolatedResponse,
     Layer,
     Parameter,
     Plain,
     Reading,
     Record,
-    Response,
     Value,
     address,
     declared,
@@ -42,13 +42,13 @@ Kind = Literal[
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 ]  # fmt: skip
 
-BEHAVIOUR: frozenset[Kind] = frozenset({
+BEHAVIOR: frozenset[Kind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 })  # fmt: skip
 """The kinds that numbers show; the others are architecture."""
 
-Parts = Literal["all", "architecture", "behaviour"]
+Parts = Literal["all", "architecture", "behavior"]
 Tolerance = float | Mapping[str, float] | None
 
 Side = Literal["input", "output", "gradient", "input gradient", "inner gradient", "handed", "response gradient"]
@@ -194,7 +194,7 @@ def compare(
         *(Difference(layer=new, kind="layer renamed", actual=new, expected=old) for old, new in moved_names.items()),
         *comparer.differences(),
     ]
-    if parts == "behaviour" and not differences and all(not change.known for change in comparer.changes.values()):
+    if parts == "behavior" and not differences and all(not change.known for change in comparer.changes.values()):
         raise NothingObservedError(
             "nothing was compared, for neither record has numbers: run the model, or compare its architecture"
         )
@@ -202,8 +202,8 @@ def compare(
     return Comparison(
         actual=actual,
         expected=expected,
-        found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOUR) == (parts == "behaviour")),
-        notes=() if parts == "behaviour" else tuple(comparer.notes),
+        found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOR) == (parts == "behavior")),
+        notes=() if parts == "behavior" else tuple(comparer.notes),
         looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
         renamed={**said, **moved_names},
@@ -426,7 +426,9 @@ class _Comparer:
     def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
         return _outputs(self.expected)
 
-    def _responses(self, pair: Pair, a: Response, e: Response, paths: Mapping[str, str]) -> Iterator[Difference]:
+    def _responses(
+        self, pair: Pair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
+    ) -> Iterator[Difference]:
         """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
         if not comparable(a, e):
             return
@@ -506,7 +508,7 @@ class _Comparer:
         return (found,)
 
 
-def comparable(a: Response | None, e: Response | None) -> bool:
+def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
     """Whether two responses are answers to the same synthetic tensors."""
     if a is None or e is None or a.reason is not None or e.reason is not None:
         return False
@@ -515,7 +517,7 @@ def comparable(a: Response | None, e: Response | None) -> bool:
     return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
 
 
-def children(response: Response) -> Mapping[str, None]:
+def children(response: IsolatedResponse) -> Mapping[str, None]:
     """Return the children of a call as they are called: ``attn``, ``attn (call 2)``."""
     return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
 
@@ -555,8 +557,8 @@ def _equal(a: Plain, e: Plain) -> bool:
 
 
 def _handed_pairs(
-    actual: Sequence[Handed], expected: Sequence[Handed], paths: Mapping[str, str]
-) -> tuple[Sequence[tuple[Handed, Handed | None]], Sequence[Handed]]:
+    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor], paths: Mapping[str, str]
+) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
     """Return what is handed on with what was handed on to the same place, and what is not any more.
 
     ``paths`` are those of outputs that were known by another.
@@ -564,14 +566,14 @@ def _handed_pairs(
     was = [paths.get(handed.where, handed.where) for handed in actual]
     if was == [handed.where for handed in expected]:
         return list(zip(actual, expected, strict=True)), ()
-    theirs: dict[str, list[Handed]] = {}
+    theirs: dict[str, list[EmittedTensor]] = {}
     for handed in expected:
         theirs.setdefault(handed.where, []).append(handed)
     pairs = [(h, theirs[where].pop(0) if theirs.get(where) else None) for h, where in zip(actual, was, strict=True)]
     gone = [handed for left in theirs.values() for handed in left]
     came = [handed for handed, other in pairs if other is None]
 
-    def alone(handed: Handed, others: Sequence[Handed]) -> bool:
+    def alone(handed: EmittedTensor, others: Sequence[EmittedTensor]) -> bool:
         child = _child(handed)
         tensor = child != "" and not (handed.passed or "").startswith("=")
         return tensor and sum(_child(other) == child for other in others) == 1
@@ -583,7 +585,7 @@ def _handed_pairs(
     return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
 
 
-def _child(handed: Handed) -> str:
+def _child(handed: EmittedTensor) -> str:
     """Return the child that gets something; empty for what a call gives out."""
     return handed.where.rpartition(" ")[0]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .declaring import with_reason
 from .decoding import Snapshot, architecture_digest, decode, decode_architecture
 from .encoding import encode
+from .file_names import file_name, folded
 from .layout import Texts
-from .names import file_name, folded
 from .parsing import MOST_BYTES, RESTORE, parsed, too_large
 from .storage import ARCH, DIRECTORY, PROBE, read, read_texts, write
 from .updating import rewritten

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, get_args
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.record import (
     Call,
-    Handed,
+    EmittedTensor,
+    IsolatedResponse,
     Layer,
     Operation,
     Parameter,
     Reading,
     Record,
-    Response,
     Value,
     address,
     has_numbers,
@@ -45,9 +45,9 @@ from .layout import (
 from .order import Kind, kind_of, moments
 from .parsing import RESTORE, known, listed, parsed, shown, texts
 from .readings import FULL, Role, check, reading_from
-from .recipes import Outline, Recipes
+from .recipe_text import Outline, Recipes
+from .specs import FormatError, ParsedSpec, absolute, keys, name_of
 from .structure import Line, Named, Structure, line_of
-from .wording import Unreadable, Worded, absolute, keys, name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
         with _named(there):
             snapshot = _snapshot(structure, _Numbers(found, structure))
             if not has_numbers(snapshot.record):
-                raise Unreadable("it has no numbers")
+                raise FormatError("it has no numbers")
             return snapshot
 
 
@@ -146,7 +146,7 @@ def _named(where: str) -> Iterator[None]:
     """Name the file in what is wrong with it."""
     try:
         yield
-    except Unreadable as error:
+    except FormatError as error:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
 
 
@@ -192,7 +192,7 @@ def _operation(data: Any) -> Operation | None:
     if data is None:
         return None
     if len(data) != 3 or type(data[0]) is not str or type(data[2]) is not str or type(data[1]) not in (str, type(None)):
-        raise Unreadable(f"{shown(data)} is no operation")
+        raise FormatError(f"{shown(data)} is no operation")
     return Operation(name=data[0], location=data[1], detail=data[2])
 
 
@@ -214,23 +214,23 @@ class _Numbers:
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
         known(data, _NUMBERS)
         if data.get("noise", _MEASURED[0]) not in _MEASURED:
-            raise Unreadable(f"how its noise came about is {shown(data['noise'])}")
+            raise FormatError(f"how its noise came about is {shown(data['noise'])}")
         if data.get("compared", "all") not in get_args(Compared):
-            raise Unreadable(f"what is compared of it is {shown(data['compared'])}")
+            raise FormatError(f"what is compared of it is {shown(data['compared'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
             or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
         ):
-            raise Unreadable("its columns are others than this version writes")
+            raise FormatError("its columns are others than this version writes")
         self.header = data
         self.lines: dict[str, Any] = data[LAYERS]
         self.responses: dict[str, Any] = data.get(RESPONSES, {})
         unknown = self.lines.keys() - structure.data[LAYERS].keys()
         if unknown:
-            raise Unreadable(f"there is no layer {shown(min(unknown))} in the architecture")
+            raise FormatError(f"there is no layer {shown(min(unknown))} in the architecture")
         for name, line in self.lines.items():
             if type(line) is not dict:
-                raise Unreadable(f"in the line of {shown(name)}: it is no object")
+                raise FormatError(f"in the line of {shown(name)}: it is no object")
 
 
 class _Entry(NamedTuple):
@@ -245,7 +245,7 @@ class _Entry(NamedTuple):
 
 _NOTHING = Reading()
 _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
-_Answer = tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]
+_Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
 """What was handed on, the gradient, what it did not reach, and why there is none of it."""
 _Place = tuple[int, int, bool, int]
 """Line, call, whether an output, and which."""
@@ -295,15 +295,15 @@ class _Filling:
                 text = data.get(number + key)
                 if text is not None:
                     if type(text) is not str:
-                        raise Unreadable(f"{key!r} is {shown(text)}, no text")
+                        raise FormatError(f"{key!r} is {shown(text)}, no text")
                     self.besides.setdefault((i, j), {})[key] = text
                     found += 1
         if found != len(data):
-            raise Unreadable("it has numbers of what the architecture lacks")
+            raise FormatError("it has numbers of what the architecture lacks")
 
     def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
         if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
-            raise Unreadable(f"{shown(data)} are no numbers of a tensor")
+            raise FormatError(f"{shown(data)} are no numbers of a tensor")
         second, third = (*data[1:], None, None)[:2]
         return _Entry(
             self._reading(data[0], shape, first),
@@ -319,7 +319,7 @@ class _Filling:
         if reading.units is not None:
             self.units += len(reading.units)
             if self.units > _MOST_UNITS:
-                raise Unreadable("there are more units than a model has")
+                raise FormatError("there are more units than a model has")
         return reading
 
     def _resolve(self) -> None:
@@ -345,7 +345,7 @@ class _Filling:
                         there = (kind, absolute(where, name)) if type(where) is str else None
                         same = there and (written if data is None else known).get(there)
                         if same is None:
-                            raise Unreadable(f"there are no numbers of {shown(where)}, which {shown(path)} is")
+                            raise FormatError(f"there are no numbers of {shown(where)}, which {shown(path)} is")
                         entry = same
                     self.values[i, j, end, k] = entry
                     here = kind, address(name, call, path)
@@ -416,7 +416,7 @@ class _Filling:
             response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
         )
 
-    def _value(self, place: _Place, layer: str, value: tuple[str, Worded]) -> Value:
+    def _value(self, place: _Place, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, worded = value
         first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
         return Value(
@@ -435,15 +435,15 @@ class _Filling:
 
     # --- responses
 
-    def _response(self, i: int, j: int, key: str) -> Response:
+    def _response(self, i: int, j: int, key: str) -> IsolatedResponse:
         data = self.responses.get(key)
         if type(data) is not dict:
-            raise Unreadable(f"there is no response {shown(key)}")
+            raise FormatError(f"there is no response {shown(key)}")
         if key not in self.answers:
             with line_of(key):
                 self.answers[key] = self._answer(data)
         handed, gradient, unreached, reason = self.answers[key]
-        return Response(
+        return IsolatedResponse(
             recipes=self.recipes.read(i, j, data.get(RECIPES, "")),
             handed=handed,
             gradient=gradient,
@@ -453,18 +453,18 @@ class _Filling:
 
     def _answer(
         self, data: Mapping[str, Any]
-    ) -> tuple[tuple[Handed, ...], Reading | None, tuple[str, ...], str | None]:
+    ) -> tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]:
         handed = []
         for key, value in data.items():
             if key[:1] == HANDED:
                 passed = value if type(value) is str else None
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
-                handed.append(Handed(where=name_of(key[1:]), passed=passed, reading=reading))
+                handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
             elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
-                raise Unreadable(f"it has an unknown field {shown(key)}")
+                raise FormatError(f"it has an unknown field {shown(key)}")
         reason = data.get(REASON)
         if type(reason) not in (str, type(None)):
-            raise Unreadable(f"the reason is {shown(reason)}, no text")
+            raise FormatError(f"the reason is {shown(reason)}, no text")
         return (
             tuple(handed),
             self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,

@@ -13,13 +13,13 @@ from typing import Any
 from pytest_modelprobe.record import (
     ROOT,
     Call,
-    Handed,
+    EmittedTensor,
+    IsolatedResponse,
     Layer,
     Operation,
     Parameter,
     Plain,
     Record,
-    Response,
     Value,
     address,
     has_numbers,
@@ -51,8 +51,8 @@ from .layout import (
 )
 from .order import Kind, containers, forward_order, implied, kind_of, moments, timelines
 from .readings import reading_text
-from .recipes import Outline, Recipes
-from .wording import DTYPE, Usual, floating, keys, parameter_text, relative, value_text
+from .recipe_text import Outline, Recipes
+from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
 
 _JSON = json.JSONEncoder(allow_nan=False).encode
 _COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -103,7 +103,7 @@ def encode(
     return Texts(architecture, laid_out(top, rows, content.responses.items()))
 
 
-def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[str, Any], Usual]:
+def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[str, Any], Defaults]:
     calls = [calls for _, _, calls in lines]
     first = next((call for of_layer in calls for call in of_layer), None)
     training = first.root_training if first else any(layer.training for _, layer, _ in lines[:1])
@@ -128,7 +128,7 @@ def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[
         "notes": None if numbers else record.notes or None,
         "order": order if order != implied([name for name, _, _ in lines], calls) else None,
     }
-    return {k: v for k, v in header.items() if v is not None}, Usual(dtype, requires_grad)
+    return {k: v for k, v in header.items() if v is not None}, Defaults(dtype, requires_grad)
 
 
 def _everywhere(lines: Sequence[Line]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _operation(operation: Operation | None) -> list[str | None] | None:
 class _Structure:
     """What stands in each line of the architecture file."""
 
-    def __init__(self, lines: Sequence[Line], header: Mapping[str, Any], usual: Usual) -> None:
+    def __init__(self, lines: Sequence[Line], header: Mapping[str, Any], usual: Defaults) -> None:
         self.usual = usual
         self.header = header
         self.parents = containers([name for name, _, _ in lines])
@@ -271,7 +271,7 @@ def _plain(value: Plain) -> Any:
 class _Numbers:
     """What stands in each line of the numbers file; what is the same tensor is written where it was first seen."""
 
-    def __init__(self, lines: Sequence[Line], usual: Usual) -> None:
+    def __init__(self, lines: Sequence[Line], usual: Defaults) -> None:
         self.usual = usual
         self.lines_of = lines
         self.known: dict[tuple[Any, ...], str] = {}
@@ -364,7 +364,7 @@ class _Numbers:
 
     # --- responses
 
-    def _response(self, i: int, j: int, response: Response) -> str:
+    def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
         """Return the key under which a response stands; layers that are alike respond alike."""
         dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
         parts = [(RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
@@ -383,7 +383,7 @@ class _Numbers:
         return digest[:length]
 
     @staticmethod
-    def _handed(handed: Handed, dtype: str) -> str:
+    def _handed(handed: EmittedTensor, dtype: str) -> str:
         if handed.passed is not None:
             return quoted(handed.passed)
         return reading_text(handed.reading, None, dtype, "response")

@@ -6,7 +6,7 @@ import binascii
 import math
 from functools import lru_cache
 
-from .wording import Unreadable
+from .specs import FormatError
 
 K = 16
 """Numbers of a fingerprint."""
@@ -70,18 +70,18 @@ def unpacked(text: str) -> tuple[float, ...]:
         return _ZEROS
     bits = _BITS_OF.get(len(text))
     if bits is None:
-        raise Unreadable(f"{text[:80]!r} is no fingerprint")
+        raise FormatError(f"{text[:80]!r} is no fingerprint")
     try:
         exponent = (_DIGITS[text[0]] << 6 | _DIGITS[text[1]]) - _BIAS
         whole = int.from_bytes(binascii.a2b_base64(text[2:] + "==", strict_mode=False), "big")
         if not _LOWEST <= exponent <= 1024:
-            raise Unreadable
+            raise FormatError
         scale = math.ldexp(1.0, exponent)
         most = (1 << (bits - 1)) - 1
         mask = (1 << bits) - 1
         return tuple([((whole >> shift & mask) - most) * scale for shift in range((K - 1) * bits, -1, -bits)])
     except (KeyError, ValueError):
-        raise Unreadable(f"{text[:80]!r} is no fingerprint") from None
+        raise FormatError(f"{text[:80]!r} is no fingerprint") from None
 
 
 _ZEROS = (0.0,) * K

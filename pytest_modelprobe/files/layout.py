@@ -15,7 +15,7 @@ DECLARATION = ("reason", "supersedes")
 """Why the architecture changed, and the digest of the one before."""
 
 
-Compared = Literal["all", "architecture", "behaviour"]
+Compared = Literal["all", "architecture", "behavior"]
 """What of a snapshot its test compares."""
 
 COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]

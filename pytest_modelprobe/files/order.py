@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from pytest_modelprobe.record import ROOT, Call, Layer, Record
 
-from .wording import Unreadable
+from .specs import FormatError
 
 Kind = tuple[str, bool]
 """The layer whose outermost call was the forward, and its mode."""
@@ -120,7 +120,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
         for i, call in enumerate(of_layer):
             by_kind.setdefault(kind_of(call), {}).setdefault(line, []).append(i)
     if len(given) != len(by_kind):
-        raise Unreadable(f"the order is of {len(given)} kinds of forwards, the calls are of {len(by_kind)}")
+        raise FormatError(f"the order is of {len(given)} kinds of forwards, the calls are of {len(by_kind)}")
     found = []
     for timeline, kind in zip(given, sorted(by_kind), strict=True):
         waiting = {line: iter(of_layer) for line, of_layer in by_kind[kind].items()}
@@ -135,7 +135,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
             else:
                 index = running[line].pop() if running.get(line) else None
             if index is None:
-                raise Unreadable(f"the order speaks of a call of layer {line} that is not there")
+                raise FormatError(f"the order speaks of a call of layer {line} that is not there")
             here.append(Event(line - 1, index, token < 0))
         found.append(here)
     return found

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pytest_modelprobe.exceptions import SnapshotError
 
 from .layout import LAYERS, SCHEMA
-from .wording import Unreadable
+from .specs import FormatError
 
 MOST_BYTES = 64 << 20
 """Larger files are no snapshots."""
@@ -83,18 +83,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Unreadable(f"{shown(twice)} stands twice in one object")
+        raise FormatError(f"{shown(twice)} stands twice in one object")
     return found
 
 
 def _integer(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise Unreadable(f"a number of {len(text):,} digits stands in it")
+        raise FormatError(f"a number of {len(text):,} digits stands in it")
     return int(text)
 
 
 def _constant(name: str) -> NoReturn:
-    raise Unreadable(f"{name} is no number there")
+    raise FormatError(f"{name} is no number there")
 
 
 def shown(value: object) -> str:
@@ -114,24 +114,24 @@ def _line(error: Exception) -> str:
 
 
 def known(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]) -> None:
-    """Raise `Unreadable` unless each entry has a name and a type of ``fields``."""
+    """Raise `FormatError` unless each entry has a name and a type of ``fields``."""
     for name, value in data.items():
         wanted = fields.get(name)
         if wanted is None:
-            raise Unreadable(f"it has an unknown field {shown(name)}")
+            raise FormatError(f"it has an unknown field {shown(name)}")
         if type(value) is not wanted and not (isinstance(wanted, UnionType) and type(value) in wanted.__args__):
-            raise Unreadable(f"{shown(name)} is {shown(value)}, which is of the wrong type")
+            raise FormatError(f"{shown(name)} is {shown(value)}, which is of the wrong type")
 
 
 def texts(data: Any, what: str) -> dict[str, str]:
-    """Return an object whose values are all texts; `Unreadable` if they are not."""
+    """Return an object whose values are all texts; `FormatError` if they are not."""
     if type(data) is not dict or not all(type(value) is str for value in data.values()):
-        raise Unreadable(f"{what} is {shown(data)}, no object of texts")
+        raise FormatError(f"{what} is {shown(data)}, no object of texts")
     return data
 
 
 def listed(data: Any, what: str) -> tuple[str, ...]:
-    """Return a list of texts as a tuple; `Unreadable` if it is none."""
+    """Return a list of texts as a tuple; `FormatError` if it is none."""
     if type(data) is not list or not all(type(value) is str for value in data):
-        raise Unreadable(f"{what} is {shown(data)}, no list of texts")
+        raise FormatError(f"{what} is {shown(data)}, no list of texts")
     return tuple(data)

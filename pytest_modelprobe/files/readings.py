@@ -18,7 +18,7 @@ from pytest_modelprobe.record import Dimension, Reading, Statistics, Units
 
 from . import fixed_point
 from .parsing import shown
-from .wording import Unreadable, floating
+from .specs import FormatError, floating
 
 Role = Literal["value", "gradient", "own", "own gradient", "response", "response gradient"]
 
@@ -109,7 +109,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
         Unreadable: It is none.
     """
     if type(data) is not list:
-        raise Unreadable(f"{str(data)[:80]!r} is no list of numbers")
+        raise FormatError(f"{str(data)[:80]!r} is no list of numbers")
     if not data:
         return Reading()
     more: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
         std = data[0]
         mean = None if std is None else 0
     if not least <= len(data) <= least + 2 + counted:
-        raise Unreadable(f"{len(data)} numbers are not as many as columns")
+        raise FormatError(f"{len(data)} numbers are not as many as columns")
     fingerprint, noise, zeros = (*data[least:], None, None, None)[:3]
     statistics = _statistics(mean, std, low, high, zeros or 0, shape, more) if counted else None
     rest = _rest(more, statistics, shape) if more else {}
@@ -141,23 +141,23 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
 
 
 def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
-    """Raise `Unreadable` where a fingerprint is not of the numbers beside it."""
+    """Raise `FormatError` where a fingerprint is not of the numbers beside it."""
     norm, length = statistics.norm, math.hypot(*projections)
     if statistics.nonfinite or not (statistics.all_zero or _TINY < norm < _HUGE):
         return
     if not norm / _APART <= length <= norm * _APART:
-        raise Unreadable(f"its numbers have the norm {norm:.3g} and its fingerprint has {length:.3g}")
+        raise FormatError(f"its numbers have the norm {norm:.3g} and its fingerprint has {length:.3g}")
 
 
 def check(s: Statistics) -> None:
-    """Raise `Unreadable` where no elements have these numbers."""
+    """Raise `FormatError` where no elements have these numbers."""
     mean, std, low, high = s.mean, s.std, s.min, s.max
     if not s.finite:
         if s.deviations or (low, high) != (None, None):
-            raise Unreadable("there are numbers of no finite element")
+            raise FormatError("there are numbers of no finite element")
         return
     if mean is None or std is None or low is None or high is None:
-        raise Unreadable("of its mean, deviation and range one is missing")
+        raise FormatError("of its mean, deviation and range one is missing")
     top = max(abs(low), abs(high))
     if not top < _HUGE:
         return
@@ -165,12 +165,12 @@ def check(s: Statistics) -> None:
     least = (high - low) / math.sqrt(2 * s.finite)
     most = math.sqrt(max(high - mean + open_, 0.0) * max(mean - low + open_, 0.0))
     if not low - open_ <= mean <= high + open_ or not low <= high:
-        raise Unreadable(f"its mean {mean:.4g} is not between {low:.4g} and {high:.4g}")
+        raise FormatError(f"its mean {mean:.4g} is not between {low:.4g} and {high:.4g}")
     if not least * (1 - _PRINTED) - open_ <= std <= most * (1 + _PRINTED) + open_:
         between = f"between {low:.4g} and {high:.4g}"
-        raise Unreadable(f"no {s.finite:,} elements {between} with the mean {mean:.4g} have the deviation {std:.4g}")
+        raise FormatError(f"no {s.finite:,} elements {between} with the mean {mean:.4g} have the deviation {std:.4g}")
     if (s.zeros and not low <= 0 <= high) or (s.zeros == s.finite) != (low == high == 0):
-        raise Unreadable(f"{s.zeros:,} of its elements are zero, and they are between {low:.4g} and {high:.4g}")
+        raise FormatError(f"{s.zeros:,} of its elements are zero, and they are between {low:.4g} and {high:.4g}")
 
 
 # --- what a reading has besides its columns -----------------------------------------------------------------------
@@ -216,11 +216,11 @@ def _statistics(
 ) -> Statistics:
     count = more["count"] if "count" in more else _count(shape, _whole(more.get("tensors", 1)))
     if type(count) is not int or type(zeros) is not int:
-        raise Unreadable("the number of elements is missing")
+        raise FormatError("the number of elements is missing")
     odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
     finite = _whole(count) - sum(odd.get(name, 0) for name in _COUNTS)
     if not 0 <= _whole(zeros) <= finite:
-        raise Unreadable(f"{shown(zeros)} zeros are among {shown(finite)} finite elements")
+        raise FormatError(f"{shown(zeros)} zeros are among {shown(finite)} finite elements")
     deviation = 0.0 if std is None else _float(std)
     return Statistics(
         count=count,
@@ -240,26 +240,26 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None, shape: Sequenc
             rest[name] = _whole(value)
         elif name in ("digest", "reason"):
             if type(value) is not str:
-                raise Unreadable(f"{name!r} is no text")
+                raise FormatError(f"{name!r} is no text")
             rest[name] = value
         elif name == "noise":
             rest[name] = _noise(value)
         elif name == "dead" and type(value) is list and len(value) == 3:
             rest["units"] = _units(_whole(value[0]), _whole(value[1]), value[2], statistics, shape)
         elif name not in ("count", *_COUNTS, *_FIRST) or statistics is None:
-            raise Unreadable(f"it has an unknown field {name[:80]!r}")
+            raise FormatError(f"it has an unknown field {name[:80]!r}")
     return rest
 
 
 def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shape: Sequence[Dimension] | None) -> Units:
     """Return as many units, of which all that is known is how many were zero: those come first, the others are NaN."""
     if type(axis) is not int or abs(axis) > 64 or not 0 < dead <= units <= _MOST_UNITS:
-        raise Unreadable(f"{dead} of {units} units are dead")
+        raise FormatError(f"{dead} of {units} units are dead")
     size = shape[axis] if shape is not None and -len(shape) <= axis < 0 else units
     if type(size) is int and size != units:
-        raise Unreadable(f"{units:,} units are on an axis of {size:,}")
+        raise FormatError(f"{units:,} units are on an axis of {size:,}")
     if statistics is not None and statistics.zeros < statistics.count // units * dead:
-        raise Unreadable(f"{dead:,} of {units:,} units are dead, and {statistics.zeros:,} elements are zero")
+        raise FormatError(f"{dead:,} of {units:,} units are dead, and {statistics.zeros:,} elements are zero")
     numbers = (0.0,) * dead + (math.nan,) * (units - dead)
     return Units(axis=axis, low=numbers, high=numbers)
 
@@ -285,7 +285,7 @@ def _fingerprint_from(data: Any) -> tuple[float, ...]:
         return fixed_point.unpacked(data)
     if type(data) is list and len(data) == fixed_point.K:
         return tuple(map(_float, data))
-    raise Unreadable(f"{str(data)[:80]!r} is no fingerprint")
+    raise FormatError(f"{str(data)[:80]!r} is no fingerprint")
 
 
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -299,17 +299,17 @@ def _float(data: Any) -> float:
         try:
             return float(data)
         except OverflowError:
-            raise Unreadable("a number is too large") from None
+            raise FormatError("a number is too large") from None
     if kind is str and data in _NONFINITE:
         return _NONFINITE[data]
-    raise Unreadable(f"{str(data)[:80]!r} is no number")
+    raise FormatError(f"{str(data)[:80]!r} is no number")
 
 
 def _noise(data: Any) -> float:
     """Return a noise: infinite where a repeat had something else altogether, never negative."""
     found = _float(data)
     if found < 0:
-        raise Unreadable(f"{shown(data)} is no noise")
+        raise FormatError(f"{shown(data)} is no noise")
     return found
 
 
@@ -320,5 +320,5 @@ def _exact(data: Any) -> float | None:
 
 def _whole(data: Any) -> int:
     if type(data) is not int or not 0 <= data < 1 << 63:
-        raise Unreadable(f"{str(data)[:80]!r} is no whole number")
+        raise FormatError(f"{str(data)[:80]!r} is no whole number")
     return data

@@ -13,7 +13,7 @@ from pytest_modelprobe.record import ROOT, Plain
 from .layout import ABSENT, ARROW, LAYERS
 from .order import Kind, Timeline, containers, events, implied
 from .parsing import known, listed, shown, texts
-from .wording import DTYPE, Unreadable, Usual, Worded, name_of, worded_parameter, worded_value
+from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, worded_parameter, worded_value
 
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
@@ -33,7 +33,7 @@ _DEEPEST = 256
 """Parts of a layer's name: Python calls no module that lies deeper."""
 _MODES = {"train": True, "eval": False}
 
-Named = list[tuple[str, Worded]]
+Named = list[tuple[str, ParsedSpec]]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -76,11 +76,11 @@ class Structure:
         known(data, _HEADER)
         _count(data, "forwards", "backwards")
         if "model" not in data or data.get("mode") not in _MODES:
-            raise Unreadable("the model or its mode is missing")
+            raise FormatError("the model or its mode is missing")
         self.data = data
         self.has_numbers: bool = data.get("numbers", True)
         self.training = _MODES[data["mode"]]
-        self.usual = Usual(data.get("dtype", DTYPE), data.get("requires_grad", False))
+        self.usual = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
@@ -89,10 +89,10 @@ class Structure:
     def _line(self, name: str, line: Any) -> Line:
         with line_of(name):
             if type(line) is not dict or "type" not in line:
-                raise Unreadable("it describes no layer")
+                raise FormatError("it describes no layer")
             known(line, _LAYER)
             if name.count(".") >= _DEEPEST:
-                raise Unreadable(f"its name has {name.count('.') + 1:,} parts")
+                raise FormatError(f"its name has {name.count('.') + 1:,} parts")
             training = line.get("training", self.training)
             inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
             functional = line.get("functional", False)
@@ -135,14 +135,14 @@ class Structure:
             if type(line) is str:
                 source, arrow, made = line.rpartition(ARROW)
                 if not arrow:
-                    raise Unreadable(f"{shown(line)} is no call")
+                    raise FormatError(f"{shown(line)} is no call")
                 line = {"inputs": {"input": source}, "outputs": {"output": made}}
             elif type(line) is not dict:
-                raise Unreadable(f"{shown(line)} is no call")
+                raise FormatError(f"{shown(line)} is no call")
             known(line, _CALL)
             _count(line, "index", "forwards", "recomputed")
             if line.get("mode", "eval") not in _MODES:
-                raise Unreadable(f"{shown(line['mode'])} is no mode")
+                raise FormatError(f"{shown(line['mode'])} is no mode")
             kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
             position = line.get("index", index.get(kind, 0))
             index[kind] = position + 1
@@ -170,7 +170,7 @@ class Structure:
         if order is None:
             order = implied([line.name for line in self.lines], self.calls)
         elif not all(type(line) is list and all(type(token) is int and token for token in line) for line in order):
-            raise Unreadable("the order is no list of lists of whole numbers")
+            raise FormatError("the order is no list of lists of whole numbers")
         self.order: list[Timeline] = order
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
         for timeline in events(order, self.calls):
@@ -179,10 +179,10 @@ class Structure:
 
 
 def _count(data: Mapping[str, Any], *names: str) -> None:
-    """Raise `Unreadable` unless what is counted is a number that a run can reach."""
+    """Raise `FormatError` unless what is counted is a number that a run can reach."""
     for name in names:
         if not 0 <= data.get(name, 0) < 1 << 63:
-            raise Unreadable(f"{shown(name)} is {shown(data[name])}, which counts nothing")
+            raise FormatError(f"{shown(name)} is {shown(data[name])}, which counts nothing")
 
 
 def _attributes(data: Any) -> dict[str, Plain]:
@@ -193,10 +193,10 @@ def _plain(value: Any) -> Plain:
     if type(value) is dict:
         text = value.get("float")
         if len(value) != 1 or text not in ("nan", "inf", "-inf"):
-            raise Unreadable(f"{shown(value)} is no plain value")
+            raise FormatError(f"{shown(value)} is no plain value")
         return float(text)
     if type(value) is list:
-        raise Unreadable(f"{shown(value)} is no plain value")
+        raise FormatError(f"{shown(value)} is no plain value")
     return value  # type: ignore[no-any-return]
 
 
@@ -205,5 +205,5 @@ def line_of(name: str) -> Iterator[None]:
     """Name the line in what is wrong with it."""
     try:
         yield
-    except Unreadable as error:
-        raise Unreadable(f"in the line of {shown(name)}: {error}") from None
+    except FormatError as error:
+        raise FormatError(f"in the line of {shown(name)}: {error}") from None

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from pytest_modelprobe.comparison import BEHAVIOUR, Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
-from pytest_modelprobe.record import ROOT, Call, Layer, Parameter, Record, Response, Value, qualified
+from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
+from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value, qualified
 
 Class = Literal[
-    "checkpoint", "removed", "structure", "interface", "trainable", "behaviour", "weights", "renamed", "new", "format"
+    "checkpoint", "removed", "structure", "interface", "trainable", "behavior", "weights", "renamed", "new", "format"
 ]  # fmt: skip
 """What kind of change it is, the gravest first."""
 
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[Class, Level] = {
     "structure": "deny",
     "interface": "deny",
     "trainable": "warn",
-    "behaviour": "warn",
+    "behavior": "warn",
     "weights": "warn",
     "renamed": "warn",
     "new": "warn",
@@ -44,7 +44,7 @@ MEANING: Mapping[Class, str] = {
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
-    "behaviour": "the model computes something else, its numbers moved for what cannot be told, or a tolerance grew",
+    "behavior": "the model computes something else, its numbers moved for what cannot be told, or a tolerance grew",
     "weights": "weights or buffers have other values, and all else agrees",
     "renamed": "a snapshot, or layers that are made as before, have another name",
     "new": "a snapshot is new",
@@ -201,7 +201,7 @@ class Verdict:
 def _denied_lines(change: Change) -> Iterator[str]:
     for finding in change.denied:
         exact = change.before is None or change.now is None or change.before.architecture != change.now.architecture
-        numbers = finding.kind in ("behaviour", "weights", "renamed", "format") or not exact
+        numbers = finding.kind in ("behavior", "weights", "renamed", "format") or not exact
         sides = (None if s is None else s.content if numbers else s.architecture for s in (change.before, change.now))
         yield "\0".join([change.path, finding.kind, *(side or "-" for side in sides)])
 
@@ -303,16 +303,16 @@ def _change(
         return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     # Of another device, or of structure alone, the numbers are not those of before.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
-    parts: Parts = "architecture" if gone else "all" if architecture else "behaviour"
+    parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
     comparison = compare(new.record, old.record, parts=parts)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
     by_class = _by_class(diagnosis, effect)
     for difference in _looser(comparison):
-        by_class.setdefault("behaviour", []).append(difference)
+        by_class.setdefault("behavior", []).append(difference)
     if not comparison.differences:
         for difference in _evidence(comparison):
-            by_class.setdefault("behaviour", []).append(difference)
+            by_class.setdefault("behavior", []).append(difference)
     if architecture and "structure" not in by_class:
         for difference in _besides(comparison):
             by_class.setdefault("structure", []).append(difference)
@@ -345,7 +345,7 @@ def _change(
 def not_compared(now: Snapshot, before: Snapshot) -> str | None:
     """Return what of a snapshot its test compares no more; None where it compares what it did."""
     lost = now.compared not in ("all", before.compared)
-    return ("architecture" if now.compared == "behaviour" else "behaviour") if lost else None
+    return ("architecture" if now.compared == "behavior" else "behavior") if lost else None
 
 
 def _by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Difference]]:
@@ -353,7 +353,7 @@ def _by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Differen
     found: dict[Class, list[Difference]] = {}
     for difference in diagnosis.comparison.differences:
         kind = _class(difference, diagnosis.comparison)
-        found.setdefault(of_numbers if kind == "behaviour" else kind, []).append(difference)
+        found.setdefault(of_numbers if kind == "behavior" else kind, []).append(difference)
     if not effect.none:  # as of a layer added, whose parameters are not told one by one
         found.setdefault("checkpoint", [])
     return found
@@ -373,14 +373,14 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
         return "structure"
     if cause.kind == "architecture":
         return _class(cause.differences[0], diagnosis.comparison) if cause.differences else "structure"
-    return "structure" if diagnosis.unchanged and cause.change is None else "behaviour"
+    return "structure" if diagnosis.unchanged and cause.change is None else "behavior"
 
 
 def _causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
-    """Yield the causes of a class; behaviour has those of any other too that are known to change a number."""
+    """Yield the causes of a class; behavior has those of any other too that are known to change a number."""
     for cause in (*diagnosis.causes, *diagnosis.possible):
         own = class_of(cause, diagnosis)
-        if own == kind or (kind == "behaviour" and own not in ("weights", "renamed") and cause.change is not None):
+        if own == kind or (kind == "behavior" and own not in ("weights", "renamed") and cause.change is not None):
             yield cause
 
 
@@ -391,12 +391,12 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
     if diagnosis.unchanged and told and all(class_of(cause, diagnosis) == "weights" for cause in sized):
         return min(told, key=CLASSES.index)  # what a layer alone answers, where the run answers as before
     if diagnosis.possible or diagnosis.not_judged:
-        return "behaviour"
+        return "behavior"
     if "weights" in told and told <= {"weights", "renamed"}:
         return "weights"
     # Of a layer with another name the weights are drawn by that name.
     drawn = any(d.kind == "weights" for d in diagnosis.comparison.found)
-    return "renamed" if told == {"renamed"} and drawn else "behaviour"
+    return "renamed" if told == {"renamed"} and drawn else "behavior"
 
 
 def _looser(comparison: Comparison) -> Iterator[Difference]:
@@ -483,7 +483,7 @@ def _evidence(comparison: Comparison) -> Iterator[Difference]:
             yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
 
 
-def _answer(response: Response | None) -> tuple[object, ...] | None:
+def _answer(response: IsolatedResponse | None) -> tuple[object, ...] | None:
     """Return which questions a layer alone was asked, and which it answered; None where it answered none."""
     if response is None or response.reason is not None:
         return None
@@ -504,8 +504,8 @@ def _order(record: Record) -> list[tuple[str, int]]:
 def _class(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
         return "renamed" if difference.layer in comparison.names_before else "weights"
-    if difference.kind in BEHAVIOUR:
-        return "behaviour"
+    if difference.kind in BEHAVIOR:
+        return "behavior"
     if difference.kind == "layer renamed":
         return "renamed"
     if difference.kind in ("interface", "path"):

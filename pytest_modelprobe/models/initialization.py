@@ -1,4 +1,4 @@
-"""Named initialisation: a model whose every weight is drawn from the weight's own name.
+"""Named initialization: a model whose every weight is drawn from the weight's own name.
 
 Adding a layer then leaves the others' weights alone. How: while the factory runs, each operation that random numbers
 flow through is logged without its data; afterwards the part of the log that the model's tensors depend on runs once
@@ -42,12 +42,12 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     The model is the same every time, on every device, whatever was drawn before; a layer added
     leaves the weights of all layers that keep their names as they were. Each weight keeps the
     distribution the model's own code gives it, and what that code makes equal or dependent stays
-    so: ties, deep copies, normalised weights, a zeroed padding row. Tensors that no random
+    so: ties, deep copies, normalized weights, a zeroed padding row. Tensors that no random
     number reaches stay as the factory made them, and so do draws from an explicit generator.
 
     Limits: random values that Python code looks at (`.item()`, a boolean mask, a rejection loop)
     and numbers from numpy or `random` are the same every time, but not independent of other
-    layers. Uninitialised, meta and fake parameters are left alone.
+    layers. Uninitialized, meta and fake parameters are left alone.
 
     Args:
         factory: makes the model; called once, under random states that are put back.

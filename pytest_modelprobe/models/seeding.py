@@ -31,7 +31,7 @@ def forked_rng() -> Iterator[None]:
     """Put the global random states back on exit, bit for bit, also after an exception.
 
     Covers torch on the CPU, on every CUDA device and on MPS, numpy's global state and `random`.
-    CUDA is never initialised by it; where it was not, it will start from torch's seed on entry.
+    CUDA is never initialized by it; where it was not, it will start from torch's seed on entry.
 
     >>> with forked_rng():
     ...     inside = torch.rand(())
@@ -41,7 +41,7 @@ def forked_rng() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
-        if torch.cuda.is_initialized():  # reading the state would initialise it
+        if torch.cuda.is_initialized():  # reading the state would initialize it
             stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         elif torch.backends.cuda.is_built():
             stack.callback(_seed_cuda_like_cpu)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from .call_tree import Course, Place, Step, forward_of
+from .call_tree import CallTree, Place, Step, forward_of
 from .records import (
     NOT_DEFAULT,
     ROOT,
     Attention,
     Call,
     Dimension,
-    Handed,
+    EmittedTensor,
+    IsolatedResponse,
     Layer,
     Operation,
     Parameter,
@@ -17,7 +18,6 @@ from .records import (
     Reading,
     Record,
     Rerun,
-    Response,
     Statistics,
     Training,
     Units,
@@ -38,10 +38,10 @@ from .selection import Glob, Selector, nearest, select
 __all__ = [
     "Attention",
     "Call",
-    "Course",
+    "CallTree",
     "Dimension",
     "Glob",
-    "Handed",
+    "EmittedTensor",
     "Layer",
     "NOT_DEFAULT",
     "Operation",
@@ -52,7 +52,7 @@ __all__ = [
     "Reading",
     "Record",
     "Rerun",
-    "Response",
+    "IsolatedResponse",
     "Selector",
     "Statistics",
     "Step",

@@ -18,17 +18,17 @@ class Step:
 
     layer: Layer
     call: Call
-    around: Step | None
+    parent: Step | None
     """The innermost recorded call during which it ran."""
-    before: Step | None
+    previous: Step | None
     """The call before it, within the same one around."""
-    last: Step | None = None
+    last_child: Step | None = None
     """The last call that ran inside it."""
 
     @property
     def place(self) -> Place:
         """Where the call ran."""
-        return self.call.root, self.call.root_training, self.around
+        return self.call.root, self.call.root_training, self.parent
 
     @property
     def inside(self) -> Place:
@@ -52,8 +52,8 @@ class Step:
 
     def between(self) -> str:
         """Return where the code runs that makes the inputs of the call: ``between fc1 and fc2``."""
-        where = f"before {self.label}" if self.before is None else f"between {self.before.label} and {self.label}"
-        return where + forward_of(self.around)
+        where = f"before {self.label}" if self.previous is None else f"between {self.previous.label} and {self.label}"
+        return where + forward_of(self.parent)
 
 
 def forward_of(step: Step | None) -> str:
@@ -61,7 +61,7 @@ def forward_of(step: Step | None) -> str:
     return "" if step is None or step.layer.name == ROOT else f" in {step.layer.label}'s forward"
 
 
-class Course:
+class CallTree:
     """The calls of a record in order, each in its place; forwards of different kinds one after the other."""
 
     def __init__(self, record: Record) -> None:
@@ -86,13 +86,13 @@ class Course:
             for value in step.call.outputs
         }
 
-    def maker(self, step: Step, value: Value) -> tuple[Step, Value] | None:
+    def producer(self, step: Step, value: Value) -> tuple[Step, Value] | None:
         """Return the earlier call, and its output, that an input of ``step`` is; None if code between made it."""
         return self._made.get((*step.place[:2], value.source)) if value.source else None
 
-    def made_outside(self, step: Step) -> Iterable[Value]:
+    def untracked_inputs(self, step: Step) -> Iterable[Value]:
         """Yield what a call took in first, if no recorded layer gave it out: a result of the code before it."""
-        return (value for value in step.call.inputs[:1] if self.maker(step, value) is None)
+        return (value for value in step.call.inputs[:1] if self.producer(step, value) is None)
 
 
 def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
@@ -102,9 +102,9 @@ def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
         while running and 0 <= running[-1].call.finished < call.started:
             running.pop()
         around = running[-1] if running else None
-        step = Step(layer, call, around, before=around.last if around else outermost)
+        step = Step(layer, call, around, previous=around.last_child if around else outermost)
         if around:
-            around.last = step
+            around.last_child = step
         else:
             outermost = step
         running.append(step)

@@ -259,7 +259,7 @@ def _numbers(reading: Reading, what: str) -> Numbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handed:
+class EmittedTensor:
     """A tensor that the code of an isolated call handed to a child, or returned."""
 
     where: str
@@ -271,13 +271,13 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class IsolatedResponse:
     """How one call's own code answers synthetic inputs and weights, its children replaced by stubs."""
 
     recipes: Mapping[str, str] = field(default_factory=dict)
     """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Responses compare only
     where these agree."""
-    handed: tuple[Handed, ...] = ()
+    handed: tuple[EmittedTensor, ...] = ()
     """In the order in which it was handed on; what was returned comes last."""
     gradient: Reading | None = None
     """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
@@ -337,7 +337,7 @@ class Call(_Numbers):
     """Hash of the random generator's state at the start, where the call drew random numbers."""
     recomputed: int = 0
     """Recomputations of the call by activation checkpointing; they are counted nowhere else."""
-    response: Response | None = None
+    response: IsolatedResponse | None = None
     """Of the call alone, on synthetic inputs; None: not asked for, or the same as an earlier call's."""
 
 
@@ -471,7 +471,7 @@ class Rerun(Protocol):
         names: Mapping[str, str] | None = None,
         only: Collection[str] | None = None,
     ) -> Record:
-        """Fill in each call's `Response`, to synthetic tensors made as in the responses of ``like``.
+        """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
         That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
         are others. ``only``: of these layers alone; None: of all.
@@ -573,7 +573,7 @@ class Record:
         layer   type     parameters
         fc      Linear            -
         """
-        from pytest_modelprobe.assertions.evidence import selected
+        from pytest_modelprobe.assertions.sources import selected
         from pytest_modelprobe.report.record import as_text
 
         names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
@@ -655,7 +655,7 @@ def address(layer: str, call: Indexed, path: str) -> str:
 
 
 def has_numbers(record: Record) -> bool:
-    """Whether a record is of more than structure; numbers of parameters alone are no behaviour.
+    """Whether a record is of more than structure; numbers of parameters alone are no behavior.
 
     >>> has_numbers(Record(model="Net"))
     False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_modelprobe.exceptions import SelectionError
 
-from .records import ROOT, Call, Layer, Parameter, Record, Response, Value, qualified
+from .records import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value, qualified
 
 
 def renamed(record: Record, names: Mapping[str, str]) -> Record:
@@ -190,7 +190,7 @@ def _readdressed(address: str, names: Mapping[str, str]) -> str:
     return names.get(layer, layer) + space + rest
 
 
-def _renamed_response(response: Response, layer: str, names: Mapping[str, str]) -> Response:
+def _renamed_response(response: IsolatedResponse, layer: str, names: Mapping[str, str]) -> IsolatedResponse:
     """Rename the children, whose names are relative to the layer."""
 
     def inside(address: str) -> str:

@@ -188,10 +188,10 @@ def _causes_text(finding: Finding, change: Change) -> str:
         told = f"possibly {told}"
     if diagnosis is None:
         return told
-    same = diagnosis.unchanged and all(other.kind != "behaviour" for other in change.findings)
+    same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
     if same and finding.kind in ("structure", "renamed"):
-        return f"{told}; behaviour unchanged"
-    by = diagnosis.output if finding.kind == "behaviour" else None
+        return f"{told}; behavior unchanged"
+    by = diagnosis.output if finding.kind == "behavior" else None
     return told if by is None else f"{told}; output changed by {percent(by)}"
 
 

@@ -15,8 +15,8 @@ from .text import Cell, collapsed, count, listed, pattern, printable, table
 def first_line(diagnosis: Diagnosis) -> str:
     """Return the line that stands alone: layer and cause, by how much, how many more.
 
-    >>> from pytest_modelprobe.compare import compare
-    >>> from pytest_modelprobe.diagnosis import diagnose
+    >>> from pytest_modelprobe.comparison import compare
+    >>> from pytest_modelprobe.comparison import diagnose
     >>> from pytest_modelprobe.record import Layer, Record
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})

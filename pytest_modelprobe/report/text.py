@@ -92,7 +92,7 @@ def collapsed(names: Iterable[str]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    r"""Return text that moves no cursor, sets no colour, floods no screen and commands nothing, whatever is in it.
+    r"""Return text that moves no cursor, sets no color, floods no screen and commands nothing, whatever is in it.
 
     Control characters, and what would make a line of the log of a job a command to GitHub Actions, are written as
     escapes; of a word longer than `LONGEST` the middle is left out.

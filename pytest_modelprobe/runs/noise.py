@@ -3,7 +3,7 @@
 What other threads, instruction sets and memory layouts do to a result is of the size of a rounding in each parameter
 and input: `moved` makes one. Gradients need more. Where a ReLU gate or the choice of a max-pool lies within rounding
 of the other side, one flip moves every gradient below by a hundredth, and a move by one unit mostly misses it; a move
-by `FAR` units finds it, and moves smooth models by no more than it says.
+by `BACKWARD_ULPS` units finds it, and moves smooth models by no more than it says.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
-NEAR = 1
+FORWARD_ULPS = 1
 """Units in the last place by which repeats of the forward move each element."""
 
-FAR = {torch.float32: 84, torch.float64: 84}
-"""Units in the last place by which repeats of the backward move each element, 1e-5 in float32; other dtypes: `NEAR`."""
+BACKWARD_ULPS = {torch.float32: 84, torch.float64: 84}
+"""Units in the last place by which repeats of the backward move each element, 1e-5 in float32.
+
+Other dtypes: `FORWARD_ULPS`.
+"""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -71,12 +74,12 @@ def _coins(count: int, name: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Perturbation:
     """One way to move all numbers of a run.
 
     Args:
         name: Tells repeats apart.
-        far: Whether by `FAR` units in the last place; else by `NEAR`.
+        far: Whether by `BACKWARD_ULPS` units in the last place; else by `FORWARD_ULPS`.
     """
 
     name: str
@@ -92,7 +95,7 @@ class Move:
         """Return an input moved, if it is a quantity: masks, lengths, targets and one-hot codes stay as they are.
 
         >>> mask = torch.tensor([0.5, torch.finfo(torch.float32).min])
-        >>> Move("repeat 1", far=False).input(mask, "mask") is mask
+        >>> Perturbation("repeat 1", far=False).input(mask, "mask") is mask
         True
         """
         return self(tensor, name) if has_bytes(tensor) and _is_quantity(tensor) else tensor
@@ -101,7 +104,9 @@ class Move:
         """Return a copy of ``tensor`` moved; the same tensor if it is not of floats."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        return moved(tensor, f"{self.name} {name}", FAR.get(tensor.dtype, NEAR) if self.far else NEAR)
+        return moved(
+            tensor, f"{self.name} {name}", BACKWARD_ULPS.get(tensor.dtype, FORWARD_ULPS) if self.far else FORWARD_ULPS
+        )
 
 
 def _is_quantity(tensor: torch.Tensor) -> bool:
@@ -124,9 +129,9 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
 
     Args:
         base: The record.
-        near: Repeats with all numbers moved by `NEAR`: the noise of the forward.
-        far: Repeats with all numbers moved by `FAR`: that of gradients, and of integers and bools, which stay the same
-            until something tips over.
+        near: Repeats with all numbers moved by `FORWARD_ULPS`: the noise of the forward.
+        far: Repeats with all numbers moved by `BACKWARD_ULPS`: that of gradients, and of integers and bools, which stay
+            the same until something tips over.
     """
     near_readings, far_readings = [readings(repeat) for repeat in near], [readings(repeat) for repeat in far]
 
@@ -139,7 +144,7 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
     return dataclasses.replace(_mapped(base, measured), noise="measured")
 
 
-def with_unrest(base: Record, repeats: Sequence[Record]) -> Record:
+def with_nondeterminism(base: Record, repeats: Sequence[Record]) -> Record:
     """Return ``base`` with the noise that plain repeats show, where they differ; it is *not repeatable*."""
     again = [readings(repeat) for repeat in repeats]
 

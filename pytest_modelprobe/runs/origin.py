@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from pytest_modelprobe.models import Flat, flatten, flatten_call
 from pytest_modelprobe.record import Operation
 
-_OURS = f"{Path(__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _NO_MODELS = (f"{Path(torch.__file__).parent}{os.sep}", "<frozen ")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -249,7 +249,7 @@ def _ranges(flat: Flat) -> str:
 
 
 def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what has floating elements to look at: nothing sparse, quantised or without contents."""
+    """Yield what has floating elements to look at: nothing sparse, quantized or without contents."""
     for path, tensor in flat.tensors:
         looked_into = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
         if not looked_into or not tensor.numel():

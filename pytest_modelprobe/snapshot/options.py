@@ -13,7 +13,7 @@ import pytest
 DIRECTORY = "__modelprobe__"
 """Where snapshots lie, beside the tests."""
 
-Parts = Literal["all", "architecture", "behaviour"]
+Parts = Literal["all", "architecture", "behavior"]
 
 
 _STRUCTURE = ("architecture", "attribute", "computation")
@@ -68,7 +68,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-compare",
         choices=get_args(Parts),
         default=None,
-        help="what snapshots compare: all, the architecture alone, or the behaviour alone",
+        help="what snapshots compare: all, the architecture alone, or the behavior alone",
     )
     group.addoption(
         "--modelprobe-reason", metavar="TEXT", default=None, help="written beside each architecture that is updated"
@@ -94,14 +94,14 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         default=False,
         help="let --snapshot-update write model snapshots although CI is set",
     )
-    parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behaviour", default="all")
+    parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="all")
 
 
 def policy_of(config: pytest.Config) -> Policy:
     """Return what the command line and the ini file say."""
     option, ini = config.getoption("--modelprobe-compare"), config.getini("modelprobe_compare")
     if ini not in get_args(Parts):
-        raise pytest.UsageError(f"modelprobe_compare is all, architecture or behaviour; the ini file has {ini!r}")
+        raise pytest.UsageError(f"modelprobe_compare is all, architecture or behavior; the ini file has {ini!r}")
     reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
     updating = getattr(config.option, "update_snapshots", False)
     if reason is not None and not reason.strip():

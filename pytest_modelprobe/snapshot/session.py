@@ -20,10 +20,10 @@ import pytest
 from pytest_modelprobe.exceptions import UsageError
 
 from .options import DIRECTORY, Policy
-from .summary import Leftovers, lines, shown_path
+from .summary import UnusedFiles, lines, shown_path
 
 if TYPE_CHECKING:
-    from .leftovers import Module, Test
+    from .unused import Module, Test
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class SnapshotSession:
         self._workers_started = self._workers_told = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._results: dict[tuple[str, str], dict[str, Any]] = {}
-        self._leftovers = Leftovers()
+        self._leftovers = UnusedFiles()
 
     # --- what was collected ---------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class SnapshotSession:
         """Find the modules of which only a part is run."""
         if not self._paths and not self._collected.modules:
             return
-        from .names import device_of
+        from .naming import device_of
 
         tests = self._collected.tests
         for item in session.items:
@@ -102,7 +102,7 @@ class SnapshotSession:
     @staticmethod
     def stem_of(item: pytest.Item) -> str:
         """Return what the names of a test's files begin with; of one that has no names of its own, a beginning."""
-        from .names import function_of, stem_of
+        from .naming import function_of, stem_of
 
         try:
             return stem_of(item)
@@ -113,7 +113,7 @@ class SnapshotSession:
         """Return the other test whose file some file systems would take for this one, if there is one."""
         from pytest_modelprobe.files import ARCH, folded
 
-        from .names import folder_of
+        from .naming import folder_of
 
         if not self._owners:  # all at once: under xdist the other test may run elsewhere
             for other in item.session.items:
@@ -125,7 +125,7 @@ class SnapshotSession:
 
     def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
         """Whether a snapshot may be that of a test, seen from ``item``, a test beside it."""
-        from .names import folder_of, function_of
+        from .naming import folder_of, function_of
 
         if arch.parent != folder_of(item.path):
             return any(arch.parent == folder_of(path) for path in item.path.parent.glob("*.py"))
@@ -163,7 +163,7 @@ class SnapshotSession:
         return list(self._results.values())
 
     def _tests_of(self, module: Path) -> list[Test]:
-        from .leftovers import Test
+        from .unused import Test
 
         return [
             Test(stem, device or self._device(), passed=self._passed(nodeid))
@@ -212,7 +212,7 @@ class SnapshotSession:
         """Report, delete or keep each file that no test uses."""
         if not self._collected.modules:
             return
-        from .leftovers import left_over
+        from .unused import unused_files
 
         updating = getattr(self._config.option, "update_snapshots", False)
         if updating and getattr(self._config.option, "no_cleanup", False):
@@ -222,7 +222,7 @@ class SnapshotSession:
         used = {Path(result[file]) for result in self.results for file in ("arch", "probe")}
         ran = {result["device"] for result in self.results} or {self._device()}
         for module in self._modules():
-            for path, reason in left_over(module, used, ran):
+            for path, reason in unused_files(module, used, ran):
                 self._leftovers.add(shown_path(path, self._config), reason or why, delete=updating)
                 if updating and not (reason or why):
                     path.unlink(missing_ok=True)
@@ -232,8 +232,8 @@ class SnapshotSession:
 
     def _modules(self) -> Iterator[Module]:
         """Yield the modules with snapshots that were collected as a whole, or are gone from beside one collected."""
-        from .leftovers import Module
-        from .names import folder_of
+        from .naming import folder_of
+        from .unused import Module
 
         for folder in sorted({Path(path).parent for path in self._collected.modules}):
             there = {folder_of(path): path for path in folder.glob("*.py")}

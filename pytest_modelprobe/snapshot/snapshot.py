@@ -26,9 +26,9 @@ from pytest_modelprobe.comparison import (
     Tolerance,
     compare,
     diagnose,
+    hidden,
     tells_of_code,
 )
-from pytest_modelprobe.comparison.diagnosis import hidden
 from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
     ARCH,
@@ -49,11 +49,11 @@ from pytest_modelprobe.record import Glob, Layer, Record, Rerun, has_numbers, ne
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 
-from . import words
+from . import messages as words
 from .extension import ModelProbeExtension, Place, tell
 from .forked import Children
-from .lasting import active_dropout, is_training, nondeterministic, nonfinite, structure_of
-from .names import DEVICES, folder_of, kind, stem_of
+from .naming import DEVICES, folder_of, kind, stem_of
+from .preconditions import active_dropout, is_training, nondeterministic, nonfinite, structure_of
 from .session import SnapshotSession
 from .summary import shown_path
 
@@ -97,7 +97,7 @@ class ModelProbeSnapshot:
         Args:
             name: What tells it from the other snapshots of the test, instead of its number.
             tolerance: Multiplies the change that still counts as the same: a number, or glob of layers → number.
-            compare: ``architecture`` (what is exact), ``behaviour`` (the numbers), or ``all``.
+            compare: ``architecture`` (what is exact), ``behavior`` (the numbers), or ``all``.
             allow: What may be recorded although it does not last: ``dropout`` that is active, ``nonfinite`` values, or
                 what is ``nondeterministic`` from one run to the next; such values are then not compared.
 
@@ -139,7 +139,7 @@ def _check(name: object, compare: object, allow: Iterable[object]) -> None:
     if isinstance(name, str) and (name.isdigit() or name in ("cpu", *DEVICES)):
         raise UsageError(f"name={name!r} is what the snapshots of {name} themselves end in: give another")
     if compare is not None and compare not in get_args(Parts):
-        raise UsageError(f"compare= is 'all', 'architecture' or 'behaviour'; got {compare!r}")
+        raise UsageError(f"compare= is 'all', 'architecture' or 'behavior'; got {compare!r}")
     unknown = [one for one in allow if one not in get_args(Allowed)]
     if unknown:
         raise UsageError(f"allow= takes {listed([repr(one) for one in get_args(Allowed)])}; got {unknown[0]!r}")
@@ -215,7 +215,7 @@ class _Outcome:
     compare: Parts
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
-    """What the run as a whole leaves out: ``architecture`` or ``behaviour``."""
+    """What the run as a whole leaves out: ``architecture`` or ``behavior``."""
     compared: Parts = "all"
     """What the test compares in every run: what the numbers say of themselves."""
     narrowed: str = ""
@@ -646,13 +646,13 @@ def _structure(data: Mapping[str, Any], arch: Path) -> Record:
 def _both(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:
     """Return what the test and the run as a whole both compare, and what only the test would.
 
-    >>> _both("all", "architecture"), _both("behaviour", "architecture"), _both("architecture", "all")
-    (('architecture', 'behaviour'), (None, 'behaviour'), ('architecture', None))
+    >>> _both("all", "architecture"), _both("behavior", "architecture"), _both("architecture", "all")
+    (('architecture', 'behavior'), (None, 'behavior'), ('architecture', None))
     """
     if asked == policy or policy == "all":
         return asked, None
     if asked == "all":
-        return policy, "behaviour" if policy == "architecture" else "architecture"
+        return policy, "behavior" if policy == "architecture" else "architecture"
     return None, asked
 
 

@@ -19,7 +19,7 @@ Results = Sequence[dict[str, Any]]
 
 
 @dataclasses.dataclass
-class Leftovers:
+class UnusedFiles:
     """Files that no test uses, as a person at the terminal would write their paths."""
 
     unused: list[str] = dataclasses.field(default_factory=list)
@@ -40,9 +40,9 @@ def shown_path(path: Path, config: pytest.Config) -> str:
     return str(path)
 
 
-def lines(results: Results, leftovers: Leftovers, policy: Policy, *, details: bool) -> Iterator[str]:
+def lines(results: Results, leftovers: UnusedFiles, policy: Policy, *, details: bool) -> Iterator[str]:
     """Yield the lines, made printable; none where there is nothing to say."""
-    if not results and leftovers == Leftovers() and not policy.reason:
+    if not results and leftovers == UnusedFiles() and not policy.reason:
         return
     from pytest_modelprobe.report.text import printable
 
@@ -109,7 +109,7 @@ def _reason_without_use(results: Results, policy: Policy) -> Iterator[str]:
         )
 
 
-def _for_review(results: Results, leftovers: Leftovers, policy: Policy) -> Iterator[str]:
+def _for_review(results: Results, leftovers: UnusedFiles, policy: Policy) -> Iterator[str]:
     """Yield a paragraph on what an update wrote, to be pasted where the change is reviewed."""
     verdicts = Counter(result["verdict"] for result in results)
     counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(leftovers.deleted)}
@@ -134,7 +134,7 @@ def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
         yield f"{report.not_compared(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
 
-def _left_over(leftovers: Leftovers, most: int) -> Iterator[str]:
+def _left_over(leftovers: UnusedFiles, most: int) -> Iterator[str]:
     from pytest_modelprobe.report.text import count
 
     told = [

@@ -25,7 +25,7 @@ from pytest_modelprobe.record import Reading, Statistics, Units
 from .cpu import on_cpu
 from .device import combined, fetch, on_device
 from .fingerprint import project, read
-from .opening import FLOATS, NARROW, NOTHING, opened, plainly, real
+from .readable import FLOATS, NARROW, NOTHING, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import Array, Reduced, joined
 from .small import SMALL, SmallTensors
 
@@ -34,8 +34,8 @@ __all__ = [
     "SmallTensors",
     "collect",
     "merge",
-    "opened",
-    "plainly",
+    "as_plain_tensor",
+    "ambient_modes_disabled",
     "reduce",
     "reduce_on_device",
 ]
@@ -68,7 +68,7 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    context = plainly()
+    context = ambient_modes_disabled()
     if context is NOTHING:
         return _reduced(tensor, axis, index, fingerprint, small)
     with context:
@@ -84,7 +84,7 @@ def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0,
     >>> reduce_on_device(torch.empty(8, 3, device="meta"), axis=-1).low.shape
     torch.Size([3])
     """
-    with plainly():
+    with ambient_modes_disabled():
         return on_device(tensor.detach(), axis, index, fingerprint)
 
 
@@ -107,7 +107,7 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
         if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
             merged.fingerprint = a.fingerprint + b.fingerprint
         return merged
-    with plainly():
+    with ambient_modes_disabled():
         merged.rows = b.rows if a.rows is None else a.rows
         if a.rows is not None and b.rows is not None:
             rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
@@ -127,7 +127,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     """
     reduced = [one.settled() for one in reduced]
     remote = [t for r in reduced for t in (r.rows, r.low, r.high, r.remote_fingerprint) if isinstance(t, Tensor)]
-    with plainly():
+    with ambient_modes_disabled():
         numbers = fetch(remote)
 
     def plain(value: Array | Tensor) -> Array:
@@ -181,7 +181,7 @@ def _statistics(row: Sequence[float]) -> Statistics:
 
 
 def _reduced(tensor: Tensor, axis: int | None, index: int, fingerprint: bool, small: SmallTensors | None) -> Reduced:
-    plain, reason = opened(tensor)
+    plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
     if not plain.is_cpu:

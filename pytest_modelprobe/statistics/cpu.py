@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pytest_modelprobe.models import as_array
 
-from .arrangement import BLOCK, arranged, blocks
-from .opening import FLOATS, real
+from .memory_order import BLOCK, arranged, blocks
+from .readable import FLOATS, real
 from .reduced import NO_ELEMENT, Array, Reduced, Row, joined, of_finite, times
 
 _SMALL = 1 << 13  # elements up to which numpy in float64 is cheaper than calls of torch

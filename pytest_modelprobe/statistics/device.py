@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pytest_modelprobe.models import as_array
 
-from .arrangement import arranged
 from .fingerprint import project_on_device
-from .opening import real
+from .memory_order import arranged
+from .readable import real
 from .reduced import Array, Reduced
 
 _CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 holds counts up to here

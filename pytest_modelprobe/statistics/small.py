@@ -15,7 +15,7 @@ import torch
 
 from .cpu import on_cpu
 from .fingerprint import project, project_rows
-from .opening import plainly
+from .readable import ambient_modes_disabled
 from .reduced import Array, Reduced, of_finite
 
 SMALL = 1 << 13
@@ -53,7 +53,7 @@ class SmallTensors:
 
     def settle(self) -> None:
         """Reduce what waits. An interrupt in between leaves it waiting."""
-        with self._lock, np.errstate(all="ignore"), plainly():
+        with self._lock, np.errstate(all="ignore"), ambient_modes_disabled():
             waiting = self._waiting[:]
             groups: dict[_Form, list[_Copy]] = {}
             for copy in waiting:

@@ -40,7 +40,7 @@ _OTHER_RUN: frozenset[Kind] = frozenset({"forwards", "loss", "seed"})
 def diagnose(comparison: Comparison) -> Diagnosis:
     """Return the causes of the differences.
 
-    >>> from pytest_modelprobe.compare import compare
+    >>> from pytest_modelprobe.comparison import compare
     >>> from pytest_modelprobe.record import Layer, Record
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})

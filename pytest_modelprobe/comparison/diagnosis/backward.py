@@ -25,7 +25,7 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
     found: dict[str, Cause] = {}
     explained = explained | {cause.layer for cause in causes}
     for pair in evidence.comparison.calls:
-        here = [] if pair.layer in explained or pair.layer in found else _otherwise(evidence, pair)
+        here = [] if pair.layer in explained or pair.layer in found else _response_differences(evidence, pair)
         if here:
             lost = [d.what for d in here if d.what and d.expected]
             found[pair.layer] = dataclasses.replace(
@@ -50,7 +50,7 @@ def _changes_no_gradient(cause: Cause) -> bool:
     return cause.change is None and (cause.about_a_call or (structural and "requires_grad" not in cause.what))
 
 
-def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
+def _response_differences(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
     if not evidence.tells(pair) or evidence.gets_others(pair) is not None:
         return []
@@ -95,11 +95,11 @@ def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: Chang
     )
     if side == "gradient" and step.outermost:
         return dataclasses.replace(cause, what="the loss", gradient="of loss")
-    if side == "parameter gradient" or step.around is None:
+    if side == "parameter gradient" or step.parent is None:
         return cause
-    layer = step.around.layer.name
-    siblings = evidence.inside(step.around)
+    layer = step.parent.layer.name
+    siblings = evidence.inside(step.parent)
     later = siblings[siblings.index(step) + 1 :]
-    named = (step.before, step) if side == "input gradient" else (step, later[0] if later else None)
+    named = (step.previous, step) if side == "input gradient" else (step, later[0] if later else None)
     what = between(*(None if s is None else relative(s.name, layer) for s in named))
     return dataclasses.replace(cause, layer=layer, what=what, gradient="cut" if change == GONE else None)

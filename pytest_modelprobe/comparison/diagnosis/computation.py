@@ -41,7 +41,7 @@ def computation_causes(
         if cause.layer not in altered:
             (possible if _BY_NUMBERS in cause.hints else certain).setdefault(cause.layer, cause)
     for pair in evidence.comparison.calls:
-        found = _otherwise(evidence, pair)
+        found = _response_differences(evidence, pair)
         if pair.layer in explained:  # a child that came or went has no part in masks and positions
             found = [d for d in found if pair.layer in around and _is_built(evidence, pair, d)]
         if not found:
@@ -111,10 +111,10 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
     """Yield the containers that call a child with something else: a source, an argument, a context."""
     for step in evidence.course:
         pair = evidence.pair(step)
-        if pair is None or step.around is None or step.around.layer.name in evidence.added:
+        if pair is None or step.parent is None or step.parent.layer.name in evidence.added:
             continue
-        container, child = step.around.layer.name, relative(pair.layer, step.around.layer.name)
-        above = evidence.pair(step.around)
+        container, child = step.parent.layer.name, relative(pair.layer, step.parent.layer.name)
+        above = evidence.pair(step.parent)
         for difference, doubts in _shaped_otherwise(evidence, above, step):
             cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
             yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
@@ -123,7 +123,7 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
             if asked and difference.kind != "context":
                 continue
             if difference.kind == "source":
-                if not _fed_by_another(evidence, difference, step.around):
+                if not _fed_by_another(evidence, difference, step.parent):
                     continue
             elif above is not None and _only_handed_on(evidence, above, difference):
                 continue
@@ -144,7 +144,7 @@ def _shaped_otherwise(
     pair = evidence.pair(step)
     if above is None or pair is None:
         return
-    siblings = evidence.inside(step.around)
+    siblings = evidence.inside(step.parent)
     before = [evidence.pair(sibling) for sibling in siblings[: siblings.index(step)]]
     found = evidence.of_call(pair, "interface", side="input")
     yield from _made_of_the_same(evidence, above, before, found)
@@ -230,7 +230,7 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
 
 
-def _otherwise(evidence: Evidence, pair: Pair) -> list[Difference]:
+def _response_differences(evidence: Evidence, pair: Pair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
     came_or_went = {d.what for d in evidence.of_call(pair, "path") if None in (d.actual, d.expected)}
     found = (d for d in evidence.of_call(pair, "response") if d.what not in came_or_went)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pytest_modelprobe.comparison.compare import Comparison, Difference, Kind, Pair, children, comparable
 from pytest_modelprobe.comparison.tolerance import Change
-from pytest_modelprobe.record import NOT_DEFAULT, Course, Step, qualified
+from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
 
 from .places import parent
 
@@ -48,20 +48,20 @@ class Evidence:
             self._of_call.setdefault((difference.layer, difference.call), []).append(difference)
         self.first = {pair.layer: pair for pair in reversed(comparison.calls)}
         """The first call of each layer."""
-        self.course: Sequence[Step] = Course(comparison.actual).started
+        self.course: Sequence[Step] = CallTree(comparison.actual).started
         """The calls of now, a container before what is inside it."""
         self.ran = tuple(dict.fromkeys(step.layer.name for step in self.course))
         """The layers in that order."""
         self._inside: dict[Step | None, list[Step]] = {}
         for step in self.course:
-            self._inside.setdefault(step.around, []).append(step)
+            self._inside.setdefault(step.parent, []).append(step)
         by_call = {id(pair.actual): pair for pair in comparison.calls}
         self._pairs = {step: by_call[id(step.call)] for step in self.course if id(step.call) in by_call}
         self._steps = {id(pair): step for step, pair in self._pairs.items()}
         self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
         self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
         """Layers that are no more, as `compare` names them in the expected."""
-        self._course_then: Sequence[Step] = Course(comparison.expected).started
+        self._course_then: Sequence[Step] = CallTree(comparison.expected).started
         self._callers = _callers(self._course_then) | _callers(self.course)
 
     # --- what differs ---------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Evidence:
     def _is_asked_otherwise(self, pair: Pair) -> bool:
         """Whether the caller's response shows that the call gets False now or then, where that is not the default."""
         step = self._steps.get(id(pair))
-        above = None if step is None else self.pair(step.around)
+        above = None if step is None else self.pair(step.parent)
         if above is None:
             return False
         return any(
@@ -298,8 +298,8 @@ def _callers(course: Iterable[Step]) -> dict[str, str]:
     """Return of each layer the one whose code calls it, the first time."""
     found: dict[str, str] = {}
     for step in course:
-        if step.around is not None:
-            found.setdefault(step.layer.name, step.around.layer.name)
+        if step.parent is not None:
+            found.setdefault(step.layer.name, step.parent.layer.name)
     return found
 
 

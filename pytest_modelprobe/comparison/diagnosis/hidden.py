@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from pytest_modelprobe.record import Course, Layer, Parameter, Record, Step, Value
+from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, Value
 
 from .causes import Diagnosis
 
@@ -17,9 +17,9 @@ def hidden(record: Record) -> list[str]:
     >>> hidden(Record(model="Net"))
     []
     """
-    steps = [step for step in Course(record).started if not step.layer.functional]
-    giving_zeros = {id(step.around) for step in steps if step.around and _any_zero(step.call.outputs)}
-    calling = {id(step.around) for step in steps}
+    steps = [step for step in CallTree(record).started if not step.layer.functional]
+    giving_zeros = {id(step.parent) for step in steps if step.parent and _any_zero(step.call.outputs)}
+    calling = {id(step.parent) for step in steps}
     kinds: set[Hashable] = set()
     found: dict[str, None] = {}
     for step in steps:

@@ -156,7 +156,7 @@ def _outputs(evidence: Evidence) -> Iterator[Cause]:
     """Yield outputs that came, went or have another path, where they are made: not of layers that pass them on."""
     inside: dict[int, set[tuple[Plain, Plain]]] = {}
     for step in evidence.course:
-        pair_here, above = evidence.pair(step), evidence.pair(step.around)
+        pair_here, above = evidence.pair(step), evidence.pair(step.parent)
         if pair_here is not None and above is not None:
             renamed = ((d.actual, d.expected) for d in evidence.of_call(pair_here, "path"))
             inside.setdefault(id(above), set()).update(renamed)

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from pytest_modelprobe.models import Layers, preserved, seeding
-from pytest_modelprobe.record import Reading, Response
+from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import change
 
 from .alone import Key, Perturb, Session
 from .contexts import is_ours, quietly, without_hooks
 from .forwards import Again, Forwards, merged, recipes_of
-from .noting import Notes
 from .recipes import fits, kind_of, synthetic
+from .tracing import CallTracer
 
 __all__ = [
     "Again", "Forwards", "Key", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
@@ -44,7 +44,7 @@ def isolate(
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
-) -> dict[Key, Response]:
+) -> dict[Key, IsolatedResponse]:
     """Return how each called layer responds to synthetic tensors; of a layer called again alike, the first call only.
 
     It costs a few forwards. The model is left as it was, bit for bit, and so are the random states; whoever calls puts
@@ -55,8 +55,8 @@ def isolate(
         forward: Runs it once.
         layers: Names of those to call; None: all.
         only: Names of some of these, to leave the others out; their responses are the same as with the others.
-        recipes: How synthetic tensors were made for other responses, `Response.recipes`: they are made alike where
-            shape and dtype allow it.
+        recipes: How synthetic tensors were made for other responses, `IsolatedResponse.recipes`: they are made alike
+            where shape and dtype allow it.
         names: Names of layers → those that they had when these recipes were made, where they are others.
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor and its name, returns it a little moved; to see how much of a response is
@@ -82,7 +82,7 @@ def isolate(
         stack.enter_context(without_hooks(model.modules(), is_ours))
         if found.compiled or "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        notes = stack.enter_context(Notes(found, layers, only))
+        notes = stack.enter_context(CallTracer(found, layers, only))
         with torch.set_grad_enabled(gradient):
             forward()
         calls = [call for call in notes.finish() if call.alone]
@@ -93,7 +93,9 @@ def isolate(
         return {(call.layer, call.index): session.response(call) for call in calls}
 
 
-def noisy(responses: Mapping[Key, Response], repeats: Sequence[Mapping[Key, Response]]) -> dict[Key, Response]:
+def noisy(
+    responses: Mapping[Key, IsolatedResponse], repeats: Sequence[Mapping[Key, IsolatedResponse]]
+) -> dict[Key, IsolatedResponse]:
     """Return the responses with the noise of each reading: the most that it moved in any of the repeats.
 
     >>> model = nn.Linear(4, 4)
@@ -115,7 +117,7 @@ def _is_narrow(recipe: str) -> bool:
     return recipe.partition(" ")[0].endswith(("float16", "float8"))
 
 
-def _with_noise(response: Response, repeats: Sequence[Response | None]) -> Response:
+def _with_noise(response: IsolatedResponse, repeats: Sequence[IsolatedResponse | None]) -> IsolatedResponse:
     others = [{} if r is None else {h.where: h.reading for h in r.handed} for r in repeats]
     share = _OF_A_UNIT if any(map(_is_narrow, response.recipes.values())) else 1.0
 

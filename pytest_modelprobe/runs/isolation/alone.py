@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_bytes
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, Handed, Response
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse
 
 from .contexts import left_as_it_was, seeder, unfused, without_hooks
 from .gradients import combined, projected
-from .noting import Noted, Notes, Slot, Template, copied
 from .own import ATOMIC, buffers_of, same, weights_of
 from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, fits, head_of, kind_of, synthetic
 from .signatures import defaults_of
+from .tracing import ArgumentTemplate, CallTracer, TensorSpec, TracedCall, copied
 
 Key = tuple[str, int]
 """Which call: its layer, and its index among the layer's calls, from 0."""
@@ -38,9 +38,9 @@ class Session:
     def __init__(
         self,
         layers: Layers,
-        notes: Notes,
+        notes: CallTracer,
         recipes: Mapping[Key, Mapping[str, str]],
-        calls: Iterable[Noted],
+        calls: Iterable[TracedCall],
         *,
         names: Mapping[str, str],
         gradient: bool,
@@ -55,7 +55,7 @@ class Session:
         self.gradient = gradient
         self.perturb = perturb
         self.draws = Draws()
-        self.current: _Alone | None = None
+        self.current: _IsolatedCall | None = None
         self.seed = seeder()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of each layer's own weights, and of those below it that have no response of their own."""
@@ -82,11 +82,11 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self._exit.close()
 
-    def response(self, call: Noted) -> Response:
+    def response(self, call: TracedCall) -> IsolatedResponse:
         """Return how the call responds."""
         if call.reason is not None or call.inputs is None:
-            return Response(reason=call.reason or "its inputs are not known")
-        self.current = alone = _Alone(self, call)
+            return IsolatedResponse(reason=call.reason or "its inputs are not known")
+        self.current = alone = _IsolatedCall(self, call)
         try:
             with left_as_it_was(call.module), contextlib.ExitStack() as stack:
                 for device, dtype in call.autocast:
@@ -148,7 +148,7 @@ class Session:
 
     def _put_door(self, name: str, module: nn.Module) -> None:
         attributes = vars(module)
-        door = _Door(self, name, module.forward)
+        door = _ForwardStub(self, name, module.forward)
         if "forward" in attributes:
             self._exit.callback(attributes.__setitem__, "forward", attributes["forward"])
         else:
@@ -165,7 +165,7 @@ def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
         owner._buffers[name] = tensor
 
 
-class _Door:
+class _ForwardStub:
     """Stands before a layer's ``forward``, and decides who answers: the layer itself, or we in its place."""
 
     def __init__(self, session: Session, name: str, forward: Callable[..., Any]) -> None:
@@ -188,16 +188,16 @@ class _Leaf:
     tensor: Tensor
 
 
-class _Alone:
+class _IsolatedCall:
     """One call, run alone."""
 
-    def __init__(self, session: Session, call: Noted) -> None:
+    def __init__(self, session: Session, call: TracedCall) -> None:
         self._session = session
         self._call = call
         self._wanted = session.recipes.get((call.layer, call.index), {})
         self._recipes: dict[str, str] = dict(session.owned.get(call.layer, {}))
         self._entered = False
-        self._children: dict[str, list[Noted]] = {}
+        self._children: dict[str, list[TracedCall]] = {}
         for child in call.calls:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
@@ -211,7 +211,7 @@ class _Alone:
         self._terms: list[Tensor] = []
         self._cut: list[str] = []
 
-    def run(self) -> Response:
+    def run(self) -> IsolatedResponse:
         """Call it, and return how it responds."""
         try:
             for name, weight in weights_of(self._call.module):
@@ -228,7 +228,7 @@ class _Alone:
             self._hand_state(buffers, inputs, returned)
             self._hand("", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
-            return Response(recipes=self._recipes, reason=reason_of(error))
+            return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
 
     def enter(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,15 +260,15 @@ class _Alone:
 
     # --- what goes in ---------------------------------------------------------------------------------------------
 
-    def _made(self, template: Template, role: str, label: str, shapes: _Shapes) -> Any:
+    def _made(self, template: ArgumentTemplate, role: str, label: str, shapes: _Shapes) -> Any:
         def make(placeholder: Any) -> Tensor:
             slot = placeholder._modelprobe_slot
-            with statistics.plainly(), torch.no_grad():
+            with statistics.ambient_modes_disabled(), torch.no_grad():
                 return self._tensor(slot, role + slot.name, label + slot.name, _followed(slot.shape, shapes))
 
         return copied(template.value, make, {} if template.known else self._session.modules)
 
-    def _tensor(self, slot: Slot, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
+    def _tensor(self, slot: TensorSpec, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
         if slot.value is not None:
             return slot.value.clone()
         stride = slot.stride if shape == slot.shape else None
@@ -290,7 +290,7 @@ class _Alone:
         return tensor
 
     def _recipe(
-        self, slot: Slot, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
+        self, slot: TensorSpec, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
     ) -> tuple[str, tuple[int, ...]]:
         """Return the recipe of a tensor, and the shape of those elements that are not one with others.
 
@@ -345,7 +345,7 @@ class _Alone:
         for given, name, version, _ in self._given.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
             if alike and given._version == version:
-                with statistics.plainly(), torch.no_grad():
+                with statistics.ambient_modes_disabled(), torch.no_grad():
                     # A constant is equal to others by chance.
                     if torch.equal(given, tensor) and not bool((given == given.reshape(-1)[:1]).all()):
                         return name
@@ -375,21 +375,21 @@ class _Alone:
         """Add to the loss a random projection, now: the code may yet write into the tensor."""
         if not (self._session.gradient and tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
-        with statistics.plainly(), torch.enable_grad():
+        with statistics.ambient_modes_disabled(), torch.enable_grad():
             weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
             self._terms.append(projected(tensor, weights))
 
-    def _response(self) -> Response:
+    def _response(self) -> IsolatedResponse:
         roles, gradients, reason = self._gradients()
         self._reduced += [statistics.reduce(gradient, small=self._small) for gradient in gradients]
         readings = statistics.collect(self._reduced)
         computed = iter(readings)
         handed = tuple(
-            Handed(where=where, passed=passed, reading=next(computed) if passed is None else None)
+            EmittedTensor(where=where, passed=passed, reading=next(computed) if passed is None else None)
             for where, passed in self._handed
         )
         unreached = {leaf.label: None for role, leaf in self._leaves.items() if role not in roles}
-        return Response(
+        return IsolatedResponse(
             recipes=self._recipes,
             handed=handed,
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
 from pytest_modelprobe.models import Layers, flatten, flatten_call, has_bytes, preserved, seeding
-from pytest_modelprobe.record import Response
+from pytest_modelprobe.record import IsolatedResponse
 
-from .noting import active_autocast
 from .reasons import CannotTellError, reason_of
+from .tracing import active_autocast
 
 Kind = tuple[str, bool]
 """The layer whose call a forward is, and whether it is in training mode."""
@@ -37,7 +37,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
 """What can be put back, by exact type; see `restoring`."""
 
 _MOST_BYTES = 1 << 26
-"""Of buffers that are copied: some hold quantised weights in them."""
+"""Of buffers that are copied: some hold quantized weights in them."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -148,7 +148,7 @@ class Forwards:
         self._held = {name: [(ref(t), _version(t)) for t in held] for name, held in _held(self._layers).items()}
         found = [(m, name, b) for m in self._layers.modules.values() for name, b in _written_buffers(m)]
         if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
-            with statistics.plainly(), torch.no_grad():
+            with statistics.ambient_modes_disabled(), torch.no_grad():
                 self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
 
     def _again(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Again:
@@ -164,7 +164,7 @@ class Forwards:
         """Return a deep copy, without the graphs that tensors are part of; the model itself is no part of it."""
         root = next(iter(self._layers.modules.values()))
         known: dict[int, Any] = {id(module): module for module in root.modules()}
-        with statistics.plainly(), torch.no_grad():
+        with statistics.ambient_modes_disabled(), torch.no_grad():
             for _, tensor in flatten_call(*inputs, objects=True).tensors:
                 if is_wrapped(tensor) or not has_bytes(tensor):
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
@@ -172,12 +172,12 @@ class Forwards:
             return copy.deepcopy(inputs, known)
 
 
-def merged(responses: Mapping[int, Response]) -> Response:
+def merged(responses: Mapping[int, IsolatedResponse]) -> IsolatedResponse:
     """Return the responses of one call in several forwards, by their numbers from 1, as one.
 
     Those after the first forward have recipes of their own.
 
-    >>> first, later = (Response(recipes={"input": f"{n}x4 2^0"}) for n in (3, 1))
+    >>> first, later = (IsolatedResponse(recipes={"input": f"{n}x4 2^0"}) for n in (3, 1))
     >>> merged({1: first, 2: later}).recipes
     {'input': '3x4 2^0', 'input (forward 2)': '1x4 2^0'}
     """
@@ -193,10 +193,10 @@ def merged(responses: Mapping[int, Response]) -> Response:
     )
 
 
-def recipes_of(response: Response, number: int) -> dict[str, str]:
+def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
     """Return the recipes of a forward, from 1, in a response that was merged.
 
-    >>> recipes_of(Response(recipes={"input": "3x4 2^0", "input (forward 2)": "1x4 2^0"}), 2)
+    >>> recipes_of(IsolatedResponse(recipes={"input": "3x4 2^0", "input (forward 2)": "1x4 2^0"}), 2)
     {'input': '1x4 2^0'}
     """
     found = {}

@@ -58,7 +58,7 @@ def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
     >>> kind_of(torch.tensor([0, -torch.inf])), kind_of(torch.tensor([17, 900, 34]))
     ('mask -inf', '0..511')
     """
-    with statistics.plainly(), torch.no_grad():
+    with statistics.ambient_modes_disabled(), torch.no_grad():
         x = tensor.detach()
         if x.is_complex():
             x = x.abs()

@@ -1,0 +1,102 @@
+"""Recipes of responses, as one short text where their names are those that the architecture lets expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from pytest_modelprobe.record import ROOT, Dimension
+
+from .specs import FormatError, floating
+
+
+class Shaped(Protocol):
+    """Whatever has a shape and a dtype."""
+
+    @property
+    def shape(self) -> Sequence[Dimension]:
+        """Sizes."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype."""
+
+
+Values = Sequence[tuple[str, Shaped]]
+"""Values of a call with their paths."""
+
+
+class Outline(NamedTuple):
+    """What of a layer has to be known to tell what its responses were given."""
+
+    name: str
+    own: Sequence[tuple[str, Shaped]]
+    """Parameters and buffers."""
+    calls: Sequence[tuple[Values, Values]]
+    """Inputs and outputs of each call."""
+
+
+class Recipes:
+    """Writes and reads recipes; knows the layers, in the order of the lines."""
+
+    def __init__(self, layers: Sequence[Outline]) -> None:
+        self._layers = layers
+
+    def text(self, line: int, call: int, recipes: Mapping[str, str]) -> str | dict[str, str]:
+        """Return the recipes of a call's response: in their usual order, or by name."""
+        usual = dict(self._usual(line, call))
+        short = {name: self._short(usual.get(name), recipe) for name, recipe in recipes.items()}
+        if all(name in usual and recipe and "," not in recipe for name, recipe in short.items()):
+            return ",".join(short.get(name, "") for name in usual)
+        return short
+
+    def read(self, line: int, call: int, data: Any) -> dict[str, str]:
+        """Return the recipes that `text` wrote."""
+        if type(data) is str:
+            usual = dict(self._usual(line, call))
+            texts = data.split(",") if data or len(usual) == 1 else []
+            if len(texts) != len(usual) and data:
+                raise FormatError(f"{len(texts)} recipes for {len(usual)} tensors")
+            pairs = zip(usual, texts, strict=False)
+            return {name: self._long(usual[name], text) for name, text in pairs if text}
+        if type(data) is not dict or not all(type(text) is str for text in data.values()):
+            raise FormatError(f"{str(data)[:80]!r} are no recipes")
+        usual = dict(self._usual(line, call))
+        return {name: self._long(usual.get(name), text) for name, text in data.items()}
+
+    def _usual(self, line: int, call: int) -> Iterator[tuple[str, str | None]]:
+        """Yield what is synthetic by rule, each with the shape that stands before its recipe, if one does."""
+        layer = self._layers[line]
+        yield from ((name, None) for name, own in layer.own if floating(own.dtype))
+        yield from ((path, _head(value)) for path, value in layer.calls[call][0])
+        for child in self._children(line):
+            name = child.name if layer.name == ROOT else child.name[len(layer.name) + 1 :]
+            yield from ((f"{name} {path}", _head(value)) for path, value in child.calls[0][1])
+
+    def _children(self, line: int) -> Iterator[Outline]:
+        """Yield the layers that the code of a layer calls, as far as names tell."""
+        above = self._layers[line].name
+        taken = None
+        for layer in self._layers[line + 1 :]:
+            if above != ROOT and not layer.name.startswith(f"{above}."):
+                return
+            if layer.calls and (taken is None or not layer.name.startswith(f"{taken}.")):
+                taken = layer.name
+                yield layer
+
+    @staticmethod
+    def _short(head: str | None, recipe: str) -> str:
+        if head is not None and recipe.startswith(f"{head} "):
+            return recipe[len(head) + 1 :]
+        return recipe if head is None and not recipe.startswith("=") else f"={recipe}"
+
+    @staticmethod
+    def _long(head: str | None, text: str) -> str:
+        if text.startswith("="):
+            return text[1:]
+        return text if head is None else f"{head} {text}"
+
+
+def _head(value: Shaped) -> str:
+    sizes = "x".join(map(str, value.shape)) or "scalar"
+    return sizes if value.dtype in ("float32", "int64", "bool") else f"{sizes}:{value.dtype}"

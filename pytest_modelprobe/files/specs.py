@@ -1,0 +1,215 @@
+"""The short texts of the architecture file: of a value, of a parameter, of where something comes from; and back.
+
+What is usual is left out. Layers that stand near are named relative to the layer whose line it is, as Python's
+imports do, so that lines of repeated blocks are alike, and a renamed parent changes no more than keys.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from pytest_modelprobe.record import Dimension, Parameter, Value
+
+DTYPE = "float32"
+"""The dtype that no header needs to name."""
+
+
+class FormatError(ValueError):
+    """What a file holds is no part of a snapshot; says what stands where."""
+
+
+class Defaults(NamedTuple):
+    """What the texts of one file leave out."""
+
+    dtype: str = DTYPE
+    requires_grad: bool = False
+    """Whether floating values require gradients."""
+
+
+class ParsedSpec(NamedTuple):
+    """What the text of a value or parameter says."""
+
+    shape: tuple[Dimension, ...]
+    dtype: str
+    requires_grad: bool
+    overwritten: bool = False
+    origin: str | None = None
+    """The relative text after ``from``, or the full name after ``tied to``."""
+    persistent: bool | None = None
+
+
+def floating(dtype: str) -> bool:
+    """Whether values of a dtype have gradients."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+_MOST_DIMENSIONS = 64  # as torch has
+_MOST_ELEMENTS = 1 << 63
+
+
+# --- values and parameters ----------------------------------------------------------------------------------------
+
+
+def value_text(value: Value, layer: str, usual: Defaults) -> str:
+    """Return shape, dtype and source of a value.
+
+    >>> value = Value(path="input", shape=(2, 16), dtype="int64", device="cpu", source="net.emb output")
+    >>> value_text(value, "net.drop", Defaults())
+    '(2, 16) int64 from .emb'
+    """
+    text = _shape_text(value.shape)
+    if value.dtype != usual.dtype:
+        text += f" {value.dtype}"
+    if value.requires_grad != (usual.requires_grad and floating(value.dtype)):
+        text += " requires grad" if value.requires_grad else " no grad"
+    if value.overwritten:
+        text += " overwritten"
+    return text if value.source is None else f"{text} from {relative(value.source, layer)}"
+
+
+def parameter_text(parameter: Parameter, usual: Defaults, *, trainable: bool) -> str:
+    """Return shape, dtype and ties of a parameter, or of a buffer, which is not ``trainable`` and may be persistent.
+
+    >>> parameter_text(Parameter(name="weight", shape=(4,), dtype="float32", device="cpu"), Defaults(), trainable=True)
+    '(4) frozen'
+    >>> table = Parameter(name="table", shape=(4,), dtype="float32", device="cpu", persistent=False)
+    >>> parameter_text(table, Defaults(), trainable=False)
+    '(4) not persistent'
+    """
+    text = _shape_text(parameter.shape)
+    if parameter.dtype != usual.dtype:
+        text += f" {parameter.dtype}"
+    if parameter.requires_grad != trainable:
+        text += " trainable" if parameter.requires_grad else " frozen"
+    if parameter.persistent is not None:
+        text += " persistent" if parameter.persistent else " not persistent"
+    return text if parameter.tied_to is None else f"{text} tied to {parameter.tied_to}"
+
+
+_VALUE = re.compile(
+    r"\(([0-9., ]*)\)(?: (?!no\b|requires\b|overwritten\b|from\b)(\w+))?( no grad| requires grad)?( overwritten)?"
+    r"(?: from (.*))?",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|persistent\b|not\b|tied\b)(\w+))?( frozen| trainable)?"
+    r"( not persistent| persistent)?(?: tied to (.*))?",
+    re.DOTALL,
+)
+
+
+@lru_cache(maxsize=4096)
+def worded_value(text: str, usual: Defaults) -> ParsedSpec:
+    """Return what `value_text` said."""
+    found = _VALUE.fullmatch(text)
+    if found is None:
+        raise FormatError(f"{text[:80]!r} describes no value")
+    shape, dtype, grad, overwritten, source = found.groups()
+    dtype = dtype or usual.dtype
+    requires_grad = grad == " requires grad" if grad else usual.requires_grad and floating(dtype)
+    return ParsedSpec(_shape(shape), dtype, requires_grad, overwritten is not None, source)
+
+
+@lru_cache(maxsize=4096)
+def worded_parameter(text: str, usual: Defaults, trainable: bool) -> ParsedSpec:
+    """Return what `parameter_text` said."""
+    found = _PARAMETER.fullmatch(text)
+    if found is None:
+        raise FormatError(f"{text[:80]!r} describes no parameter")
+    shape, dtype, grad, persistent, tied_to = found.groups()
+    if ".." in shape:
+        raise FormatError(f"{text[:80]!r} describes no parameter: its size varies")
+    requires_grad = grad == " trainable" if grad else trainable
+    stored = None if persistent is None else persistent == " persistent"
+    return ParsedSpec(_shape(shape), dtype or usual.dtype, requires_grad, False, tied_to, stored)
+
+
+def _shape_text(shape: tuple[Dimension, ...]) -> str:
+    return f"({', '.join(str(d) if isinstance(d, int) else f'{d[0]}..{d[1]}' for d in shape)})"
+
+
+def _shape(text: str) -> tuple[Dimension, ...]:
+    if text.count(",") >= _MOST_DIMENSIONS:
+        raise FormatError(f"{text[:80]!r} are too many sizes")
+    shape = tuple(map(_dimension, text.split(", "))) if text else ()
+    if math.prod(d if isinstance(d, int) else d[1] for d in shape) >= _MOST_ELEMENTS:
+        raise FormatError(f"{text[:80]!r} are more elements than a tensor has")
+    return shape
+
+
+def _dimension(text: str) -> Dimension:
+    low, between, high = text.partition("..")
+    if not (low.isdecimal() and len(text) <= 40 and (high.isdecimal() if between else True)):
+        raise FormatError(f"{text[:80]!r} is no size")
+    return (int(low), int(high)) if between else int(low)
+
+
+# --- addresses ----------------------------------------------------------------------------------------------------
+
+_OUTPUT = " output"
+
+
+def relative(address: str, layer: str) -> str:
+    """Return an address as the line of ``layer`` says it; ``output`` goes without saying.
+
+    >>> relative("h.0.ln_1 output", "h.0.attn"), relative("h.0.ln_1 output", "h.0.attn.c_attn")
+    ('.ln_1', '..ln_1')
+    >>> relative("(root) input", "emb"), relative("h.0 (call 2) output", "h.1")
+    ('(root) input', '.0 (call 2) output')
+    """
+    short = address.removesuffix(_OUTPUT)
+    if " " not in address or short.startswith((".", "\\")):
+        return f"\\{address}"  # not an address that we made: taken as it is
+    if " " in short:
+        short = address
+    above, dots = layer, ""
+    while "." in above and len(dots) < 3:
+        above, dots = above.rpartition(".")[0], dots + "."
+        rest = short.removeprefix(f"{above}.")
+        if rest != short and rest and rest[0] not in ". ":
+            return dots + rest
+    return short
+
+
+def absolute(text: str, layer: str) -> str:
+    """Return the address that `relative` shortened.
+
+    >>> absolute("..ln_1", "h.0.attn.c_attn")
+    'h.0.ln_1 output'
+    """
+    if text.startswith("\\"):
+        return text[1:]
+    rest = text.lstrip(".")
+    above = layer
+    for _ in range(len(text) - len(rest)):
+        above, dot, _ = above.rpartition(".")
+        if not dot:
+            raise FormatError(f"{text[:80]!r} leads out of the model")
+    full = rest if rest == text else f"{above}.{rest}"
+    return full if " " in full else full + _OUTPUT
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+_NUMBERED = re.compile(r"#[0-9]+$")
+
+
+def keys(names: Iterable[str]) -> Iterator[str]:
+    """Yield keys for names, each its own, for names of which some may be the same.
+
+    >>> list(keys(["input", "mask", "input"]))
+    ['input', 'mask', 'input#2']
+    """
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = number = seen.get(name, 0) + 1
+        yield f"{name}#{number}" if number > 1 or ("#" in name and _NUMBERED.search(name)) else name
+
+
+def name_of(key: str) -> str:
+    """Return the name for which `keys` made a key."""
+    return _NUMBERED.sub("", key) if "#" in key else key

@@ -1,0 +1,117 @@
+"""Which files belong to a test: its name, the user's own ids, nothing that depends on order or device."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.files import file_name
+
+from .options import DIRECTORY
+
+DEVICES = ("cuda", "mps", "xpu")
+"""Devices whose numbers have a file of their own; the numbers of the CPU have the plain name."""
+
+_PARAMETER = "modelprobe_device"
+
+
+def folder_of(module: Path) -> Path:
+    """Return the directory of the snapshots of a module."""
+    return module.parent / DIRECTORY / file_name(module.stem)
+
+
+def stem_of(item: pytest.Item) -> str:
+    """Return what the names of a test's files begin with: classes, function and ids, without that of the device.
+
+    Raises:
+        UsageError: pytest made up one of the ids from the position of the parameter.
+    """
+    __tracebackhide__ = True
+    numbered = _numbered(item)
+    if numbered:
+        raise UsageError(
+            f"{numbered} in {item.name} is an id that pytest numbered itself, so that the snapshot would go to another "
+            "test once a parameter is added before it: give each an id of its own, with ids=[...], ids=str or "
+            'pytest.param(..., id="...")'
+        )
+    device = _parameters(item).get(_PARAMETER)
+    own = item.name if device is None else without_id(item.name, str(device))
+    return file_name(".".join([*_classes(item), own]))
+
+
+def function_of(item: pytest.Item) -> str:
+    """Return what the names of the files of a test's function begin with, whatever its parameters."""
+    function = getattr(item, "originalname", None) or item.name.partition("[")[0]
+    return file_name(".".join([*_classes(item), function]))
+
+
+def device_of(item: pytest.Item) -> str | None:
+    """Return the device that a test is parametrized with; None: that of the run."""
+    device = _parameters(item).get(_PARAMETER)
+    return None if device is None else kind(str(device))
+
+
+def kind(device: str) -> str:
+    """Return the kind of a device.
+
+    >>> kind("cuda:1")
+    'cuda'
+    """
+    return device.partition(":")[0]
+
+
+def belongs(stem: str, test: str) -> bool:
+    """Whether a snapshot can be one of a test's: its first, a further one with number or name, one with an id.
+
+    >>> belongs("test_a", "test_a"), belongs("test_a.2", "test_a"), belongs("test_a[x]", "test_a")
+    (True, True, True)
+    >>> belongs("test_ab", "test_a")
+    False
+    """
+    return stem == test or stem.startswith((f"{test}.", f"{test}["))
+
+
+def without_id(name: str, wanted: str) -> str:
+    """Return a test's name without one of its ids.
+
+    >>> without_id("test_x[cpu]", "cpu"), without_id("test_x[cpu-big]", "cpu"), without_id("test_x[a-cpu]", "cpu")
+    ('test_x', 'test_x[big]', 'test_x[a]')
+    """
+    function, bracket, rest = name.partition("[")
+    kept, found = re.subn(rf"(?:(?<=-)|^){re.escape(wanted)}(?:-|$)", "", rest.removesuffix("]"), count=1)
+    if not bracket or not found:
+        return name
+    return f"{function}[{kept.removesuffix('-')}]" if kept else function
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _classes(item: pytest.Item) -> Iterable[str]:
+    return (node.name for node in item.listchain() if isinstance(node, pytest.Class))
+
+
+def _numbered(item: pytest.Item) -> str | None:
+    """Return an id such as ``config0``, which pytest gives to what it cannot write as text."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return None
+    ids = str(callspec.id).split("-")
+    for name, value in callspec.params.items():
+        made_up = f"{name}{callspec.indices.get(name)}"
+        if name != _PARAMETER and made_up in ids and not _has_text(value):
+            return made_up
+    return None
+
+
+def _has_text(value: Any) -> bool:
+    """Whether pytest makes an id of the value itself."""
+    plain = str, bytes, int, float, complex, bool, type(None), re.Pattern, enum.Enum
+    return isinstance(value, plain) or isinstance(getattr(value, "__name__", None), str)

@@ -1,0 +1,80 @@
+"""Which files of snapshots no test uses any more; in doubt a file is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_modelprobe.files import ARCH, PROBE
+
+from .naming import DEVICES, belongs
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test of the module that was collected."""
+
+    __test__ = False
+
+    stem: str
+    """What the names of its files begin with."""
+    device: str
+    passed: bool
+    """Whether it ran to its end. One that was skipped or failed may not have come to its snapshots."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The snapshots of a module, and what is known of it."""
+
+    folder: Path
+    gone: bool
+    """Whether the module is not on disk any more."""
+    tests: Collection[Test] = ()
+    """All of its tests."""
+
+
+@dataclass
+class _Snapshot:
+    arch: Path | None = None
+    probes: dict[str, Path] = field(default_factory=dict)
+    """By device."""
+
+
+def unused_files(module: Module, used: Collection[Path], ran: Collection[str]) -> Iterator[tuple[Path, str | None]]:
+    """Yield each file that no test uses, with the reason to keep it all the same, if there is one.
+
+    Args:
+        module: The module, collected as a whole or gone.
+        used: Files with which a record was compared.
+        ran: Devices on which tests ran.
+    """
+    for stem, snapshot in sorted(_snapshots(module.folder).items()):
+        tests = [] if module.gone else [test for test in module.tests if belongs(stem, test.stem)]
+        waiting = {test.device for test in tests if not test.passed}
+        found = []
+        for device, path in snapshot.probes.items():
+            elsewhere = not module.gone and device not in ran
+            if path in used or device in waiting or (elsewhere and (tests or snapshot.arch in used)):
+                continue
+            found.append((path, f"{device} did not run" if elsewhere else None))
+        yield from found
+        arch = snapshot.arch
+        if arch is not None and arch not in used and len(found) == len(snapshot.probes) and not waiting:
+            yield arch, next((why for _, why in found if why), None)
+
+
+def _snapshots(folder: Path) -> dict[str, _Snapshot]:
+    """Return the snapshots in a directory by the beginning of their names; other files there are not ours."""
+    paths = sorted(folder.glob("[!.]*.json"))
+    found = {path.name.removesuffix(ARCH): _Snapshot(path) for path in paths if path.name.endswith(ARCH)}
+    for path in paths:
+        if not path.name.endswith(PROBE):
+            continue
+        name = path.name.removesuffix(PROBE)
+        stem, _, device = name.rpartition(".")
+        if name in found or device not in DEVICES:
+            stem, device = name, "cpu"
+        found.setdefault(stem, _Snapshot()).probes[device] = path
+    return found

@@ -1,0 +1,131 @@
+"""What can be read of a tensor, and the contexts of the model that must not reach our own arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from pytest_modelprobe._torch import (
+    any_autocast,
+    dispatch_modes,
+    function_modes,
+    is_wrapped,
+    transform,
+    without_autocast,
+    without_dispatch_modes,
+    without_subclasses,
+    without_torch_function,
+    without_transforms,
+)
+
+FLOATS = {torch.float32, torch.float64}
+NARROW = {torch.float16, torch.bfloat16} | {
+    value for name, value in vars(torch).items() if name.startswith("float8_") and isinstance(value, torch.dtype)
+}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}
+_READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
+NOTHING = contextlib.nullcontext()
+
+
+def ambient_modes_disabled() -> AbstractContextManager[object]:
+    """Return a context in which torch computes as if no other context were active.
+
+    It leaves autocast, inference mode, functorch, and the stacks of function and dispatch modes (a default device is
+    one), and comes back to them. Where none is active it costs half a microsecond. Of gradients one has to detach.
+
+    >>> with torch.autocast("cpu", torch.bfloat16), ambient_modes_disabled():
+    ...     (torch.eye(2) @ torch.eye(2)).dtype
+    torch.float32
+    """
+    needed: list[Callable[[], AbstractContextManager[object]]] = []
+    if function_modes():
+        needed.append(without_torch_function)
+    if dispatch_modes():
+        needed.append(without_dispatch_modes)
+    if any_autocast():
+        needed.append(without_autocast)
+    if torch.is_inference_mode_enabled():
+        needed.append(functools.partial(torch.inference_mode, False))
+    if transform() is not None:
+        needed.append(without_transforms)
+    if len(needed) > 1:
+        return _all_of(needed)
+    return needed[0]() if needed else NOTHING
+
+
+@contextlib.contextmanager
+def _all_of(contexts: Sequence[Callable[[], AbstractContextManager[object]]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            # Made only now: those of torch take effect as they are made, and each puts back what it found.
+            stack.enter_context(context())
+        yield
+
+
+def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
+    """Return a plain detached tensor, and None; or as it is, and the reason why its elements cannot be read.
+
+    >>> as_plain_tensor(torch.ones(2, device="meta"))[1]
+    'meta tensor'
+    """
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        tensor, reason = _without_subclass(tensor)
+        if reason is not None:
+            return tensor, reason
+    if is_wrapped(tensor):
+        return tensor, "tensor of a torch.func transform"
+    if tensor.is_nested:
+        return tensor, "nested tensor"
+    if tensor.is_quantized:
+        return tensor, "quantized tensor"
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        return tensor, "sparse tensor" if layout.startswith("sparse") else f"{layout} tensor"
+    if tensor.is_meta:
+        return tensor, "meta tensor"
+    if tensor.dtype not in _READABLE:
+        return tensor, f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+    if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
+        return tensor, "tensor without storage"  # FSDP frees it in place; reading would crash
+    return tensor.detach(), None
+
+
+def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
+    with without_subclasses():
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(tensor, distributed.DTensor):
+            with torch.no_grad():  # the local tensor itself, not the output of an autograd function
+                return as_plain_tensor(cast(Any, tensor).to_local())
+        if is_lazy(tensor):
+            return tensor, "uninitialized parameter"
+        if tensor.layout is torch.jagged:
+            return tensor, "nested tensor"
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            name = type(tensor).__name__
+            return tensor, "fake tensor" if name == "FakeTensor" else f"{name} tensor"
+        return tensor.as_subclass(Tensor), None
+
+
+def real(x: Tensor) -> Tensor:
+    """Return the elements in a dtype that numpy and every kernel know."""
+    if x.dtype in FLOATS:
+        return x.resolve_neg() if x.is_neg() else x  # asking takes half as long
+    if x.dtype in NARROW:
+        return x.float()
+    if x.dtype in _COMPLEX:
+        return (x.to(torch.complex64) if x.dtype == torch.complex32 else x).abs()
+    return x.view(torch.uint8) if x.dtype == torch.bool else x

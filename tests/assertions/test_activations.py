@@ -1,0 +1,764 @@
+"""Dead layers, dead units, values that are not finite: found where they are, and nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    SelectionError,
+    UsageError,
+    Watch,
+    assert_finite,
+    assert_no_dead_layers,
+)
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def failure_of(assertion: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assertion(*args, **kwargs)
+    return str(failure.value)
+
+
+def run(model: nn.Module, *args: torch.Tensor, **kwargs: Any) -> Record:
+    return ModelProbe().run(model, *(args or (X,)), **kwargs)
+
+
+def linear(inputs: int = 6, outputs: int = 6, *, bias: float | None = 0.0, weight: float | None = None) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias is not None)
+    with torch.no_grad():
+        if bias is not None:
+            layer.bias.fill_(bias)
+        if weight is not None:
+            layer.weight.fill_(weight)
+    return layer
+
+
+class Net(nn.Module):
+    """A model from layers by name and a forward as a function of it."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
+
+
+# --- dead layers --------------------------------------------------------------------------------------------------
+
+
+def dead_relu() -> nn.Module:
+    return Net(lambda m, x: m.fc2(m.relu(m.fc1(x))), fc1=linear(bias=-20.0), relu=nn.ReLU(), fc2=linear())
+
+
+def test_a_dead_layer_is_named_with_what_feeds_it() -> None:
+    record = run(dead_relu())
+    entered = record.layers["relu"].calls[0].inputs[0].forward.statistics
+    assert entered is not None
+    assert failure_of(assert_no_dead_layers, record) == (
+        "relu is dead: all 24 outputs are 0 in 1 forward; 1 of 4 layers looked at\n"
+        "\n"
+        "layer   type   outputs   dead units   input min   input max\n"
+        f"relu    ReLU        24          6/6   {entered.min:9.4g}   {entered.max:9.4g}\n"
+        "\n"
+        "Every input of relu is negative: look at the bias or the scale of fc1, which feeds it."
+    )
+
+
+def test_a_living_model_passes() -> None:
+    assert_no_dead_layers(run(nn.Sequential(linear(), nn.ReLU(), linear()), loss="random"))
+
+
+def test_one_element_that_is_not_zero_is_enough() -> None:
+    assert_no_dead_layers(run(nn.ReLU(), torch.tensor([[-1.0, -2.0, 1e-30]])))
+
+
+def test_a_functional_activation_is_seen_where_its_output_goes() -> None:
+    model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
+    assert failure_of(assert_no_dead_layers, run(model)) == (
+        "fc2 input is dead: all 24 values it receives are 0 in 1 forward; 1 of 3 layers looked at\n"
+        "\n"
+        "layer       type     outputs   dead units   input min   input max\n"
+        "fc2 input   Linear        24          6/6           -           -\n"
+        "\n"
+        'The zeros are made between fc1 and fc2: look at the function called there. If that is meant: layers=["**", '
+        '"!fc2"].'
+    )
+
+
+def test_a_functional_activation_is_seen_without_gradients_too() -> None:
+    model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
+    with torch.no_grad():
+        record = run(model)
+    assert failure_of(assert_no_dead_layers, record).startswith("fc2 input is dead: ")
+
+
+def test_a_functional_activation_is_seen_in_a_keyword_argument() -> None:
+    inner = Net(lambda m, hidden: m.fc(hidden), fc=linear())
+    model = Net(lambda m, x: m.b(hidden=F.relu(m.a(x))), a=linear(bias=-20.0), b=inner)
+    assert failure_of(assert_no_dead_layers, run(model)).startswith("b input is dead: ")
+
+
+def test_functionals_are_named_as_layers_where_they_are_watched() -> None:
+    model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
+    text = failure_of(assert_no_dead_layers, run(model, functionals=True))
+    assert text.startswith("relu is dead: all 24 outputs are 0 in 1 forward; 1 of 4 layers looked at\n")
+    assert text.endswith("look at the bias or the scale of fc1, which feeds it.")
+
+
+def test_what_only_passes_zeros_on_is_not_named() -> None:
+    model = nn.Sequential(linear(bias=-20.0), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 6, bias=False), nn.Flatten())
+    text = failure_of(assert_no_dead_layers, run(model, mode="train"))
+    assert re.search(r"^1 +ReLU", text, re.MULTILINE)
+    assert "1 of 6 layers looked at" in text
+
+
+def test_a_container_is_not_named_for_what_is_dead_inside() -> None:
+    block = Net(lambda m, x: m.act(m.fc(x)) * 2, fc=linear(bias=-20.0), act=nn.ReLU())
+    text = failure_of(assert_no_dead_layers, run(nn.Sequential(block, linear())))
+    assert text.startswith("0.act is dead: ")
+    assert "1 of 5 layers looked at" in text
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_a_model_that_is_given_zeros_is_not_dead(value: float) -> None:
+    model = Net(lambda m, x: m.b(m.a(x) * x), a=linear(bias=None), b=linear(bias=None))
+    assert_no_dead_layers(run(model, torch.full((4, 6), value)))
+
+
+def test_a_zero_state_that_the_model_starts_from_is_not_dead() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.step = linear(), linear(bias=0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            memory = self.encode(x)
+            return self.step(torch.zeros_like(memory)) + memory
+
+    assert_no_dead_layers(run(Decoder()))
+
+
+def test_zeros_that_the_model_begins_with_are_not_dead() -> None:
+    assert_no_dead_layers(run(Net(lambda m, x: m.a(torch.zeros_like(x)) + x, a=linear(bias=0.5))))
+
+
+def test_zeros_that_an_earlier_layer_of_zeros_leads_to_are_not_dead() -> None:
+    model = Net(lambda m, x: m.b(m.zero(x) * m.a(x)), zero=linear(weight=0.0), a=linear(), b=linear(bias=0.5))
+    assert_no_dead_layers(run(model))
+
+
+def test_zeros_that_the_layer_around_was_given_are_not_dead() -> None:
+    block = Net(lambda m, x, gate: m.b(m.a(x) * gate), a=linear(), b=linear(bias=0.5))
+    assert_no_dead_layers(run(Net(lambda m, x: m.block(x, torch.zeros_like(x)), block=block)))
+
+
+def test_a_recurrent_state_that_is_zero_in_the_first_call_alone_is_not_dead() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(model.init(x))
+        for _ in range(3):
+            hidden = model.cell(hidden) + x
+        return hidden
+
+    assert_no_dead_layers(run(Net(forward, init=linear(bias=-20.0), cell=linear())))
+
+
+def test_a_layer_with_one_living_output_is_not_dead() -> None:
+    class WithLoss(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 0, x * 2
+
+    assert_no_dead_layers(run(WithLoss()))
+
+
+def test_a_layer_all_of_whose_outputs_are_zero_is_named_once() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"a": x * 0, "b": x[:, :2] * 0}
+
+    text = failure_of(assert_no_dead_layers, run(nn.Sequential(Pair()), X))
+    assert text.startswith("layer '0' (Pair) is dead: all 32 outputs are 0 in 1 forward; 1 of 2 layers looked at\n")
+
+
+def test_a_layer_that_lives_in_one_of_its_calls_is_not_dead() -> None:
+    model = Net(lambda m, x: m.act(x) + m.act(-x - 10), act=nn.ReLU())
+    assert_no_dead_layers(run(model))
+
+
+def test_integers_are_not_looked_at() -> None:
+    model = Net(lambda m, x: (m.index(x), x), index=Net(lambda m, x: torch.zeros_like(x, dtype=torch.long)))
+    assert_no_dead_layers(run(model))
+
+
+@pytest.mark.parametrize("loss", [None, "random"])
+def test_a_zero_initialized_residual_branch_is_not_dead(loss: Any) -> None:
+    branch = nn.Sequential(linear(), nn.Tanh(), linear(weight=0.0))
+    model = Net(lambda m, x: m.head(x + m.branch(m.norm(x))), norm=nn.LayerNorm(6), branch=branch, head=linear())
+    assert_no_dead_layers(run(model, loss=loss))
+
+
+@pytest.mark.parametrize("functionals", [False, True])
+def test_zero_initialized_norms_of_residual_blocks_are_not_dead(functionals: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.norm = linear(), linear(), nn.BatchNorm1d(6)
+            nn.init.zeros_(self.norm.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(x + self.norm(self.fc2(F.relu(self.fc1(x)))))
+
+    model = nn.Sequential(linear(), Block(), Block(), linear())
+    assert_no_dead_layers(run(model, loss="random", mode="train", functionals=functionals))
+
+
+def test_a_branch_scaled_by_a_zero_parameter_is_not_dead() -> None:
+    class ReZero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = linear(), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.scale * self.fc(x)
+
+    assert_no_dead_layers(run(nn.Sequential(ReZero(), linear()), loss="random"))
+
+
+def test_a_zero_initialized_layer_is_still_one_after_it_has_learned_in_the_only_forward() -> None:
+    model = nn.Sequential(linear(), linear(weight=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model) as watch:
+        (model(X) - 1).square().sum().backward()
+        optimizer.step()
+    assert_no_dead_layers(watch)
+
+
+def test_zero_initialized_layers_are_reported_as_such() -> None:
+    model = Net(
+        lambda m, x: m.relu(m.fc(x)) + m.zero(x), fc=linear(bias=-20.0), relu=nn.ReLU(), zero=linear(weight=0.0)
+    )
+    text = failure_of(assert_no_dead_layers, run(model))
+    assert text.startswith("relu is dead: ")
+    assert text.endswith("\n\nZero-initialized, and so not counted as dead: zero.")
+
+
+def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
+    model = nn.Sequential(linear(), nn.Dropout(1.0))
+    record = run(model, mode="train")
+    assert failure_of(assert_no_dead_layers, record).endswith(
+        'layer \'1\' (Dropout) drops everything (p=1.0). If that is meant: layers=["**", "!1"].'
+    )
+    assert_no_dead_layers(record, layers=["**", "!1"])
+
+
+def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
+    text = failure_of(assert_no_dead_layers, run(Net(lambda m, x: F.relu(m.a(x)), a=linear(bias=-100.0))))
+    assert text.startswith("(root) is dead: all 24 outputs are 0 in 1 forward;")
+    hint = r"The zeros are made in \(root\)'s own code, after a, whose output goes from -10\S+ to -9\S+: look at "
+    assert re.search(hint, text)
+
+
+def test_dead_in_the_newest_forward_is_enough() -> None:
+    relu = nn.ReLU()
+    with Watch(nn.Sequential(relu)) as watch:
+        for x in (X, X, X - 10):
+            watch.model(x)
+    assert failure_of(assert_no_dead_layers, watch).startswith(
+        "layer '0' (ReLU) is dead: all 24 outputs are 0 in the newest of 3 forwards; 1 of 2 layers looked at\n"
+    )
+
+
+def test_dead_in_an_older_forward_is_not() -> None:
+    with Watch(nn.Sequential(nn.ReLU())) as watch:
+        for x in (X - 10, X):
+            watch.model(x)
+    assert_no_dead_layers(watch)
+
+
+def test_never_alive_in_any_forward_counts_all_of_them() -> None:
+    with Watch(nn.Sequential(nn.ReLU())) as watch:
+        watch.model.train()(X - 10)
+        watch.model(X[:2] - 10)
+        watch.model.eval()(X - 10)
+    text = failure_of(assert_no_dead_layers, watch)
+    assert text.startswith("layer '0' (ReLU) is dead: all 60 outputs are 0 in 3 forwards; ")
+
+
+def test_layers_can_be_given_by_type() -> None:
+    record = run(dead_relu())
+    assert "1 of 1 layer looked at" in failure_of(assert_no_dead_layers, record, layers=nn.ReLU)
+    assert_no_dead_layers(record, layers=nn.Linear)
+
+
+def test_a_type_stands_for_those_derived_from_it() -> None:
+    class MyReLU(nn.ReLU):
+        pass
+
+    text = failure_of(assert_no_dead_layers, run(nn.Sequential(MyReLU()), X - 10), layers=nn.ReLU)
+    assert text.startswith("layer '0' (MyReLU) is dead: all 24 outputs are 0 in 1 forward; 1 of 1 layer looked at\n")
+
+
+def test_layers_can_be_given_by_pattern() -> None:
+    assert_no_dead_layers(run(dead_relu()), layers=re.compile("fc."))
+
+
+def test_the_probe_itself_may_be_given() -> None:
+    probe = ModelProbe()
+    probe.run(dead_relu(), X)
+    assert failure_of(assert_no_dead_layers, probe).startswith("relu is dead: ")
+
+
+def test_names_of_any_kind_are_printed_harmlessly() -> None:
+    model = nn.Module()
+    model.add_module("a\x1b[31m\n\u202eb", nn.ReLU())
+    model.add_module("x" * 5000, nn.ReLU())
+    model.forward = lambda x: [child(x) for child in model.children()]  # type: ignore[method-assign]
+    text = failure_of(assert_no_dead_layers, run(model, X - 10))
+    assert text.startswith("a\\x1b[31m\\n\\u202eb is dead: ")
+    assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
+    assert max(map(len, text.splitlines())) < 4200  # of the name of 5,000 both ends
+
+
+# --- zero gradients -----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_whose_gradient_is_zero_throughout_is_named() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)) * 0 + x, a=linear(), b=linear())
+    text = failure_of(assert_no_dead_layers, run(model, loss="random"))
+    assert text.startswith(
+        "b has a zero gradient: all 24 elements of its output's are 0 in 1 backward; 2 of 3 layers looked at\n\n"
+        "layer   type     value    elements   range of values\n"
+        "b       Linear   output         24   "
+    )
+    assert re.search(r"^a +Linear", text, re.MULTILINE)
+
+
+def test_a_zero_gradient_before_a_layer_with_a_gradient_is_not_excused_by_what_comes_after_that() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = model.live(x + model.b(x) * 0)
+        return h + model.zero(h)
+
+    model = Net(forward, b=linear(), live=linear(), zero=linear(weight=0.0))
+    assert failure_of(assert_no_dead_layers, run(model, loss="random")).startswith("b has a zero gradient: ")
+
+
+def test_saturated_is_a_zero_gradient() -> None:
+    model = Net(lambda m, x: m.tail(F.hardtanh(m.fc(x))), fc=linear(bias=50.0), tail=linear())
+    assert failure_of(assert_no_dead_layers, run(model, loss="random")).startswith("fc has a zero gradient: ")
+
+
+def test_an_output_without_any_gradient_is_not_a_zero_one() -> None:
+    model = Net(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear())
+    assert_no_dead_layers(run(model, loss=lambda out: out[0].sum()))
+
+
+def test_a_gradient_that_is_zero_in_one_of_several_calls_is_no_finding() -> None:
+    model = Net(lambda m, x: m.fc(x) * 0 + m.fc(x), fc=linear())
+    assert_no_dead_layers(run(model, loss="random"))
+
+
+def test_without_a_backward_gradients_are_not_judged() -> None:
+    assert_no_dead_layers(run(Net(lambda m, x: m.a(x) * 0 + x, a=linear())))
+
+
+# --- dead units ---------------------------------------------------------------------------------------------------
+
+
+def half_dead() -> nn.Module:
+    model = Net(lambda m, x: m.fc2(m.relu(m.fc1(x))), fc1=linear(), relu=nn.ReLU(), fc2=linear())
+    with torch.no_grad():
+        model.fc1.bias[:2] = -20
+    return model
+
+
+def test_dead_units_are_counted_over_the_batch() -> None:
+    record = run(half_dead())
+    assert_no_dead_layers(record, max_dead_units=2)
+    assert failure_of(assert_no_dead_layers, record, max_dead_units=1) == (
+        "relu has 2 dead units of 6, 1 allowed; 1 of 4 layers looked at\n"
+        "\n"
+        "layer   type   dead units   share\n"
+        "relu    ReLU          2/6     33%\n"
+        "\n"
+        "A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning rate "
+        "of what feeds relu."
+    )
+
+
+def test_a_share_of_units_is_a_float() -> None:
+    record = run(half_dead())
+    assert_no_dead_layers(record, max_dead_units=0.34)
+    assert "relu has 2 dead units of 6, 12.5% allowed;" in failure_of(
+        assert_no_dead_layers, record, max_dead_units=0.125
+    )
+
+
+def test_a_unit_that_lives_in_one_call_is_alive() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.relu = linear(), nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.fc(x)
+            return self.relu(y) + self.relu(-y)
+
+    assert_no_dead_layers(run(Split()), max_dead_units=0)
+
+
+def test_a_unit_that_lives_in_one_forward_is_alive() -> None:
+    relu = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU())
+    with torch.no_grad():
+        relu[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    with Watch(relu) as watch:
+        relu(torch.ones(3, 1))
+        assert "1 dead unit of 2" in failure_of(assert_no_dead_layers, watch, max_dead_units=0)
+        relu(-torch.ones(3, 1))
+    assert_no_dead_layers(watch, max_dead_units=0)
+
+
+def test_a_layer_is_not_charged_with_the_units_that_were_dead_before_it() -> None:
+    model = half_dead()
+    model.relu = nn.Sequential(nn.ReLU(), nn.Identity(), nn.Hardtanh(0, 1e6))
+    text = failure_of(assert_no_dead_layers, run(model), max_dead_units=0)
+    assert text.startswith("relu.0 has 2 dead units of 6")
+    assert "1 of 7 layers looked at" in text
+
+
+def test_units_that_dropout_zeroes_by_chance_are_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.9))
+    assert_no_dead_layers(run(model, X[:1], mode="train"), max_dead_units=0)
+
+
+def test_functional_dropout_is_not_counted_either() -> None:
+    model = Net(lambda m, x: F.dropout(m.fc(x), 0.9), fc=nn.Linear(6, 64))
+    assert_no_dead_layers(run(model, X[:1], functionals=True), max_dead_units=0)
+
+
+def test_units_of_a_zero_initialized_layer_are_not_counted() -> None:
+    model = Net(lambda m, x: m.fc(x) + m.zero(x), fc=linear(), zero=linear(weight=0.0))
+    assert_no_dead_layers(run(model), max_dead_units=0)
+
+
+def test_dead_channels_of_a_convolution_are_found() -> None:
+    conv = nn.Conv2d(1, 3, 1)
+    with torch.no_grad():
+        conv.weight.copy_(torch.tensor([1.0, -1.0, 1.0]).reshape(3, 1, 1, 1))
+        conv.bias.zero_()
+    record = run(nn.Sequential(conv, nn.ReLU()), torch.rand(2, 1, 4, 4))
+    text = failure_of(assert_no_dead_layers, record, max_dead_units=0)
+    assert text.startswith("layer '1' (ReLU) has 1 dead unit of 3, 0 allowed;")
+
+
+def test_attention_weights_hide_no_units() -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Net(lambda m, x: m.attention(x, x, x), attention=attention)
+    with torch.no_grad():
+        attention.out_proj.weight[0] = 0
+    text = failure_of(assert_no_dead_layers, run(model, torch.randn(2, 3, 4)), max_dead_units=0)
+    assert text.startswith("attention has 1 dead unit of 4")
+
+
+def test_the_worst_share_comes_first() -> None:
+    def relu(dead: int) -> nn.Module:
+        layer = linear()
+        with torch.no_grad():
+            layer.bias[:dead] = -20
+        return nn.Sequential(layer, nn.ReLU())
+
+    model = Net(lambda m, x: (m.a(x), m.b(x)), a=relu(2), b=relu(5))
+    text = failure_of(assert_no_dead_layers, run(model), max_dead_units=0)
+    assert text.startswith("b.1 has 5 dead units of 6")
+    assert text.index("b.1  ") < text.index("a.1  ")
+
+
+@pytest.mark.parametrize("allowed", [-1, 1.5, True, math.nan, math.inf, "2"])
+def test_a_limit_that_is_none_is_refused(allowed: Any) -> None:
+    with pytest.raises(UsageError, match="max_dead_units is a number of units"):
+        assert_no_dead_layers(run(half_dead()), max_dead_units=allowed)
+
+
+def test_unknown_units_are_an_error_and_not_a_pass() -> None:
+    model = Net(lambda m, x: x * 2)
+    with pytest.raises(NothingObservedError, match="the units of none of the 1 layer looked at are known"):
+        assert_no_dead_layers(run(model), max_dead_units=3)
+
+
+# --- finite -------------------------------------------------------------------------------------------------------
+
+
+class Log(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(x)
+
+
+def test_finite_values_pass() -> None:
+    assert_finite(run(nn.Sequential(linear(), nn.ReLU())))
+
+
+def test_the_origin_is_named_with_the_operation_and_the_calls_before_it() -> None:
+    line = inspect.getsourcelines(Log.forward)[1] + 1
+    model = Net(
+        lambda m, x: m.tail(m.log(m.c(m.b(m.a(x))))),
+        a=nn.Identity(),
+        b=nn.Tanh(),
+        c=nn.Identity(),
+        log=Log(),
+        tail=linear(),
+    )
+    text = failure_of(assert_finite, run(model, torch.tensor([[-1.0, 0.5, 1.0, 2.0, 3.0, 4.0]])))
+    assert text == (
+        "log is not finite: its output has 1 NaN of 6 elements, its input is finite from -0.7616 to 0.9993; "
+        "3 of 6 layers looked at\n"
+        "\n"
+        "layer   type       input min   input max   output min   output max   not finite\n"
+        "a       Identity          -1           4           -1            4   -\n"
+        "b       Tanh              -1           4      -0.7616       0.9993   -\n"
+        "c       Identity     -0.7616      0.9993      -0.7616       0.9993   -\n"
+        "log     Log          -0.7616      0.9993      -0.7719   -0.0006709   1 NaN of 6 elements\n"
+        "\n"
+        f"It began in torch.log at test_assert_activations.py:{line}, input min -0.7616, max 0.9993."
+    )
+
+
+def test_no_more_than_five_calls_are_printed_before_the_origin() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(9)), Log())
+    table = failure_of(assert_finite, run(model, torch.tensor([-1.0]))).split("\n\n")[1].splitlines()
+    assert [line.split()[0] for line in table] == ["layer", "4.0", "5.0", "6.0", "7.0", "8.0", "9"]
+
+
+def test_glue_between_layers_is_named_by_its_neighbors() -> None:
+    model = Net(lambda m, x: m.b(torch.log(m.a(x))), a=nn.Identity(), b=linear())
+    text = failure_of(assert_finite, run(model))
+    assert text.startswith(
+        "b input is not finite: 12 NaN of 24 elements, made between a and b; 2 of 3 layers looked at\n"
+    )
+    assert text.endswith("\n\nLook at the code between a and b.")
+
+
+def test_glue_inside_a_container_is_placed_in_its_forward() -> None:
+    block = Net(lambda m, x: m.b(torch.log(m.a(x))), a=nn.Identity(), b=linear())
+    assert "made between block.a and block.b in block's forward;" in failure_of(
+        assert_finite, run(Net(lambda m, x: m.block(x), block=block))
+    )
+
+
+def test_glue_that_goes_on_as_a_keyword_argument_is_found() -> None:
+    inner = Net(lambda m, hidden: m.fc(hidden), fc=linear())
+    model = Net(lambda m, x: m.b(hidden=torch.log(m.a(x))), a=nn.Identity(), b=inner)
+    assert failure_of(assert_finite, run(model)).startswith(
+        "b hidden is not finite: 12 NaN of 24 elements, made between a and b;"
+    )
+
+
+def test_glue_is_found_before_a_layer_that_gives_out_what_it_takes_in() -> None:
+    model = Net(lambda m, x: m.b(m.drop(torch.log(m.a(x)))), a=nn.Identity(), drop=nn.Dropout(), b=linear())
+    assert failure_of(assert_finite, run(model, mode="eval")).startswith(
+        "drop input is not finite: 12 NaN of 24 elements, made between a and drop;"
+    )
+
+
+def test_glue_after_the_last_layer_is_placed_after_it() -> None:
+    model = Net(lambda m, x: torch.log(m.a(x)), a=nn.Identity())
+    text = failure_of(assert_finite, run(model))
+    assert text.startswith(
+        "(root) is not finite: its output has 12 NaN of 24 elements, its input is finite from -1 to 1, what a gave is "
+        "finite; 1 of 2 layers looked at\n"
+    )
+    assert text.endswith("\n\nLook at the code after a in the forward.")
+
+
+def test_bad_data_is_blamed_on_the_data() -> None:
+    x = X.clone()
+    x[0, :2] = math.nan
+    text = failure_of(assert_finite, run(nn.Sequential(linear()), x))
+    assert text.startswith(
+        "model input is not finite: (root) input has 2 NaN of 24 elements; 2 of 2 layers looked at\n"
+    )
+    assert text.endswith("\n\nLook at the data: the model was given it so.")
+
+
+def test_a_bad_parameter_is_named() -> None:
+    model = nn.Sequential(linear(), linear())
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.inf
+    text = failure_of(assert_finite, run(model))
+    assert text.startswith("1.weight is not finite: the output of layer '1' (Linear) has ")
+    assert "assert_grad_finite" in text
+
+
+def test_a_bad_buffer_is_named() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6))
+    model[0].running_var.fill_(math.nan)
+    assert failure_of(assert_finite, run(model, mode="eval")).startswith("0.running_var is not finite: ")
+
+
+def masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores + mask
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.softmax, self.tail = linear(6, 4), nn.Softmax(dim=-1), linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.softmax(masked(self.fc(x), mask)))
+
+
+def test_a_mask_of_infinities_is_an_input_like_others() -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -math.inf)
+    assert_finite(run(Attention(), X, mask))
+
+
+def test_a_row_masked_throughout_is_blamed_on_the_softmax() -> None:
+    mask = torch.zeros(4, 4)
+    mask[2] = -math.inf
+    text = failure_of(assert_finite, run(Attention(), X, mask))
+    assert text.startswith(
+        "softmax is not finite: its output has 4 NaN of 16 elements, its input has 4 -inf of 16 elements;"
+    )
+    assert "A softmax over a row that is -inf throughout" in text
+
+
+def test_an_infinity_of_a_new_sign_is_an_origin() -> None:
+    model = Net(lambda m, x: m.neg(x), neg=Net(lambda m, x: -x))
+    text = failure_of(assert_finite, run(model, torch.tensor([-math.inf, 1.0])))
+    assert text.startswith("neg is not finite: its output has 1 inf of 2 elements, its input has 1 -inf of 2 elements;")
+
+
+def test_the_first_layer_is_named_though_a_later_one_alone_is_looked_at() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=Log(), b=nn.Identity())
+    text = failure_of(assert_finite, run(model), layers="b")
+    assert text.startswith("a is not finite: ")
+    assert "1 of 1 layer looked at" in text
+
+
+def test_what_is_left_out_is_not_judged() -> None:
+    model = Net(lambda m, x: (m.a(x) * 0).nan_to_num(), a=Log())
+    record = run(model)
+    assert failure_of(assert_finite, record).startswith("a is not finite: ")
+    assert_finite(record, layers="!a")
+
+
+def test_of_several_calls_the_bad_one_is_named() -> None:
+    model = Net(lambda m, x: m.log(x.abs() + 1) + m.log(x), log=Log())
+    assert failure_of(assert_finite, run(model)).startswith("log (call 2) is not finite: ")
+
+
+def test_of_several_forwards_the_first_bad_one_is_named() -> None:
+    model = Net(lambda m, x: m.fc(m.log(x)), log=Log(), fc=linear())
+    with Watch(model) as watch:
+        for x in (X + 2, X + 2, X, X * math.nan):
+            model(x)
+    assert failure_of(assert_finite, watch).startswith("log is not finite from forward 3 of 4 on: its output has ")
+
+
+def test_forwards_in_two_modes_do_not_mix() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model.b(model.log(model.a(x))) if model.training else model.log(model.b(model.a(x)))
+
+    model = Net(forward, a=nn.Identity(), b=nn.Identity(), log=Log())
+    with Watch(model) as watch:
+        model.train()(X + 2)
+        model.eval()(X)
+    text = failure_of(assert_finite, watch)
+    assert text.startswith("log is not finite from forward 2 of 2 on: ")
+    assert [line.split()[0] for line in text.split("\n\n")[1].splitlines()] == ["layer", "a", "b", "log"]
+
+
+def test_pseudo_layers_are_named() -> None:
+    model = Net(lambda m, x: F.softmax(m.fc(x) * math.inf, dim=-1), fc=linear(weight=0.0, bias=1.0))
+    text = failure_of(assert_finite, run(model, functionals=True))
+    assert text.startswith("softmax input is not finite: 24 inf of 24 elements, made between fc and softmax;")
+
+
+def test_outputs_in_dicts_are_addressed() -> None:
+    model = Net(lambda m, x: m.head({"x": x}), head=Net(lambda m, d: {"good": d["x"], "bad": d["x"] / 0}))
+    text = failure_of(assert_finite, run(model))
+    assert text.startswith("head is not finite: its output has ")
+
+
+@pytest.mark.parametrize("assertion", [assert_finite, assert_no_dead_layers])
+class TestNothingToLookAt:
+    def test_a_watch_that_saw_nothing(self, assertion: Callable[..., None]) -> None:
+        watch = Watch(linear())
+        with pytest.raises(
+            NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a model compiled"
+        ):
+            assertion(watch)
+        watch.close()
+        with pytest.raises(NothingObservedError, match=r"^the watch on Linear was closed before the model was called"):
+            assertion(watch)
+
+    def test_no_selected_layer_was_called(self, assertion: Callable[..., None]) -> None:
+        record = run(Net(lambda m, x: m.a(x), a=linear(), b=linear(), c=linear()))
+        with pytest.raises(
+            NothingObservedError,
+            match=r"^b was never called, nor any of 1 other selected, in 1 forward of Net: select layers",
+        ):
+            assertion(record, layers=["b", "c"])
+
+    def test_a_selector_that_matches_nothing(self, assertion: Callable[..., None]) -> None:
+        with pytest.raises(SelectionError, match="'fc' matches none of 1 layer"):
+            assertion(run(linear()), layers="fc")
+
+    def test_a_record_without_numbers(self, assertion: Callable[..., None]) -> None:
+        record = ModelProbe().architecture(nn.Sequential(linear()), X)
+        with pytest.raises(NothingObservedError, match="none of the 2 layers looked at gave out numbers"):
+            assertion(record)
+
+    def test_layers_that_give_out_integers_alone(self, assertion: Callable[..., None]) -> None:
+        model = Net(lambda m, x: m.top(x), top=Net(lambda m, x: x.argmax(-1)))
+        with pytest.raises(NothingObservedError, match="top among them: integers, booleans, or no tensor"):
+            assertion(run(model), layers="top")
+
+    def test_a_model_in_place_of_a_record(self, assertion: Callable[..., None]) -> None:
+        with pytest.raises(UsageError, match=r"got Linear: record = modelprobe.run"):
+            assertion(linear())
+
+    def test_a_probe_that_ran_nothing(self, assertion: Callable[..., None]) -> None:
+        with pytest.raises(NothingObservedError, match="nothing was observed"):
+            assertion(ModelProbe())
+
+    def test_a_probe_that_ran_twice(self, assertion: Callable[..., None]) -> None:
+        probe = ModelProbe()
+        probe.run(linear(), X)
+        probe.run(linear(), X)
+        with pytest.raises(UsageError, match="2 runs and watches were made"):
+            assertion(probe)
+
+
+def test_a_watch_that_is_closed_can_still_be_asserted_on() -> None:
+    model = linear()
+    with Watch(model) as watch:
+        model(X)
+    assert_finite(watch)
+
+
+def test_a_record_of_the_structure_alone_says_why() -> None:
+    class Item(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item().as_integer_ratio()[0]
+
+    with pytest.raises(NothingObservedError, match=r"Item was never called \(structure without shapes: .*architecture"):
+        assert_finite(ModelProbe().architecture(Item(), X))
+    with pytest.raises(NothingObservedError, match=r"^Linear was never called: run it on inputs$"):
+        assert_finite(ModelProbe().architecture(linear()))

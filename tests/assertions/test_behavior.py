@@ -1,0 +1,174 @@
+"""Two models against each other: `assert_same_behavior`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    SelectionError,
+    UsageError,
+    assert_same_behavior,
+)
+
+PROBE = ModelProbe()
+X = PROBE.randn(4, 8)
+
+
+class Reference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(x))
+
+
+class Port(nn.Module):
+    """The same with other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.ln(x))
+
+
+def reference() -> Reference:
+    return PROBE.build(Reference)
+
+
+def port() -> Port:
+    model = PROBE.build(Port)
+    model.head.load_state_dict(reference().fc.state_dict())
+    return model
+
+
+def run(model: nn.Module, **options: Any) -> Record:
+    return PROBE.run(model, X, **{"loss": "random", **options})
+
+
+def failure_of(actual: Any, expected: Any, **options: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(actual, expected, **options)
+    return str(failure.value)
+
+
+def test_the_same_model_does_the_same() -> None:
+    assert_same_behavior(run(reference()), run(reference()))
+
+
+def test_a_port_whose_layers_the_user_renames_does_the_same() -> None:
+    assert_same_behavior(run(port()), run(reference()), rename={"ln": "norm", "head": "fc"}, structure=False)
+
+
+def test_a_port_whose_layers_are_found_does_the_same_by_its_numbers() -> None:
+    assert_same_behavior(run(port()), run(reference()), structure=False)
+
+
+def test_a_port_with_another_epsilon_is_told_so() -> None:
+    model = port()
+    model.ln.eps = 1e-2
+    shown = failure_of(run(model), run(reference()), rename={"ln": "norm", "head": "fc"})
+    assert shown.startswith("ln.eps 1e-05 → 0.01: output changed by ")
+    assert "(root): Reference → Port" in shown
+
+
+def test_without_structure_it_is_the_layer_s_own_code_that_answers_otherwise() -> None:
+    model = port()
+    model.ln.eps = 1e-2
+    shown = failure_of(run(model), run(reference()), rename={"ln": "norm", "head": "fc"}, structure=False)
+    assert shown.startswith("ln: own code changed: by ")
+
+
+def test_the_failure_ends_with_what_to_do() -> None:
+    model = reference()
+    model.norm.eps = 1e-2
+    assert failure_of(run(model), run(reference())).splitlines()[-3:] == [
+        "Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at.",
+        "",
+        "Another implementation of the same? structure=False compares numbers alone, rename= maps names.",
+    ]
+
+
+def test_two_faults_at_once_are_both_named() -> None:
+    model = reference()
+    model.norm.eps = 1e-2
+    model.fc.forward = lambda x: 2 * nn.functional.linear(x, model.fc.weight, model.fc.bias)
+    shown = failure_of(run(model), run(reference()))
+    assert "norm.eps 1e-05 → 0.01" in shown
+    assert "fc: own code changed" in shown
+
+
+def test_only_the_layers_asked_for_are_compared() -> None:
+    model = reference()
+    model.fc.weight.data.mul_(2)
+    assert_same_behavior(run(model, loss=None), run(reference(), loss=None), layers="norm")
+    assert failure_of(run(model, loss=None), run(reference(), loss=None), layers="fc").startswith("fc: weights changed")
+
+
+def test_a_tolerance_allows_more() -> None:
+    model = reference()
+    model.fc.weight.data.mul_(1.0001)
+    assert failure_of(run(model), run(reference()))
+    assert_same_behavior(run(model), run(reference()), tolerance=1000)
+    assert_same_behavior(run(model), run(reference()), tolerance={"**": 1000})
+
+
+def test_records_that_came_from_nowhere_are_compared_by_fixed_tolerances() -> None:
+    model = reference()
+    model.norm.eps = 1e-2
+    old, new = (dataclasses.replace(run(m)) for m in (reference(), model))
+    assert_same_behavior(old, old)
+    assert failure_of(new, old).startswith("norm.eps 1e-05 → 0.01")
+
+
+def test_the_models_are_left_as_they_were() -> None:
+    model = reference()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.norm.eps = 1e-2
+    failure_of(run(model), run(reference()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_watch_is_compared_with_a_watch() -> None:
+    with ModelProbe() as probe:
+        old, new = reference(), reference()
+        watches = [probe.watch(model) for model in (new, old)]
+        new.norm.eps = 1e-2
+        for model in (old, new):
+            model(X)
+        assert failure_of(*watches).startswith("norm.eps 1e-05 → 0.01")
+
+
+def test_a_model_that_was_not_called_is_an_error() -> None:
+    with ModelProbe() as probe, pytest.raises(NothingObservedError):
+        assert_same_behavior(probe.watch(reference()), run(reference()))
+
+
+def test_an_expected_model_that_was_not_called_is_an_error() -> None:
+    with ModelProbe() as probe, pytest.raises(NothingObservedError):
+        assert_same_behavior(run(reference()), probe.watch(reference()))
+
+
+@pytest.mark.parametrize("options", [{"layers": "nothing"}, {"rename": {"a": "b"}}, {"tolerance": {"nothing": 2}}])
+def test_a_name_of_no_layer_is_an_error_at_the_line_of_the_call(options: dict[str, Any]) -> None:
+    with pytest.raises(SelectionError) as error:
+        assert_same_behavior(run(reference()), run(reference()), **options)
+    assert {entry.path for entry in error.traceback.filter(error)} == {Path(__file__)}
+
+
+def test_a_tolerance_of_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError):
+        assert_same_behavior(run(reference()), run(reference()), tolerance=0)

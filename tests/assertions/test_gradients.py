@@ -1,0 +1,595 @@
+"""Gradients that are not finite, missing, or fading: found where they begin, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    Record,
+    SelectionError,
+    UsageError,
+    Watch,
+    assert_all_params_have_grad,
+    assert_grad_finite,
+    assert_grad_flow,
+)
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+ASSERTIONS = [assert_grad_finite, assert_all_params_have_grad, assert_grad_flow]
+
+
+def failure_of(assertion: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assertion(*args, **kwargs)
+    return str(failure.value)
+
+
+def run(model: nn.Module, *args: torch.Tensor, loss: Any = "random", **kwargs: Any) -> Record:
+    return ModelProbe().run(model, *(args or (X,)), loss=loss, **kwargs)
+
+
+def linear(inputs: int = 6, outputs: int = 6, *, weight: float | None = None) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs)
+    if weight is not None:
+        with torch.no_grad():
+            layer.weight.fill_(weight)
+            layer.bias.zero_()
+    return layer
+
+
+class Net(nn.Module):
+    """A model from layers by name and a forward as a function of it."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
+
+
+class Zero(nn.Module):
+    """Gives zero, whose square root has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0 * self.weight
+
+
+class Sqrt(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(x) * 0
+
+
+# --- finite -------------------------------------------------------------------------------------------------------
+
+
+def test_finite_gradients_pass() -> None:
+    assert_grad_finite(run(nn.Sequential(linear(), nn.Tanh(), linear())))
+
+
+def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
+    line = inspect.getsourcelines(Sqrt.forward)[1] + 1
+    model = Net(lambda m, x: m.tail(m.sqrt(m.zero(x))), zero=Zero(), sqrt=Sqrt(), tail=linear())
+    assert failure_of(assert_grad_finite, run(model)) == (
+        "gradient of sqrt input is not finite: 24 NaN of 24 elements, made in the backward of sqrt; "
+        "2 of 4 layers looked at\n"
+        "\n"
+        "gradient of   type   min   max   not finite\n"
+        "sqrt input    Sqrt     -     -   24 NaN of 24 elements\n"
+        "zero output   Zero     -     -   24 NaN of 24 elements\n"
+        "zero.weight   Zero     -     -   6 NaN of 6 elements\n"
+        "\n"
+        f"It began in SqrtBackward0 at test_gradients.py:{line}, which made NaN of a finite gradient.\n"
+        "\n"
+        "Look at the derivative of sqrt for the inputs it had: sqrt or norm at 0, log at 0, a division by 0, or "
+        "torch.where around one of them."
+    )
+
+
+def test_glue_between_layers_is_named_by_its_neighbors() -> None:
+    model = Net(lambda m, x: m.tail(torch.sqrt(m.zero(x)) * 0), zero=Zero(), tail=linear())
+    text = failure_of(assert_grad_finite, run(model))
+    assert text.startswith(
+        "gradient of zero output is not finite: 24 NaN of 24 elements, made between zero and tail; "
+        "1 of 3 layers looked at\n"
+    )
+    assert "Look at the derivative of the code between zero and tail: sqrt" in text
+
+
+def test_glue_after_the_last_layer_is_placed_after_it() -> None:
+    block = Net(lambda m, x: torch.sqrt(m.zero(x)) * 0, zero=Zero())
+    model = Net(lambda m, x: m.tail(m.block(x)), block=block, tail=linear())
+    assert failure_of(assert_grad_finite, run(model)).startswith(
+        "gradient of block.zero output is not finite: 24 NaN of 24 elements, made after block.zero in block's forward;"
+    )
+
+
+def test_the_loss_is_blamed_where_all_gradients_are_bad() -> None:
+    record = run(nn.Sequential(linear(), linear()), loss=lambda out: (out * 0).sqrt().sum())
+    text = failure_of(assert_grad_finite, record)
+    assert text.startswith("gradient of (root) output is not finite: 24 NaN of 24 elements, made by the loss; 3 of 3")
+    assert "\n\nLook at the loss, or at what the test computes from (root) output before it: " in text
+
+
+def test_the_loss_of_one_of_two_outputs_is_blamed() -> None:
+    model = Net(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear())
+    record = run(model, loss=lambda out: (out[0] * 0).sqrt().sum() + out[1].sum())
+    assert failure_of(assert_grad_finite, record).startswith(
+        "gradient of (root) output[0] is not finite: 24 NaN of 24 elements, made by the loss;"
+    )
+
+
+def test_an_infinite_gradient_is_not_finite() -> None:
+    record = run(linear(), loss=lambda out: (out * math.inf).sum())
+    assert "24 inf of 24 elements, made by the loss" in failure_of(assert_grad_finite, record)
+
+
+def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.sqrt(self.scale)
+
+    model = Net(lambda m, x: m.scaled(m.fc(x)), fc=linear(), scaled=Scaled())
+    text = failure_of(assert_grad_finite, run(model))
+    assert text.startswith("gradient of scaled.scale is not finite: 1 ")
+    assert "inf of 1 element, those around it are finite; 1 of 3 layers looked at\n" in text
+    assert text.endswith("Look at what scaled computes with scaled.scale.")
+
+
+def test_the_first_of_several_calls_that_the_backward_meets_is_named() -> None:
+    model = Net(lambda m, x: m.sqrt(m.fc(x).square() + 1) + m.sqrt(m.zero(x)), fc=linear(), zero=Zero(), sqrt=Sqrt())
+    assert failure_of(assert_grad_finite, run(model)).startswith("gradient of sqrt (call 2) input is not finite: ")
+
+
+def test_of_several_forwards_the_first_bad_one_decides() -> None:
+    model = Net(lambda m, x, s: m.tail(torch.sqrt(m.fc(x) * 0 + 1 - s)), fc=linear(), tail=linear())
+    with Watch(model) as watch:
+        for scale, last in ((0.0, 1.0), (1.0, 1.0), (0.0, math.nan)):
+            (model(X, torch.tensor(scale)) * last).sum().backward()
+    text = failure_of(assert_grad_finite, watch)
+    assert text.startswith("gradient of fc output is not finite from forward 2 of 3 on: ")
+    assert "made between fc and tail;" in text
+
+
+def test_gradients_of_layers_left_out_are_not_judged() -> None:
+    model = Net(lambda m, x: m.tail(m.sqrt(m.zero(x))), zero=Zero(), sqrt=Sqrt(), tail=linear())
+    record = run(model)
+    assert_grad_finite(record, layers="tail")
+    assert failure_of(assert_grad_finite, record, layers=Zero).startswith("gradient of sqrt input is not finite")
+
+
+def test_pseudo_layers_are_listed() -> None:
+    model = Net(lambda m, x: m.b(F.relu(m.a(x))), a=linear(), b=linear())
+    record = run(model, loss=lambda out: (out * math.nan).sum(), functionals=True)
+    assert re.search(r"^relu output +relu ", failure_of(assert_grad_finite, record), re.MULTILINE)
+
+
+def test_layers_that_no_gradient_reached_are_an_error() -> None:
+    model = Net(lambda m, x: m.b(m.a(x).detach()), a=linear(), b=linear())
+    with pytest.raises(NothingObservedError, match="no gradient reached a nor any other of the 1 layer looked at"):
+        assert_grad_finite(run(model), layers="a")
+
+
+def test_an_activation_that_is_not_finite_is_told_of_first() -> None:
+    text = failure_of(assert_grad_finite, run(Net(lambda m, x: m.o(m.a(x).log()), a=linear(), o=linear())))
+    assert text.endswith(
+        "\n\nAn activation is not finite already, from o's input on: assert_finite names where it began."
+    )
+
+
+def test_activations_that_a_bad_gradient_led_to_are_not_told_of() -> None:
+    model = linear()
+    with Watch(model) as watch:
+        (model(X).sum() * math.nan).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model(X).sum().backward()
+    assert "An activation" not in failure_of(assert_grad_finite, watch)
+
+
+# --- presence -----------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_with_a_gradient_passes() -> None:
+    assert_all_params_have_grad(run(nn.Sequential(linear(), linear())))
+
+
+def test_a_zero_gradient_is_one() -> None:
+    assert_all_params_have_grad(run(linear(), loss=lambda out: (out * 0).sum()))
+
+
+def test_a_layer_that_is_never_called_is_named() -> None:
+    text = failure_of(assert_all_params_have_grad, run(Net(lambda m, x: m.a(x), a=linear(), spare=linear(6, 3))))
+    assert text == (
+        "spare.weight has no gradient; 2 of 4 parameters looked at have none\n"
+        "\n"
+        "parameter      layer type   shape    layer called\n"
+        "spare.weight   Linear       (3, 6)   never\n"
+        "spare.bias     Linear       (3,)     never\n"
+        "\n"
+        "spare was never called in the forward: is it meant to be used, or to be there at all?"
+    )
+
+
+def test_frozen_parameters_need_none() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())
+    assert_all_params_have_grad(run(model))
+
+
+def test_parameters_can_be_ignored() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+    record = run(nn.Sequential(Token()))
+    assert_all_params_have_grad(record, ignore="*.mask_token")
+    assert_all_params_have_grad(record, ignore=["**.mask_token"])
+    text = failure_of(assert_all_params_have_grad, record)
+    assert text.startswith("0.mask_token has no gradient; 1 of 3 parameters looked at have none\n")
+    assert text.endswith(
+        "The output of layer '0' (Token) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
+    )
+
+
+def test_a_glob_that_ignores_nothing_is_an_error() -> None:
+    with pytest.raises(SelectionError, match=r"ignore='0.wieght' matches none of 2 parameters; nearest: 0.weight"):
+        assert_all_params_have_grad(run(nn.Sequential(linear())), ignore="0.wieght")
+
+
+def test_ignoring_all_is_an_error() -> None:
+    with pytest.raises(NothingObservedError, match="no parameter is left to look at"):
+        assert_all_params_have_grad(run(linear()), ignore="**")
+
+
+def test_nothing_that_requires_a_gradient_is_an_error() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())
+    with pytest.raises(NothingObservedError, match="no parameter of the selected layers requires a gradient"):
+        assert_all_params_have_grad(run(model), layers="a")
+
+
+def hint_of(model: nn.Module, **kwargs: Any) -> str:
+    return failure_of(assert_all_params_have_grad, run(model, **kwargs)).rpartition("\n\n")[2]
+
+
+CUT = "look for .detach(), .data, .item() or no_grad there."
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.b(m.a(x).detach()),
+        lambda m, x: m.b(torch.exp(m.a(x)).detach()),
+        lambda m, x: m.b(m.a(x).data * 2 + x),
+    ],
+    ids=["the tensor itself", "glue", "data in glue"],
+)
+def test_a_cut_in_the_graph_is_placed(forward: Callable[..., Any]) -> None:
+    assert hint_of(Net(forward, a=linear(), b=linear())) == f"The graph is cut between a and b: {CUT}"
+
+
+def test_a_layer_beside_the_path_is_asked_about() -> None:
+    assert hint_of(Net(lambda m, x: m.b(x) + m.a(x).detach(), a=linear(), b=linear())) == (
+        "The loss does not depend on the output of a: is its result used, and the right loss taken?"
+    )
+
+
+def test_a_cut_inside_a_container_is_placed_in_its_forward() -> None:
+    block = Net(lambda m, x: m.b(torch.exp(m.a(x)).detach()), a=linear(), b=linear())
+    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in layer '0' (Net)'s forward: {CUT}"
+
+
+def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
+    block = Net(lambda m, x: m.a(x).detach() * 2, a=linear())
+    assert hint_of(nn.Sequential(block, linear())) == (
+        "The graph is cut after 0.a in layer '0' (Net)'s forward: look for .detach() or .data there."
+    )
+
+
+def test_no_grad_is_named_by_the_layer_that_ran_under_it() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = model.a(x)
+        return model.b(y)
+
+    assert hint_of(Net(forward, a=linear(), b=linear())) == "a ran under no_grad."
+
+
+def test_no_grad_is_named_by_the_first_layer_that_ran_under_it() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model.a(x)
+        with torch.no_grad():
+            y = model.b(y)
+        return model.c(y)
+
+    assert hint_of(Net(forward, a=linear(), b=linear(), c=linear())) == "b ran under no_grad."
+
+
+def test_what_goes_in_beside_the_layers_is_no_cut() -> None:
+    model = Net(lambda m, x, mask: (m.a(x), m.b(mask))[1], a=linear(), b=linear())
+    record = run(model, X, torch.ones(4, 6))
+    assert failure_of(assert_all_params_have_grad, record).endswith(
+        "The loss does not depend on the output of a: is its result used, and the right loss taken?"
+    )
+
+
+def test_a_layer_whose_own_input_is_detached_is_not_cut_off_by_it() -> None:
+    model = Net(lambda m, x: (m.a(x), m.b(m.a(x).detach()).detach())[0], a=linear(), b=linear())
+    assert hint_of(model).startswith("The loss does not depend on the output of b")
+
+
+# --- flow ---------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_one_size_pass() -> None:
+    assert_grad_flow(run(nn.Sequential(linear(), nn.Tanh(), linear())))
+
+
+def sigmoids(n: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(n) for layer in (linear(), nn.Sigmoid())), linear())
+
+
+def test_a_gradient_that_fades_on_the_way_is_named_with_all_others() -> None:
+    text = failure_of(assert_grad_flow, run(sigmoids(12)))
+    first, table, hint = text.split("\n\n")
+    assert first.startswith("layer '0' (Linear) gets a gradient ")
+    assert " times smaller than layer '24' (Linear), 1e+06 is allowed; " in first
+    assert first.endswith(" of 13 layers looked at")
+    assert len(table.splitlines()) == 14
+    assert hint.startswith("It fades or grows on the way")
+
+
+class Sine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(100 * x)
+
+
+def test_a_gradient_that_grows_on_the_way_is_named() -> None:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), Sine())), linear())
+    text = failure_of(assert_grad_flow, run(model))
+    assert text.startswith("layer '12' (Linear) gets a gradient ")
+    assert " times smaller than layer '0' (Linear), 1e+06 is allowed; " in text
+
+
+def scaled(n: int, by: float) -> nn.Module:
+    model = nn.Sequential(*(linear(weight=0.0) for _ in range(n)))
+    for layer in model:
+        nn.init.eye_(layer.weight)
+        layer.weight.data.mul_(by)
+    return model
+
+
+def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_are_named() -> None:
+    first, table, hint = failure_of(assert_grad_flow, run(scaled(8, 16.0))).split("\n\n")
+    assert first == (
+        "layer '0' (Linear) gets a gradient of its output 2.684e+08 times larger than (root), 1e+08 is allowed; "
+        "1 of 9 layers looked at"
+    )
+    assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
+    assert hint.startswith("It grows from layer to layer on the way back")
+
+
+def test_one_layer_alone_can_make_them_explode() -> None:
+    model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
+    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("layer '0' (Linear) gets a gradient")
+    model.append(nn.LayerNorm(6))  # takes the scale out again
+    assert_grad_flow(run(model), layers="0")
+
+
+def test_growth_within_the_ratio_passes() -> None:
+    assert_grad_flow(run(scaled(8, 4.0)))
+    assert "larger than (root), 1000 is allowed" in failure_of(assert_grad_flow, run(scaled(8, 4.0)), max_ratio=10)
+
+
+def test_a_norm_over_a_row_of_zeros_is_no_explosion() -> None:
+    norm = nn.LayerNorm(6, eps=1e-12)
+    model = Net(lambda m, x: m.head(m.norm(m.stem(torch.cat([x, 0 * x[:1]])))), stem=nn.Identity(), norm=norm)
+    model.stem, model.head = linear(), linear()
+    nn.init.zeros_(model.stem.bias)
+    assert_grad_flow(run(model))
+
+
+def test_a_loss_given_out_is_not_what_gradients_are_measured_by() -> None:
+    model = Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear())
+    assert_grad_flow(run(model, loss=lambda loss: loss))
+
+
+def test_the_ratio_can_be_chosen() -> None:
+    record = run(sigmoids(3))
+    assert_grad_flow(record)
+    assert ", 10 is allowed; " in failure_of(assert_grad_flow, record, max_ratio=10)
+
+
+def test_a_single_small_gradient_that_others_pass_by_is_no_finding() -> None:
+    model = Net(lambda m, x: m.head(m.stem(x) + 1e-8 * m.branch(x)), stem=linear(), branch=linear(), head=linear())
+    assert_grad_flow(run(model))
+
+
+def test_beyond_the_square_of_the_ratio_a_single_one_is() -> None:
+    model = Net(lambda m, x: m.head(m.stem(x) + 1e-16 * m.branch(x)), stem=linear(), branch=linear(), head=linear())
+    assert failure_of(assert_grad_flow, run(model)).startswith("branch gets a gradient ")
+
+
+def test_no_gradient_comes_first_and_the_cut_is_placed() -> None:
+    model = Net(lambda m, x: m.b(m.a(x).detach()), a=linear(), b=linear())
+    text = failure_of(assert_grad_flow, run(model))
+    assert text.startswith("a gets no gradient; 1 of 2 layers looked at\n\n")
+    assert text.endswith(f"The graph is cut between a and b: {CUT}")
+
+
+def test_a_zero_gradient_is_named_nearest_to_the_loss() -> None:
+    model = Net(lambda m, x: m.c(x) + m.b(m.a(x)) * 0, a=linear(), b=linear(), c=linear())
+    text = failure_of(assert_grad_flow, run(model))
+    assert text.startswith("b gets a zero gradient; 2 of 3 layers looked at\n")
+    assert text.endswith("What comes after b does not depend on it, or is flat there: dead, saturated, times zero.")
+
+
+def test_a_zero_gradient_before_a_zero_initialized_layer_says_so() -> None:
+    text = failure_of(assert_grad_flow, run(Net(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(weight=0.0))))
+    assert text.startswith("a gets a zero gradient; ")
+    assert text.endswith("or is flat there: zero-initialized (b).")
+
+
+def test_a_gradient_that_is_not_finite_is_referred_on() -> None:
+    record = run(nn.Sequential(linear()), loss=lambda out: (out * math.nan).sum())
+    text = failure_of(assert_grad_flow, record)
+    assert text.startswith("layer '0' (Linear) gets a gradient that is not finite; 1 of 1 layer looked at\n")
+    assert text.endswith("assert_grad_finite tells where that began.")
+
+
+def test_frozen_layers_do_not_take_part() -> None:
+    assert_grad_flow(run(Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())))
+
+
+def test_an_expert_that_no_token_came_to_does_not_take_part() -> None:
+    model = Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear())
+    assert_grad_flow(run(model))
+
+
+def test_parameters_without_elements_do_not_take_part() -> None:
+    model = Net(lambda m, x: m.a(x) + m.empty(x).sum(-1, keepdim=True), a=linear(), empty=Empty())
+    assert_grad_flow(run(model))
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_a_parameter_of_a_container_that_was_not_needed_stops_no_flow() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+    assert_grad_flow(run(nn.Sequential(Masked(), linear())))
+
+
+def test_without_parameters_outputs_are_looked_at() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)).detach() + m.c(x), a=nn.Tanh(), b=nn.Tanh(), c=linear())
+    record = run(model, X.clone().requires_grad_())
+    assert failure_of(assert_grad_flow, record, layers=nn.Tanh).startswith(
+        "b gets no gradient; 2 of 2 layers looked at"
+    )
+    assert_grad_flow(run(nn.Sequential(linear(), nn.Tanh())), layers=nn.Tanh)
+
+
+def test_a_view_that_was_overwritten_is_not_judged() -> None:
+    record = run(nn.Sequential(linear(), nn.Tanh()))
+    tanh = record.layers["1"]
+    value = dataclasses.replace(tanh.calls[0].outputs[0], backward=None, overwritten=True)
+    call = dataclasses.replace(tanh.calls[0], outputs=(value,))
+    layers = {"1": dataclasses.replace(tanh, calls=(call,)), "2": dataclasses.replace(tanh, name="2")}
+    assert_grad_flow(dataclasses.replace(record, layers=layers))
+
+
+def test_nothing_that_takes_part_is_an_error() -> None:
+    model = Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())
+    with pytest.raises(NothingObservedError, match="none of the selected layers takes part in the backward"):
+        assert_grad_flow(run(model), layers="a")
+
+
+@pytest.mark.parametrize("ratio", [1, 0, -3, math.nan])
+def test_a_ratio_that_is_none_is_refused(ratio: float) -> None:
+    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
+        assert_grad_flow(run(linear()), max_ratio=ratio)
+
+
+@pytest.mark.parametrize("elements", [slice(None), slice(1)])
+def test_a_layer_with_one_gradient_that_is_not_finite_fails(elements: slice) -> None:
+    def spoilt(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[elements] = math.nan
+        return gradient
+
+    model = Net(lambda m, x: m.o(m.a(x)), a=linear(), o=linear())
+    model.o.weight.register_hook(spoilt)
+    assert failure_of(assert_grad_flow, run(model)).startswith("o gets a gradient that is not finite; 1 of 2 layers")
+
+
+def test_a_gradient_without_numbers_is_unknown_and_not_none() -> None:
+    model = Net(lambda m, x: m.o(m.e(x)), e=nn.Embedding(10, 4, sparse=True), o=linear(4, 2))
+    record = run(model, torch.arange(5))
+    assert_grad_flow(record)
+    with pytest.raises(NothingObservedError, match=r"none of the 1 layer looked at .* e among them: sparse tensor$"):
+        assert_grad_flow(record, layers="e")
+
+
+# --- in common ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assertion", ASSERTIONS)
+def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) -> None:
+    with pytest.raises(NothingObservedError) as error:
+        assertion(run(linear(), loss=None))
+    assert str(error.value) == (
+        "Linear saw 1 forward but no backward: give run(..., loss=...), or call loss.backward() while the watch is "
+        "open, or the graph is cut before it"
+    )
+
+
+@pytest.mark.parametrize("assertion", ASSERTIONS)
+def test_a_model_that_was_never_called_is_an_error(assertion: Callable[..., None]) -> None:
+    with Watch(linear()) as watch, pytest.raises(NothingObservedError, match="Linear was never called"):
+        assertion(watch)
+
+
+@pytest.mark.parametrize("assertion", ASSERTIONS)
+def test_a_selector_that_matches_nothing_is_an_error(assertion: Callable[..., None]) -> None:
+    with pytest.raises(SelectionError, match="'fc3' matches none of 1 layer"):
+        assertion(run(linear()), layers="fc3")
+
+
+@pytest.mark.parametrize("assertion", ASSERTIONS)
+def test_training_steps_pass(assertion: Callable[..., None]) -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), nn.BatchNorm1d(6), linear())
+    optimizer = torch.optim.Adam(model.parameters())
+    with Watch(model) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            model.train()(X + step).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.eval()(X)
+    assertion(watch)
+
+
+@pytest.mark.parametrize("assertion", ASSERTIONS)
+def test_shared_and_checkpointed_layers_pass(assertion: Callable[..., None]) -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = torch.utils.checkpoint.checkpoint(model.fc, model.fc(x), use_reentrant=False)
+        return model.head(y)
+
+    assertion(run(Net(forward, fc=linear(), head=linear())))

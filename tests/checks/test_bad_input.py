@@ -1,0 +1,453 @@
+"""The checks of the battery on models and inputs they cannot say much of: a reason, no traceback of their own."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe.checks.battery import CaseCheck
+from pytest_modelprobe.exceptions import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+
+
+class Calling(nn.Module):
+    """A linear layer with any code around it."""
+
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.code = code
+
+    def forward(self, *args: Any) -> Any:
+        return self.code(self.linear, *args)
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("it holds a file that is open")
+
+
+def four_rows_only(linear: nn.Module, x: Tensor) -> Any:
+    if len(x) != 4:
+        raise ValueError("four rows only")
+    return linear(x)
+
+
+def slope(linear: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
+class Buffered(nn.Module):
+    """A linear layer that adds the first row of a buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: Tensor) -> Any:
+        kept: Any = self.kept
+        return self.linear(x) + (kept if kept.layout is torch.strided else kept.to_dense()).to(x.dtype)[0, :2]
+
+
+def quantized(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(linear(x).detach().float(), 0.1, 0, torch.qint8)
+
+
+def keeping_its_graph() -> nn.Module:
+    model = Calling(lambda linear, x: x @ model.twice.T)
+    model.twice = model.linear.weight * 2
+    return model
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        raise RuntimeError("no backward of it")
+
+
+def overwritten(linear: nn.Module, x: Tensor) -> Tensor:
+    h = linear(x).exp()
+    y = h.square()
+    h.add_(1)
+    return y
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+PACKED = nn.utils.rnn.pack_padded_sequence(X.reshape(2, 2, 3), [2, 1], batch_first=True)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "no parameters": (nn.ReLU, (X,)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False), (X,)),
+    "integers out": (lambda: Calling(lambda linear, x: linear(x).argmax(-1)), (X,)),
+    "nothing out": (lambda: Calling(lambda linear, x: None), (X,)),
+    "an object out": (lambda: Calling(lambda linear, x: slice(linear(x))), (X,)),
+    "a list in": (lambda: Calling(lambda linear, xs: linear(xs[0] + xs[1])), ([X, X],)),
+    "a dict in and out": (lambda: Calling(lambda linear, given: {"y": linear(given["x"])}), ({"x": X},)),
+    "nothing in": (lambda: Calling(lambda linear: 2 * linear.weight), ()),
+    "a number in": (lambda: Calling(lambda linear, n: n * linear.weight), (3,)),
+    "a scalar in": (lambda: Calling(lambda linear, x: x * linear.weight), (torch.tensor(2.0),)),
+    "bools in": (lambda: Calling(lambda linear, x: linear(x.to(linear.weight.dtype))), (X > 0,)),
+    "complex in": (lambda: Calling(lambda linear, x: linear(x.abs())), (X.to(torch.complex64),)),
+    "sparse in": (lambda: Calling(lambda linear, x: torch.sparse.mm(x, linear.weight.T)), (X.to_sparse(),)),
+    "sparse out": (lambda: Calling(lambda linear, x: linear(x).to_sparse()), (X,)),
+    "packed in": (lambda: nn.LSTM(3, 2, batch_first=True), (PACKED,)),
+    "no batch": (lambda: nn.Linear(3, 2), (X[0],)),
+    "no rows": (lambda: nn.Linear(3, 2), (X[:0],)),
+    "not to be copied": (lambda: nn.Sequential(Uncopied(3, 2)), (X,)),
+    "raises": (lambda: Calling(lambda linear, x: linear(x[0, 0])), (X,)),
+    "lazy": (lambda: nn.LazyLinear(2), (X,)),
+    "meta": (lambda: nn.Linear(3, 2, device="meta"), (X,)),
+    "takes a gradient itself": (lambda: Calling(slope), (X,)),
+    "sparse buffer": (lambda: Buffered(torch.eye(3).to_sparse()), (X,)),
+    "compressed buffer": (lambda: Buffered(torch.eye(3).to_sparse_csr()), (X,)),
+    "quantized out": (lambda: Calling(quantized), (X,)),
+    "keeps its graph": (keeping_its_graph, (X,)),
+    "its backward raises": (lambda: Calling(lambda linear, x: NoBackward.apply(linear(x))), (X,)),
+    "overwritten before the backward": (lambda: Calling(overwritten), (X,)),
+    "an input on meta": (lambda: nn.Linear(3, 2), (X.to("meta"),)),
+    "half": (lambda: nn.Linear(3, 2).bfloat16(), (X.bfloat16(),)),
+}
+UNPICKLED = {"copy_and_pickle"}  # the code is a lambda
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_check_raises_or_complains_of_a_model_that_it_means_nothing_for(modelprobe: ModelProbe, name: str) -> None:
+    factory, args = MODELS[name]
+    outcomes = [
+        check.outcome(modelprobe, factory(), *args) for key, check in checks.STANDARD.items() if key not in UNPICKLED
+    ]
+    assert [str(outcome) for outcome in outcomes if outcome.verdict == "broken"] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_check_raises_with_a_loss(modelprobe: ModelProbe, name: str) -> None:
+    factory, args = MODELS[name]
+
+    def loss(output: Any) -> Tensor:
+        tensors = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+        floats = [x.to_dense() for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
+        return sum((x.pow(2).mean() for x in floats), torch.zeros(()))
+
+    for check in (checks.checkpoint_parity, checks.gradient_accumulation, checks.overfits_batch, checks.gradcheck):
+        assert check.outcome(modelprobe, factory(), *args, loss=loss).text
+
+
+def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -> None:
+    outcome = checks.any_batch_size.outcome(modelprobe, Calling(four_rows_only), X)
+    assert outcome.text.startswith("(root) takes no batch of 1, only of 4: (root) raised ValueError: four rows only")
+
+
+def test_an_axis_whose_rows_know_of_each_other_in_one_number_is_no_batch(modelprobe: ModelProbe) -> None:
+    picture = modelprobe.randn(3, 8, 8)
+    for check in (checks.batch_independent, checks.any_batch_size):
+        assert "seems to be no batch" in check.outcome(modelprobe, nn.Conv2d(3, 3, 3), picture).text
+
+
+def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
+    types = torch.zeros(4, 3, dtype=torch.long)
+    assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
+
+
+def test_a_gradient_of_nothing_but_rounding_is_no_other_gradient(modelprobe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    outcome = checks.gradient_accumulation.outcome(modelprobe, model, X, loss=lambda y: y.pow(2).mean())
+    assert outcome.verdict == "holds", outcome
+
+
+def test_hooks_that_a_model_registers_in_its_first_forward_are_registered_once(modelprobe: ModelProbe) -> None:
+    class Hooked(nn.Linear):
+        ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.ready = True
+                self.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+            return super().forward(x)
+
+    model = Hooked(3, 2)
+    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
+    assert not model._forward_pre_hooks
+
+
+def test_a_kernel_that_lacks_a_dtype_is_not_a_dtype_in_the_code(modelprobe: ModelProbe) -> None:
+    def narrow(linear: nn.Module, x: Tensor) -> Any:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not implemented for Double")
+        return linear(x)
+
+    assert checks.dtype_parity.outcome(modelprobe, Calling(narrow), X).verdict == "not applicable"
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(lambda y: y.nothing, "loss= raised AttributeError"), (lambda y: 1.0, "got float"), (lambda y: y, r"\(4, 2\)")],
+)
+def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        checks.overfits_batch.outcome(modelprobe, nn.Linear(3, 2), X, loss=loss)
+
+
+def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
+    outcomes = checks.standard(
+        modelprobe, nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"]
+    )
+    assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+@pytest.mark.parametrize("name", ["its backward raises", "overwritten before the backward"])
+def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe, name: str) -> None:
+    outcome = checks.overfits_batch.outcome(modelprobe, MODELS[name][0](), X, loss=lambda y: y.square().mean())
+    assert outcome.text.startswith("(root) cannot be trained: in step 1 its backward raised RuntimeError: ")
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation", "checkpoint_parity", "compile_parity", "gradcheck"])
+def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: ModelProbe, name: str) -> None:
+    model = nn.Sequential(MODELS["its backward raises"][0]())
+    outcome = getattr(checks, name).outcome(modelprobe, model, X, loss=lambda y: y.square().mean())
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.endswith(": its backward raised RuntimeError: no backward of it")
+
+
+def test_an_expanded_buffer_that_load_state_dict_does_not_write_to_is_told(modelprobe: ModelProbe) -> None:
+    outcome = checks.state_dict_round_trip.outcome(modelprobe, Buffered(torch.ones(1, 1).expand(2, 2)), X)
+    assert outcome.text.startswith("(root) does not take its own state_dict: RuntimeError: Error(s) in loading state_d")
+    assert 'While copying the parameter named "kept"' in outcome.text
+
+
+def test_an_expanded_parameter_that_starts_from_zero_is_woken(modelprobe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 1).expand(2, 3))
+    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
+
+
+def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, x: linear(x.float()))
+    outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
+
+
+def test_inference_mode_around_a_check_does_not_matter(modelprobe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        outcomes = checks.standard(modelprobe, model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
+    assert {outcome.verdict for outcome in outcomes} == {"holds"}
+
+
+TRAINED = ["deterministic", "gradient_accumulation", "checkpoint_parity", "overfits_batch"]
+
+
+def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"made under torch.inference_mode\(\) and cannot change: make it outside"):
+        checks.deterministic(modelprobe, model, X)
+
+
+def test_an_optimizer_that_takes_no_such_gradients_is_told(modelprobe: ModelProbe) -> None:
+    model, ids = nn.Embedding(4, 3, sparse=True), torch.arange(4)
+    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: give another optimizer="):
+        checks.overfits_batch(modelprobe, model, ids, loss=lambda y: y.square().mean())
+
+
+def test_an_average_of_another_shape_is_told(modelprobe: ModelProbe) -> None:
+    average = nn.Linear(2, 2)
+    outcome = checks.ema_tracks.outcome(modelprobe, nn.Linear(3, 2), average=average, decay=0.5, updates=lambda: None)
+    assert outcome.text.startswith("weight is of another shape in the average")
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
+AVERAGE: dict[str, Any] = {"average": nn.Linear(3, 2), "decay": 0.5, "updates": lambda: None}
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("causal", {"axis": "0"}, "axis= of causal is an integer; got '0'"),
+    ("causal", {"axis": True}, "axis= of causal is an integer; got True"),
+    ("causal", {"axis": -9}, "no input has more than one position along axis -9"),
+    ("batch_independent", {"axis": -9}, "no input has an axis -9"),
+    ("causal", {"tolerance": "x"}, "tolerance= of causal is a number or None; got 'x'"),
+    ("causal", {"tolerance": -1}, "tolerance= of causal is a number or None, not negative; got -1"),
+    ("causal", {"tolerance": float("nan")}, "not negative; got nan"),
+    ("device_parity", {"device": "meta"}, "on meta there are no numbers"),
+    ("device_parity", {"device": 3}, "device= of device_parity is a string or a torch.device; got 3"),
+    ("compile_parity", {"backend": "nope"}, "backend= is one of torch.compile; got 'nope': InvalidBackend: "),
+    ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is a torch.dtype; got 'float64'"),
+    (
+        "dtype_parity",
+        {"dtype": torch.int32},
+        "dtype= is torch.float64, torch.float32, torch.float16, torch.bfloat16",
+    ),
+    ("dtype_parity", {"dtype": torch.float8_e5m2}, "got torch.float8_e5m2"),
+    ("gradcheck", {"step": 0}, "step= is how far the loss is looked at from there: more than 0; got 0"),
+    ("gradcheck", {"loss": "mse"}, "loss is a function of the output, 'random' or None; got 'mse'"),
+    ("overfits_batch", {"loss": lambda y: 1j * y.sum()}, "returns a tensor of one real number; got () torch.complex64"),
+    ("overfits_batch", {**SQUARE, "steps": 0}, "steps= is 1 or more; got 0"),
+    (
+        "overfits_batch",
+        {**SQUARE, "optimizer": torch.optim.Adam(nn.Linear(3, 2).parameters())},
+        "optimizer= of overfits_batch is a function that returns a torch.optim.Optimizer or None; got Adam",
+    ),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
+    ("overfits_batch", {**SQUARE, "optimizer": lambda p: 1 / 0}, "optimizer= raised ZeroDivisionError: division by ze"),
+    ("initialized", {"factory": lambda: None}, "factory= makes a model, a torch.nn.Module; got NoneType"),
+    ("initialized", {"factory": lambda: 1 / 0}, "factory= raised ZeroDivisionError: division by zero"),
+    ("initialized", {"factory": nn.Linear(3, 2)}, "is a function that returns a torch.nn.Module or None; got Linear"),
+    ("ema_tracks", {**AVERAGE, "average": object()}, "average= of ema_tracks is a torch.nn.Module; got object"),
+    ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
+    ("ema_tracks", {"average": nn.Linear(3, 2)}, "ema_tracks needs decay=, a number"),
+    ("optimizer_covers", {}, "optimizer_covers needs optimizer=, a torch.optim.Optimizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), WRONG)
+def test_an_argument_that_is_none_is_refused(
+    modelprobe: ModelProbe, name: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        getattr(checks, name)(modelprobe, nn.Linear(3, 2), X, **options)
+
+
+def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
+    assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
+
+
+ORDERS: list[tuple[tuple[Any, ...], str]] = [
+    ((), "neither"),
+    ((ModelProbe(),), "ModelProbe"),
+    ((nn.Linear(3, 2),), "Linear"),
+    ((nn.Linear(3, 2), X), "Linear, Tensor"),
+    ((nn.Linear(3, 2), ModelProbe(), X), "Linear, ModelProbe, Tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), ORDERS, ids=[said for _, said in ORDERS])
+@pytest.mark.parametrize("name", ["causal", "causal.outcome", "standard"])
+def test_the_probe_comes_first(name: str, given: tuple[Any, ...], said: str) -> None:
+    called: Any = operator.attrgetter(name)(checks)
+    with pytest.raises(UsageError) as error:
+        called(*given)
+    name = f"checks.{name.removesuffix('.outcome')}"
+    order = f"takes the probe, then the model: {name}(modelprobe, model, *inputs); got {said}"
+    assert str(error.value) == f"{name} {order}"
+
+
+# --- the battery --------------------------------------------------------------------------------------------------
+
+DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
+    (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: mat1 and m"),
+    (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
+    (lambda: nn.LazyLinear(2), (X,), "the model is lazy and has seen no input: call it once before, model(...)"),
+    (lambda: nn.Linear(3, 2, device="meta"), (X,), "the model is on the meta device"),
+]
+IN_CONTAINERS: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "; a list is one input: if the model takes its items, give *inputs"),
+    (lambda: nn.Bilinear(3, 3, 2), (X, X), "; a tuple is one input: if the model takes its items, give *inputs"),
+    (lambda: nn.Linear(3, 2), {"input": X}, "; a mapping is one input: if the model takes its items, give **inputs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("factory", "inputs", "said"), [*DOES_NOT_RUN, *((made, (one,), said) for made, one, said in IN_CONTAINERS)]
+)
+def test_a_model_that_does_not_run_is_not_fit_for_the_battery(
+    modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: tuple[Any, ...], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(modelprobe, factory(), *inputs)
+
+
+OF_A_CASE: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (lambda: nn.Bilinear(3, 3, 2), [X, X], "inputs= is a list, one argument: if the model takes its items, give a tu"),
+    (MODELS["a dict in and out"][0], {"x": X}, "if the model takes it as one, wrap it: ({...},)"),
+]
+
+
+@pytest.mark.parametrize(("factory", "inputs", "said"), [*DOES_NOT_RUN, *OF_A_CASE])
+def test_a_case_that_does_not_run_fails_and_is_not_skipped(
+    modelprobe: ModelProbe, factory: Callable[[], nn.Module], inputs: Any, said: str
+) -> None:
+    case = checks.Case(name="one", factory=factory, inputs=lambda probe: inputs)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        CaseCheck(case, "deterministic")(modelprobe)
+
+
+def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    model = Calling(four_rows_only)
+    outcome = checks.standard(modelprobe, model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
+    assert outcome.verdict == "not applicable"
+
+
+def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    class Trained(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(x)
+
+    assert checks.standard(modelprobe, Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
+
+
+def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it(modelprobe: ModelProbe) -> None:
+    assert [outcome.verdict for outcome in checks.standard(modelprobe, nn.Linear(3, 2), only="registered")] == ["holds"]
+
+
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"only": ["seeded"], "skip": ["seeded"]}, "skip= and only= leave no check to run: seeded is skipped"),
+    ({"skip": [*checks.STANDARD]}, "skip= and only= leave no check to run: finite, "),
+    (
+        {"skip": "compile_parity"},
+        "skip= names compile_parity, which is no part of the standard checks, as",
+    ),
+    (
+        {"only": "causal"},
+        "only= names causal, which is no part of the standard checks, as only some",
+    ),
+    ({"only": "sead"}, "only= names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CHOICES)
+def test_a_choice_of_checks_that_are_not_there_is_refused(
+    modelprobe: ModelProbe, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.standard(modelprobe, nn.Linear(3, 2), X, **options)
+
+
+CASE: dict[str, Any] = {"name": "tiny", "factory": lambda: nn.Linear(3, 2), "inputs": lambda probe: X}
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": X}, "inputs= of the case 'tiny' is a function that makes the inputs from a probe: lambda probe: "),
+    (
+        {"factory": nn.Linear(3, 2)},
+        "factory= of the case 'tiny' is a function that makes the model: lambda: Net()",
+    ),
+    ({"xfail": ["seeded"]}, "xfail= of the case 'tiny' maps the name of a check to why it fails; got list"),
+    ({"xfail": {"sead": "why"}}, "xfail= of the case 'tiny' names a check 'sead' that there is not: is seeded meant?"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), CASES)
+def test_a_case_of_something_else_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        checks.Case(**{**CASE, **options})
+
+
+@pytest.mark.parametrize("cases", [checks.Case(**CASE), [nn.Linear(3, 2)]])
+def test_what_is_no_list_of_cases_is_refused(cases: Any) -> None:
+    with pytest.raises(UsageError, match=r"takes cases in a list: \[checks.Case"):
+        checks.parametrize_with_checks(cases)

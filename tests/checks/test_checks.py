@@ -1,0 +1,1157 @@
+"""Each check: it holds for a clean model, names the layer of a planted fault, and says where it means nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe.checks import Check, Outcome, battery
+
+WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
+ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def masked(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        if self.causal:
+            n = scores.shape[-1]
+            seen = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+        return scores if mask is None else scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        return self.out((self.softmax(self.masked(scores, mask)) @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.drop = Attention(causal), nn.Dropout(0.3)
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), mask)
+        return x + self.drop(self.fc2(self.act(self.fc1(self.norm2(x)))))
+
+
+class Net(nn.Module):
+    """Three blocks between an embedding and a head: the fault goes to the middle one."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(causal) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        return self.head(self.norm(x))
+
+
+class Vision(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 5),
+        )  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Whatever a function does, as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def between(layer: nn.Module | Callable[[Tensor], Tensor]) -> nn.Sequential:
+    """Return five layers, the given one is "2"."""
+    middle = layer if isinstance(layer, nn.Module) else Layer(layer)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), middle, nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+def planted(module: nn.Module, **methods: Any) -> None:
+    """Give one module other methods, as an edit of its class would."""
+    module.__class__ = type(type(module).__name__, (type(module),), methods)
+
+
+def named(outcome: Outcome) -> str | None:
+    """Return the layer that is told of, first thing in the message."""
+    assert outcome.verdict == "broken", outcome
+    assert outcome.layer
+    assert str(outcome).startswith((f"{outcome.layer} ", f"layer '{outcome.layer}' ("))
+    return outcome.layer
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+@pytest.fixture
+def ids(probe: ModelProbe) -> Tensor:
+    return probe.randint(0, WORDS, (BATCH, LENGTH))
+
+
+@pytest.fixture
+def mask() -> Tensor:
+    return torch.ones(BATCH, LENGTH, dtype=torch.long)
+
+
+@pytest.fixture
+def rows(probe: ModelProbe) -> Tensor:
+    return probe.randn(5, 6)
+
+
+@pytest.fixture
+def images(probe: ModelProbe) -> Tensor:
+    return probe.randn(3, 3, 9, 9)
+
+
+@pytest.fixture
+def net(probe: ModelProbe) -> Any:
+    return probe.build(Net)
+
+
+@pytest.fixture
+def attn(net: Any) -> Attention:
+    """The attention of the middle block."""
+    return net.blocks[1].attn
+
+
+# --- of every check -----------------------------------------------------------------------------------------------
+
+OF_THE_MODEL_ALONE = {"registered", "initialized", "optimizer_covers", "ema_tracks"}
+OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "optimizer_covers": lambda model: {"optimizer": torch.optim.SGD(model.parameters(), 0.1)},
+    "ema_tracks": lambda model: {"average": model, "decay": 0.9, "updates": lambda: None},
+    "gradient_accumulation": lambda model: {"loss": lambda y: y.mean()},
+    "overfits_batch": lambda model: {"loss": lambda y: y.square().mean()},
+    "padding_invariant": lambda model: {"attention_mask": torch.ones(BATCH, LENGTH)},
+    "device_parity": lambda model: {"device": "cpu"},
+}
+
+
+def options_of(name: str, model: nn.Module) -> dict[str, Any]:
+    return OPTIONS.get(name, lambda _: {})(model)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_check_means_anything_for_a_model_on_meta(name: str, probe: ModelProbe, ids: Tensor) -> None:
+    with torch.device("meta"):
+        model = Net()
+    found = ALL[name].outcome(probe, model, ids, **options_of(name, model))
+    assert found.verdict == "not applicable"
+    assert str(found) == f"{name} is not applicable to Net: the model is on the meta device and has no numbers"
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - OF_THE_MODEL_ALONE))
+def test_a_model_that_does_not_run_has_no_such_property(name: str, probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].fc1, forward=lambda self, x: x.no_such_method())
+    net.dropless = nn.BatchNorm1d(2)  # something for train_eval_differ to look for
+    found = ALL[name].outcome(probe, net, ids, **options_of(name, net))
+    assert found.verdict == "not applicable"
+    assert "no_such_method" in found.text
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - OF_THE_MODEL_ALONE - {"overfits_batch", "export_parity"}))
+def test_the_layer_that_raised_is_told(name: str, probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].fc1, forward=lambda self, x: x.no_such_method())
+    net.dropless = nn.BatchNorm1d(2)
+    found = ALL[name].outcome(probe, net, ids, **options_of(name, net))
+    assert "blocks.1.fc1 raised AttributeError" in found.text
+
+
+def test_as_an_assertion_it_raises_the_text_of_the_outcome(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    attn.causal = False
+    with pytest.raises(AssertionError) as error:
+        checks.causal(probe, net, ids)
+    assert str(error.value) == str(checks.causal.outcome(probe, net, ids))
+
+
+def test_as_an_assertion_it_returns_the_outcome_of_a_property_that_holds(
+    probe: ModelProbe, net: Any, ids: Tensor
+) -> None:
+    assert checks.causal(probe, net, ids) == checks.causal.outcome(probe, net, ids)
+
+
+def test_as_an_assertion_it_refuses_what_it_means_nothing_for(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    with pytest.raises(UsageError, match="causal is not applicable to Net: no input has more than one position"):
+        checks.causal(probe, net, ids[:, :1])
+
+
+def test_a_message_lists_all_that_is_broken_the_first_one_first(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    attn.causal = False
+    first, empty, columns, *table = str(checks.causal.outcome(probe, net, ids)).splitlines()
+    assert first.startswith("blocks.1.attn knows of later positions: the first 3 of 6 changed by ")
+    assert not empty
+    assert columns.split("  ")[0] == "given out by"
+    assert [line.split("  ")[0] for line in table[:3]] == [
+        "blocks.1.attn input of blocks.1.attn.out",
+        "blocks.1.attn.out output",
+        "blocks.1.attn output",
+    ]
+
+
+def test_options_of_a_check_do_not_go_to_the_model(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert checks.causal(probe, net, ids, tolerance=1e-6, axis=1).verdict == "holds"
+
+
+def test_other_keywords_go_to_the_model(probe: ModelProbe, net: Any, ids: Tensor, mask: Tensor) -> None:
+    seen = []
+    planted(net, forward=lambda self, ids, attention_mask: seen.append(attention_mask) or Net.forward(self, ids))
+    checks.deterministic(probe, net, ids, attention_mask=mask)
+    assert all(torch.equal(one, mask) for one in seen)
+
+
+def test_keywords_of_the_model_that_a_check_uses_itself_are_given_apart(probe: ModelProbe, rows: Tensor) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, axis: int) -> Tensor:
+            return x.flip(axis)
+
+    assert checks.batch_independent(probe, Model(), rows, kwargs={"axis": 1}).verdict == "holds"
+
+
+def test_a_tolerance_excuses_what_is_below_it(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    attn.causal = False
+    assert checks.causal.outcome(probe, net, ids, tolerance=100.0).verdict == "holds"
+
+
+def test_the_name_of_a_check_is_that_of_its_function() -> None:
+    assert {name: one.__name__ for name, one in ALL.items()} == {name: name for name in ALL}
+
+
+def test_a_compiled_model_is_told_under_its_own_names(probe: ModelProbe, rows: Tensor) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Softmax(0), nn.Linear(6, 6)), backend="eager")
+    assert named(checks.batch_independent.outcome(probe, model, rows)) == "1"
+
+
+def test_a_compiled_model_that_writes_in_place_is_deterministic(probe: ModelProbe, rows: Tensor) -> None:
+    torch.compiler.reset()  # the fault was of the first compilations
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)), backend="aot_eager")
+    assert checks.deterministic.outcome(probe, model, rows).verdict == "holds"
+
+
+def test_code_for_the_compiler_alone_is_seen_in_a_compiled_model_too(probe: ModelProbe, rows: Tensor) -> None:
+    model = torch.compile(between(lambda x: x * 2 if torch.compiler.is_compiling() else x), backend="eager")
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
+
+
+def test_random_is_the_loss_that_a_check_takes_of_itself(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Linear(6, 2)
+    assert checks.gradcheck(probe, model, rows, loss="random") == checks.gradcheck(probe, model, rows)
+
+
+def test_each_check_is_in_the_battery_or_said_to_be_apart() -> None:
+    assert {*checks.STANDARD, *battery.APART} == set(ALL)
+
+
+def test_the_documentation_says_what_is_apart() -> None:
+    said = checks.standard.__doc__ or ""
+    assert [name for name in battery.APART if f"`{name}`" not in said] == []
+
+
+# --- clean models -------------------------------------------------------------------------------------------------
+
+FOR_TEXT = [
+    "registered", "initialized", "deterministic", "eval_stable", "seeded", "train_eval_differ", "batch_independent",
+    "any_batch_size", "causal", "padding_invariant", "state_unchanged_by_forward", "inputs_unchanged_by_forward",
+    "state_dict_round_trip", "copy_and_pickle", "dtype_parity", "layout_parity", "checkpoint_parity",
+    "compile_parity", "export_parity", "gradcheck", "optimizer_covers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOR_TEXT)
+def test_a_clean_transformer_has_the_property(name: str, probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert ALL[name].outcome(probe, net, ids, **options_of(name, net)).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", sorted({*FOR_TEXT} - {"causal", "padding_invariant", "compile_parity"}))
+def test_a_clean_convolutional_net_has_the_property(name: str, probe: ModelProbe, images: Tensor) -> None:
+    model = probe.build(Vision)
+    assert ALL[name].outcome(probe, model, images, **options_of(name, model)).verdict == "holds"
+
+
+def test_training_brings_a_clean_model_s_loss_down(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    found = checks.overfits_batch(
+        probe, net.eval(), ids, loss=lambda y: F.cross_entropy(y.flatten(0, 1), ids.flatten())
+    )
+    assert found.text.startswith("loss ")
+
+
+def test_gradients_of_rows_of_one_length_accumulate(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert checks.gradient_accumulation(probe, net, ids, loss=lambda y: y.square().mean()).verdict == "holds"
+
+
+def test_attention_without_positions_is_equivariant(probe: ModelProbe) -> None:
+    model = nn.Sequential(*(Attention(causal=False) for _ in range(3)))
+    assert checks.permutation_equivariant(probe, model, probe.randn(2, LENGTH, WIDTH)).verdict == "holds"
+
+
+def test_a_mean_over_a_set_is_invariant(probe: ModelProbe) -> None:
+    model = nn.Sequential(Attention(causal=False), Layer(lambda x: x.mean(1)), nn.Linear(WIDTH, 2))
+    assert checks.permutation_invariant(probe, model, probe.randn(2, LENGTH, WIDTH)).verdict == "holds"
+
+
+def test_an_average_that_follows_its_model_passes(probe: ModelProbe) -> None:
+    model = probe.build(lambda: between(nn.Linear(6, 6)))
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    ema.update_parameters(model)
+    found = checks.ema_tracks(probe, model, average=ema, decay=0.9, updates=lambda: ema.update_parameters(model))
+    assert found.text == "8 parameters"
+
+
+def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, rows: Tensor) -> None:
+    class Cached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if getattr(self, "ramp", None) is None or len(self.ramp) != x.shape[1]:
+                self.ramp = torch.arange(x.shape[1], device=x.device)
+            return x + self.ramp
+
+    found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
+    assert found.text.endswith("parameters and buffers, 3 forwards; set meanwhile, and no output changes: 2.ramp")
+
+
+# --- where a check means nothing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "shape", "why"),
+    [
+        ("seeded", nn.Linear(6, 2), (3, 6), "no layer draws random numbers"),
+        ("train_eval_differ", nn.Linear(6, 2), (3, 6), "no Dropout that drops, and no BatchNorm"),
+        ("batch_independent", nn.Linear(6, 2), (1, 6), "the batch has one row"),
+        ("batch_independent", Layer(lambda x: x.sum()), (3, 6), "no layer gives out anything along an axis of 3 rows"),
+        ("any_batch_size", Layer(lambda x: x + 1), (), "no input has an axis 0"),
+        ("causal", nn.Linear(6, 2), (3, 1, 6), "no input has more than one position"),
+        ("causal", Layer(lambda x: x.sum(1)), (3, 5, 6), "no layer gives out anything along an axis of 5 positions"),
+        (
+            "padding_invariant",
+            nn.Linear(6, 2),
+            (3, 5, 6),
+            "no argument of shape (3, 5), the batch and axis 1 of input, is called a mask",
+        ),
+        ("permutation_equivariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
+        ("permutation_invariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
+        ("initialized", nn.ReLU(), (3, 6), "no floating parameters or buffers"),
+        ("layout_parity", Layer(lambda x: x + 1), (), "no input has a layout"),
+        ("checkpoint_parity", nn.Linear(6, 2), (3, 6), "no children"),
+        ("gradient_accumulation", nn.Linear(6, 2), (3, 6), "without loss="),
+        ("overfits_batch", nn.Linear(6, 2), (3, 6), "without loss="),
+        ("gradcheck", Layer(lambda x: x.detach()), (3, 6), "no floating output requires a gradient"),
+    ],
+)
+def test_it_says_why_a_check_means_nothing(
+    name: str, model: nn.Module, shape: tuple[int, ...], why: str, probe: ModelProbe
+) -> None:
+    found = ALL[name].outcome(probe, model, probe.randn(*shape) if shape else torch.tensor(1.0))
+    assert found.verdict == "not applicable"
+    assert why in found.text
+
+
+def test_ids_that_are_all_the_same_do_not_tell_which_others_there_are(probe: ModelProbe, net: Any) -> None:
+    found = checks.causal.outcome(probe, net, torch.ones(2, LENGTH, dtype=torch.long))
+    assert "which others there may be is not known" in found.text
+
+
+def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
+    assert found.verdict == "not applicable"
+
+
+def test_a_frozen_model_has_nothing_to_train(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Linear(6, 2).requires_grad_(False)
+    assert checks.overfits_batch.outcome(probe, model, rows, loss=torch.mean).verdict == "not applicable"
+
+
+def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
+            return x
+
+    both = {"mask": torch.ones(5, 6), "other_mask": torch.ones(5, 6)}
+    found = checks.padding_invariant.outcome(probe, Two(), rows, kwargs=both)
+    assert found.text == "there are several masks, mask and other_mask: give mask= the name of one"
+
+
+def test_what_is_no_optimizer_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="got list"):
+        checks.optimizer_covers(probe, nn.Linear(2, 2), optimizer=[])
+
+
+# --- repetition ---------------------------------------------------------------------------------------------------
+
+
+class OwnNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+def test_a_generator_of_its_own_is_not_deterministic(probe: ModelProbe, rows: Tensor) -> None:
+    assert named(checks.deterministic.outcome(probe, between(OwnNoise()), rows)) == "2"
+
+
+def test_a_generator_of_its_own_does_not_go_by_the_seed(probe: ModelProbe, rows: Tensor) -> None:
+    assert named(checks.seeded.outcome(probe, between(OwnNoise()), rows)) == "2"
+
+
+def test_one_seed_for_all_workers_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Fixed(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return super().forward(x)
+
+    assert named(checks.seeded.outcome(probe, between(Fixed()), rows)) == "2"
+
+
+def test_attention_that_drops_out_in_evaluation_is_random(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    planted(attn, softmax=lambda self, s: F.dropout(s.softmax(-1), 0.1))
+    assert named(checks.eval_stable.outcome(probe, net.eval(), ids)) == "blocks.1.attn"
+
+
+def test_dropout_that_is_always_on_is_random_in_evaluation(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, self.p, True))
+    assert named(checks.eval_stable.outcome(probe, net, ids)) == "blocks.1.drop"
+
+
+def test_dropout_that_is_always_on_is_no_other_in_training(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, 1e-9, False))
+    assert named(checks.train_eval_differ.outcome(probe, net, ids)) == "blocks.1.drop"
+
+
+def test_dropout_that_an_evaluation_switches_off_for_good_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    def train(self: Any, mode: bool = True) -> Any:
+        if not mode:
+            self.drop.p = 0.0
+        return Block.train(self, mode)
+
+    planted(net.blocks[1], train=train)
+    assert named(checks.train_eval_differ.outcome(probe, net, ids)) == "blocks.1.drop"
+
+
+def test_a_norm_that_stays_in_training_mode_is_named(probe: ModelProbe, images: Tensor) -> None:
+    model = Vision()
+    planted(model[4], train=lambda self, mode=True: self)
+    assert named(checks.train_eval_differ.outcome(probe, model, images)) == "4"
+
+
+# --- batch --------------------------------------------------------------------------------------------------------
+
+
+def test_a_softmax_over_the_batch_mixes_it(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    attn.causal = False
+    planted(attn, softmax=lambda self, s: s.softmax(0))
+    assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_norm_over_the_batch_mixes_it(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].norm2, forward=lambda self, x: (x - x.mean(0)) / x.std(0))
+    assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.norm2"
+
+
+def test_a_norm_that_stays_in_training_mode_mixes_the_batch(probe: ModelProbe, images: Tensor) -> None:
+    model = Vision()
+    planted(model[4], train=lambda self, mode=True: self)
+    assert named(checks.batch_independent.outcome(probe, model, images)) == "4"
+
+
+def test_heads_merged_over_the_batch_are_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return Attention.forward(self, x.reshape(x.shape[1], x.shape[0], -1)).reshape(x.shape)
+
+    attn.causal = False
+    planted(attn, forward=forward)
+    assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.any_batch_size.outcome(probe, between(lambda x: x.view(5, 6)), rows)
+    assert named(found) == "2"
+    assert found.text.startswith("layer '2' (Layer) takes no batch of 1, only of 5: layer '2' raised RuntimeError")
+
+
+def test_a_mean_over_the_batch_depends_on_its_size(probe: ModelProbe, rows: Tensor) -> None:
+    assert named(checks.any_batch_size.outcome(probe, between(lambda x: x - x.mean(0)), rows)) == "2"
+
+
+# --- sequence -----------------------------------------------------------------------------------------------------
+
+
+def test_a_causal_mask_left_out_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    planted(attn, masked=lambda self, s, mask: s)
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_mask_that_shows_the_next_token_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    def masked(self: Any, s: Tensor, mask: Tensor | None) -> Tensor:
+        return s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(1), float("-inf"))
+
+    planted(attn, masked=masked)
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_softmax_over_the_queries_knows_of_later_ones(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    planted(attn, softmax=lambda self, s: s.softmax(-2))
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_attention_transposed_knows_of_later_positions(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    planted(attn, softmax=lambda self, s: s.softmax(-1).transpose(-2, -1))
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_heads_split_by_view_know_of_later_positions(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (f(x).reshape(len(x), HEADS, x.shape[1], -1) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        return self.out((self.softmax(self.masked(scores, mask)) @ v).transpose(1, 2).flatten(2))
+
+    planted(attn, forward=forward)
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_heads_merged_without_a_transpose_know_of_later_positions(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        return self.out((self.softmax(self.masked(scores, mask)) @ v).reshape(x.shape))
+
+    planted(attn, forward=forward)
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_norm_over_all_positions_knows_of_later_ones(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].norm2, forward=lambda self, x: (x - x.mean((1, 2), True)) / x.std((1, 2), keepdim=True))
+    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.norm2"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_that_starts_from_zero_hides_no_fault(bias: bool, probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x - x.mean(0))
+    model[4] = nn.Linear(6, 3, bias=bias)
+    nn.init.zeros_(model[4].weight)
+    found = checks.batch_independent.outcome(probe, model, rows)
+    assert named(found) == "2"
+    assert "(root) output" in found.text
+
+
+def test_a_branch_that_starts_from_zero_hides_no_fault(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    nn.init.zeros_(attn.out.weight)
+    nn.init.zeros_(attn.out.bias)
+    attn.causal = False
+    assert "blocks.1.attn.out output" in checks.causal.outcome(probe, net, ids).text
+
+
+def test_a_gate_that_starts_from_zero_hides_no_fault(probe: ModelProbe) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.zeros(1))
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x + self.gate * x.mean(1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(4, 4), Gated(), nn.Linear(4, 4))
+    assert named(checks.causal.outcome(probe, model, probe.randn(2, 6, 4))) == "1"
+
+
+def test_a_padding_mask_that_is_ignored_is_named(
+    probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
+) -> None:
+    for block in net.blocks:
+        block.attn.causal = False  # or the later positions would not be seen anyway
+    planted(attn, masked=lambda self, s, mask: s)
+    assert named(checks.padding_invariant.outcome(probe, net, ids, attention_mask=mask)) == "blocks.1.attn"
+
+
+def test_a_padding_mask_the_wrong_way_round_is_named(
+    probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
+) -> None:
+    for block in net.blocks:
+        block.attn.causal = False
+    planted(attn, masked=lambda self, s, mask: Attention.masked(self, s, 1 - mask))
+    assert named(checks.padding_invariant.outcome(probe, net, ids, attention_mask=mask)) == "blocks.1.attn"
+
+
+def test_a_mask_of_another_name_can_be_given(probe: ModelProbe, net: Any, ids: Tensor, mask: Tensor) -> None:
+    planted(net, forward=lambda self, ids, kept: Net.forward(self, ids, kept))
+    assert checks.padding_invariant(probe, net, ids, kept=mask, mask="kept").verdict == "holds"
+
+
+def test_positions_in_the_middle_break_equivariance(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Layer(lambda x: x + torch.arange(6.0)[:, None]), nn.Linear(4, 4))
+    assert named(checks.permutation_equivariant.outcome(probe, model, probe.randn(2, 6, 4))) == "1"
+
+
+def test_an_order_that_comes_out_is_named(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Layer(lambda x: x[:, -1]))
+    assert named(checks.permutation_invariant.outcome(probe, model, probe.randn(2, 6, 4))) == "(root)"
+
+
+# --- what a forward leaves behind ---------------------------------------------------------------------------------
+
+
+def test_running_statistics_that_run_on_in_evaluation_are_named(probe: ModelProbe, images: Tensor) -> None:
+    model = Vision()
+    planted(model[4], train=lambda self, mode=True: self)
+    assert named(checks.state_unchanged_by_forward.outcome(probe, model, images)) == "4.running_mean"
+
+
+def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Counter(nn.Module):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x * self.count
+
+    found = checks.state_unchanged_by_forward.outcome(probe, between(Counter()), rows)
+    assert named(found) == "2"
+    assert "2.count" in found.text
+
+
+class Cache:
+    """An object that may hold anything."""
+
+
+class Keeping(nn.Module):
+    """Keeps something in its attribute."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.kept, self.keep = kept, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.kept, x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep"),
+    [
+        ({}, lambda kept, x: kept.update(last=x)),
+        ({"of": [{}]}, lambda kept, x: kept["of"][0].update(last=x)),
+        (([],), lambda kept, x: kept[0].append(x)),
+        (deque(), lambda kept, x: kept.append(x)),
+        (Cache(), lambda kept, x: setattr(kept, "last", x)),
+    ],
+    ids=["dict", "nested", "list in a tuple", "deque", "object"],
+)
+def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
+    found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
+    assert found.text.endswith("; set meanwhile, and no output changes: 2.kept")
+
+
+def test_what_is_kept_in_a_dict_and_used_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Using(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.kept.setdefault("first", x.detach()[0])
+
+    model = between(Using())
+    found = checks.state_unchanged_by_forward.outcome(probe, model, rows)
+    assert named(found) == "2"
+    assert "set meanwhile: 2.kept" in found.text
+    assert not model[2].kept
+
+
+def test_a_mask_kept_of_another_batch_is_named(
+    probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
+) -> None:
+    def masked(self: Any, s: Tensor, mask: Tensor) -> Tensor:
+        if getattr(self, "cache", None) is None:
+            self.cache = mask
+        return Attention.masked(self, s, self.cache)
+
+    mask[0, 3:] = 0
+    planted(attn, masked=masked)
+    found = checks.state_unchanged_by_forward.outcome(probe, net, ids, attention_mask=mask)
+    assert named(found) == "blocks.1.attn"
+
+
+def test_an_activation_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Identity())
+    assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
+
+
+def test_code_between_two_layers_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc1(x)
+            x += 1
+            return self.fc2(h)
+
+    model = nn.Sequential(nn.Identity(), Inner(), nn.Identity())
+    assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
+
+
+# --- what a model is made of --------------------------------------------------------------------------------------
+
+
+def test_a_block_in_a_plain_list_is_named(probe: ModelProbe, net: Any) -> None:
+    net.blocks[1].extra = [nn.Linear(2, 2)]
+    assert named(checks.registered.outcome(probe, net)) == "blocks.1.extra[0]"
+
+
+def test_a_parameter_in_a_plain_dict_is_named(probe: ModelProbe, net: Any) -> None:
+    net.blocks[1].scales = {"a": nn.Parameter(torch.ones(2))}
+    assert named(checks.registered.outcome(probe, net)) == "blocks.1.scales['a']"
+
+
+def test_a_tensor_that_is_no_buffer_is_named(probe: ModelProbe, net: Any) -> None:
+    net.blocks[1].attn.bias = torch.zeros(2, 2)
+    assert named(checks.registered.outcome(probe, net)) == "blocks.1.attn.bias"
+
+
+def test_a_tensor_that_is_no_buffer_stays_behind_in_another_dtype(probe: ModelProbe, rows: Tensor) -> None:
+    layer: Any = Layer(lambda x: x @ layer.turn)
+    layer.turn = torch.eye(6)
+    model = between(layer)
+    assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"
+
+
+def test_a_weight_that_nothing_wrote_to_is_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = Net()
+        model.blocks[1].fc1.weight = nn.Parameter(torch.empty(2 * WIDTH, WIDTH))
+        return model
+
+    assert named(checks.initialized.outcome(probe, factory(), factory=factory)) == "blocks.1.fc1.weight"
+
+
+def test_a_weight_that_is_not_finite_is_named(probe: ModelProbe, net: Any) -> None:
+    nn.init.constant_(net.blocks[1].fc1.weight, float("nan"))
+    assert named(checks.initialized.outcome(probe, net)) == "blocks.1.fc1.weight"
+
+
+def test_a_buffer_of_minus_infinity_is_a_mask(probe: ModelProbe, net: Any) -> None:
+    net.register_buffer("bias", torch.full((2, 2), float("-inf")))
+    assert checks.initialized(probe, net).verdict == "holds"
+
+
+def test_a_renamed_key_that_leaves_random_weights_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    def load_state_dict(self: Any, state: Any, strict: bool = True) -> Any:
+        state["blocks.1.ff1.weight"] = state.pop("blocks.1.fc1.weight")
+        return Net.load_state_dict(self, state, strict=False)
+
+    planted(net, load_state_dict=load_state_dict)
+    assert named(checks.state_dict_round_trip.outcome(probe, net, ids)) == "blocks.1.fc1"
+
+
+def test_a_tie_lost_in_loading_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    def load_state_dict(self: Any, state: Any, strict: bool = True) -> Any:
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        return Net.load_state_dict(self, state, strict)
+
+    net.head.weight = net.embed.weight
+    planted(net, load_state_dict=load_state_dict)
+    assert named(checks.state_dict_round_trip.outcome(probe, net, ids)) == "head.weight"
+
+
+def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
+    found = checks.state_dict_round_trip.outcome(probe, net, ids)
+    assert found.layer == "(root)"
+    assert str(found).startswith("(root) does not take its own state_dict: RuntimeError")
+
+
+def test_a_lambda_that_cannot_be_pickled_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    net.blocks[1].act.function = lambda x: x
+    assert named(checks.copy_and_pickle.outcome(probe, net, ids)) == "blocks.1.act"
+
+
+class CopiedWithoutScale(nn.Module):
+    scale = 1.0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_layer_that_is_another_after_a_copy_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    layer = CopiedWithoutScale()
+    layer.scale = 2.0
+    assert named(checks.copy_and_pickle.outcome(probe, between(layer), rows)) == "2"
+
+
+# --- elsewhere and otherwise --------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there_means_nothing(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    found = checks.device_parity.outcome(probe, net, ids, device="nowhere")
+    assert str(found) == "device_parity is not applicable to Net: there is no device nowhere"
+
+
+def test_a_model_is_the_same_on_its_own_device(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert checks.device_parity(probe, net, ids, device="cpu").verdict == "holds"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_clean_model_is_the_same_on_cuda(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert checks.device_parity(probe, net, ids).verdict == "holds"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_code_for_one_device_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x * 2 if x.is_cuda else x)
+    assert named(checks.device_parity.outcome(probe, model, rows)) == "2"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_tensor_that_stays_behind_on_the_cpu_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    turn = torch.eye(6)
+    assert named(checks.device_parity.outcome(probe, between(lambda x: x @ turn), rows)) == "2"
+
+
+def test_a_dtype_written_into_the_code_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Layer(lambda x: x.float()), nn.Tanh())
+    assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"
+
+
+def test_an_overflow_of_half_precision_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x * 1e6)
+    assert named(checks.dtype_parity.outcome(probe, model, rows, dtype=torch.float16)) == "2"
+
+
+def test_a_difference_that_the_model_amplifies_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: (1 + 1e-9 * x) - 1)
+    assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"
+
+
+def test_a_view_that_wants_contiguous_rows_is_named(probe: ModelProbe, images: Tensor) -> None:
+    model = nn.Sequential(nn.Identity(), Layer(lambda x: x.view(len(x), -1)), nn.Linear(243, 2))
+    found = checks.layout_parity.outcome(probe, model, images)
+    assert named(found) == "1"
+    assert found.text.startswith("layer '1' (Layer) raised RuntimeError: view size is not compatible")
+
+
+def test_memory_that_is_read_in_its_own_order_is_named(probe: ModelProbe, images: Tensor) -> None:
+    model = nn.Sequential(nn.Identity(), Layer(lambda x: x.as_strided((3, 243), (243, 1))), nn.Linear(243, 2))
+    assert named(checks.layout_parity.outcome(probe, model, images)) == "1"
+
+
+def test_frozen_layers_before_a_checkpoint_are_no_fault(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    net.embed.requires_grad_(False)
+    net.positions.requires_grad_(False)
+    assert checks.checkpoint_parity(probe, net, ids).verdict == "holds"
+
+
+def test_a_path_that_is_taken_without_gradients_alone_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x if torch.is_grad_enabled() else 2 * x)
+    found = checks.checkpoint_parity.outcome(probe, model, rows)
+    assert named(found) == "2"
+    assert found.text.startswith(
+        "layer '2' (Layer) gives out another output under checkpointing (reentrant): changed by 100 %"
+    )
+
+
+def test_weights_that_are_made_once_cannot_be_checkpointed(probe: ModelProbe, rows: Tensor) -> None:
+    class Remembered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.kept: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.fc.weight.tanh() if self.kept is None else self.kept
+            return x @ self.kept
+
+    found = checks.checkpoint_parity.outcome(probe, between(Remembered()), rows)
+    assert named(found) == "(root)"
+    assert found.text.startswith("(root) cannot be checkpointed (not reentrant): ")
+
+
+def test_a_counter_that_a_checkpoint_counts_twice_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Counter(nn.Linear):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count
+
+    assert named(checks.checkpoint_parity.outcome(probe, between(Counter(6, 6)), rows)) == "2.weight"
+
+
+@pytest.mark.parametrize("name", ["compile_parity", "checkpoint_parity", "device_parity"])
+def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: Tensor) -> None:
+    class Otherwise(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Otherwise.calls += 1
+            return x * (1 + 0.008 * (Otherwise.calls % 2))
+
+    model = between(Otherwise()).bfloat16()
+    found = ALL[name].outcome(probe, model, rows.bfloat16(), **options_of(name, model))
+    assert found.verdict == "holds", found
+
+
+def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
+
+
+def test_a_gradient_that_the_compiler_alone_cuts_off_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x.detach() if torch.compiler.is_compiling() else x)
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "0.weight"
+
+
+def test_control_flow_on_contents_cannot_be_exported(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x if x.sum() > 0 else -x)
+    found = checks.export_parity.outcome(probe, model, rows)
+    assert named(found) == "(root)"
+    assert found.text.startswith("(root) cannot be exported: ")
+
+
+def test_code_for_the_exporter_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
+    assert named(checks.export_parity.outcome(probe, model, rows)) == "(root)"
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+class TokenLoss(nn.Module):
+    """The loss within the model, as transformers have it: a mean over the tokens that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(ids).flatten(0, 1), labels.flatten())
+
+
+def test_a_mean_over_tokens_is_no_mean_over_rows(probe: ModelProbe, ids: Tensor) -> None:
+    labels = ids.clone()
+    labels[0, 1:] = -100
+    found = checks.gradient_accumulation.outcome(probe, probe.build(TokenLoss), ids, labels, loss=lambda loss: loss)
+    assert (found.layer or "").startswith("net.")
+    assert named(found)
+
+
+def test_a_loss_that_is_a_sum_grows_with_the_batch(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert named(checks.gradient_accumulation.outcome(probe, net, ids, loss=lambda y: y.square().sum()))
+
+
+def test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 3))
+    found = checks.gradcheck.outcome(probe, model, rows)
+    assert named(found) == "1.weight"
+    assert found.text.startswith("1.weight has a wrong gradient: none, where the loss grows by ")
+
+
+def test_a_branch_detached_is_a_wrong_gradient_of_that_branch(probe: ModelProbe, rows: Tensor) -> None:
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut, self.kept = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.kept(x) + self.cut(x).detach()
+
+    assert named(checks.gradcheck.outcome(probe, between(Branched()), rows)) in ("2.cut.weight", "2.cut.bias")
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 1.1 * gradient
+
+
+def test_a_function_with_a_wrong_backward_is_a_wrong_gradient_of_what_is_before_it(
+    probe: ModelProbe, rows: Tensor
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(WrongBackward.apply), nn.Linear(6, 3))
+    assert named(checks.gradcheck.outcome(probe, model, rows)) in ("1.weight", "1.bias")
+
+
+def test_a_parameter_that_is_never_used_has_no_wrong_gradient(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(nn.Tanh())
+    model.unused = nn.Linear(2, 2)
+    planted(model, forward=lambda self, x: self[4](self[3](x)))
+    assert checks.gradcheck(probe, model, rows).verdict == "holds"
+
+
+def test_a_layer_made_after_the_optimizer_is_named(probe: ModelProbe, net: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net.blocks[1].fc1.bias = nn.Parameter(torch.zeros(2 * WIDTH))
+    assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "blocks.1.fc1.bias"
+
+
+def test_parameters_of_another_model_in_the_optimizer_are_told(probe: ModelProbe, net: Any) -> None:
+    optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(1))], 0.1)
+    assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "(optimizer)"
+
+
+def test_frozen_parameters_need_no_optimizer(probe: ModelProbe, net: Any) -> None:
+    net.embed.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    assert checks.optimizer_covers(probe, net, optimizer=optimizer).verdict == "holds"
+
+
+def test_a_softmax_before_a_cross_entropy_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:
+    model, labels = probe.build(lambda: nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 10))), torch.arange(5)
+    assert checks.overfits_batch(probe, model, rows, loss=lambda y: F.cross_entropy(y, labels)).verdict == "holds"
+    twice = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: F.cross_entropy(y.softmax(-1), labels))
+    assert named(twice) == "(root)"
+
+
+def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 1), nn.Sigmoid())
+    found = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: (y + 1).mean())
+    assert named(found) == "0.weight"
+    assert "4 parameters never moved" in found.text
+
+
+def test_an_optimizer_that_wants_a_closure_gets_one(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch(
+        probe, probe.build(lambda: nn.Linear(6, 2)), rows, loss=lambda y: y.square().mean(), optimizer=torch.optim.LBFGS
+    )
+    assert found.text.endswith("in 1 step")
+
+
+def test_under_autocast_the_weights_of_the_last_step_are_trained(probe: ModelProbe, rows: Tensor) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = checks.overfits_batch(probe, model, rows, loss=lambda y: (y.float() - 1).square().mean())
+    assert found.verdict == "holds"
+
+
+def test_a_graph_that_is_made_once_cannot_be_trained(probe: ModelProbe, rows: Tensor) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.doubled = self.fc.weight * self.fc.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.doubled
+
+    found = checks.overfits_batch.outcome(probe, between(Once()), rows, loss=lambda y: y.square().mean())
+    assert named(found) == "(root)"
+    assert found.text.startswith("(root) cannot be trained: in step 2 its backward raised RuntimeError: Trying to")
+
+
+def test_a_step_that_does_nothing_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:
+    class Idle(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = between(nn.Tanh())
+    found = checks.overfits_batch.outcome(
+        probe, model, rows, loss=lambda y: y.square().mean(), steps=3, optimizer=lambda p: Idle(p, 0.1)
+    )
+    assert named(found) == "0.weight"
+    assert "6 parameters never moved" in found.text
+
+
+def test_an_average_that_leaves_out_a_part_is_named(probe: ModelProbe) -> None:
+    model = between(nn.Linear(6, 6))
+    average = copy.deepcopy(model)
+
+    def updates() -> None:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if not name.startswith("2."):
+                    average.get_parameter(name).lerp_(p, 0.1)
+
+    assert named(checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)) == "2.weight"
+
+
+def test_an_average_of_a_copy_of_the_model_does_not_follow_it(probe: ModelProbe) -> None:
+    model = between(nn.Linear(6, 6))
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    stale = copy.deepcopy(model)
+    ema.update_parameters(stale)
+    found = checks.ema_tracks.outcome(
+        probe, model, average=ema, decay=0.9, updates=lambda: ema.update_parameters(stale)
+    )
+    assert named(found) == "0.weight"
+
+
+def test_a_model_with_checkpoints_of_its_own_is_checked_too(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return checkpoint(Block.forward, self, x, mask, use_reentrant=False)
+
+    planted(net.blocks[1], forward=forward)
+    assert checks.checkpoint_parity(probe, net, ids).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", ["eval_stable", "dtype_parity", "batch_independent"])
+@pytest.mark.parametrize("of", [lambda f: f, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "of grad"])
+def test_a_layer_inside_a_transform_is_not_compared(name: str, of: Callable[..., Any]) -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mapped: Tensor = torch.func.vmap(of(self.fc))(x)
+            return mapped
+
+    with ModelProbe() as probe:
+        assert ALL[name](probe, Mapped(), torch.randn(5, 4)).verdict == "holds"

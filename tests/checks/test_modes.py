@@ -1,0 +1,445 @@
+"""Training and evaluation, inputs that reach nothing, rows for padding: what is healthy, what is told of a fault."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe.checks import Outcome
+
+ROWS, WIDTH, WORDS = 4, 8, 11
+
+
+def named(outcome: Outcome) -> str | None:
+    """Return the layer that is told of, first thing in the message."""
+    assert outcome.verdict == "broken", outcome
+    assert outcome.layer
+    assert str(outcome).startswith((outcome.layer, f"layer '{outcome.layer}' ("))
+    return outcome.layer
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+# --- initialized: rows for padding ---------------------------------------------------------------------------------
+
+
+class Padded(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=2), nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = Padded()
+        nn.init.constant_(model.embed.weight, 0.5)
+        return model
+
+    for options in {}, {"factory": factory}:
+        found = checks.initialized.outcome(probe, factory(), **options)
+        assert named(found) == "embed.weight"
+        first = str(found).splitlines()[0]
+        assert first == "embed.weight is not zero in row 2, its padding_idx: up to 0.5, which no gradient changes"
+
+
+def test_a_row_for_padding_that_is_zero_is_counted(probe: ModelProbe) -> None:
+    found = checks.initialized(probe, Padded())
+    assert found.text == "2 parameters and buffers, as far as memory tells, 1 row for padding"
+
+
+def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
+    model = Padded(tied=True)
+    nn.init.ones_(model.embed.weight)
+    assert checks.initialized(probe, model).verdict == "holds"
+
+
+def test_a_frozen_row_for_padding_may_hold_anything(probe: ModelProbe) -> None:
+    model = nn.Embedding.from_pretrained(torch.ones(4, 2), padding_idx=0)
+    assert checks.initialized(probe, model).verdict == "holds"
+
+
+# --- modes_agree --------------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Linear):
+    """A linear layer with an addition of low rank, which is merged into the weight for evaluation."""
+
+    def __init__(
+        self, scale: float = 1.0, merged_with: float = 1.0, forgets: bool = False, again: bool = False
+    ) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+        self.scale, self.merged_with, self.forgets, self.again = scale, merged_with, forgets, again
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        with torch.no_grad():
+            if not mode and (self.again or not self.merged):
+                self.weight += self.merged_with * self.b @ self.a
+                self.merged = True
+            elif mode and self.merged:
+                self.weight -= (0 if self.forgets else self.merged_with) * self.b @ self.a
+                self.merged = False
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.merged else y + self.scale * x @ self.a.T @ self.b.T
+
+
+class DropPath(nn.Module):
+    """Drops rows, as the one of timm does."""
+
+    def __init__(self, p: float = 0.2, power: int = 1) -> None:
+        super().__init__()
+        self.p, self.power = p, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(1 - self.p)
+        return x * kept / (1 - self.p) ** self.power
+
+
+class Noise(nn.Module):
+    """Gives out a share of its input, to which it adds noise in place, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Noisy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x) * x
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x *= torch.empty_like(x).uniform_(0.9, 1.1)
+        return x.sigmoid()
+
+
+class Statistics(nn.Module):
+    """A norm by hand that goes by the batch in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - (x.mean(0) if self.training else self.mean)
+
+
+class Own(nn.Module):
+    """Whatever a function of itself and its input does, around a linear layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.linear(x))
+
+
+def between(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.fixture
+def rows(probe: ModelProbe) -> Tensor:
+    return probe.randn(ROWS, WIDTH)
+
+
+HEALTHY: dict[str, Any] = {
+    "dropout": nn.Dropout,
+    "alpha dropout": nn.AlphaDropout,
+    "dropout by a function": lambda: Own(lambda self, x: nn.functional.dropout(x, 0.3, self.training)),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "a norm by hand": Statistics,
+    "drop path": DropPath,
+    "noise in place": lambda: Noise(),
+    "rrelu": nn.RReLU,
+    "lora": LoRA,
+    "checkpointed": lambda: Own(
+        lambda self, x: checkpoint(torch.tanh, x, use_reentrant=False) if self.training else torch.tanh(x)
+    ),
+    "further heads in training": lambda: Own(lambda self, x: x),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_without_randomness_the_modes_of_a_healthy_model_agree(probe: ModelProbe, rows: Tensor, name: str) -> None:
+    assert checks.modes_agree(probe, between(HEALTHY[name]()), rows).verdict == "holds"
+    assert checks.modes_agree.outcome(probe, HEALTHY[name](), rows).verdict != "broken"
+
+
+def test_attention_that_drops_agrees_with_itself_in_evaluation(probe: ModelProbe) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
+    found = checks.modes_agree(probe, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), probe.randn(2, 5, 8))
+    assert "left out" not in found.text
+
+
+def test_further_heads_in_training_are_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    model = Own(lambda self, x: (x, x) if self.training else x)
+    assert checks.modes_agree(probe, model, rows).text == "1 layer"
+
+
+def test_what_is_random_or_gathers_statistics_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), DropPath(), Statistics(), nn.Linear(WIDTH, WIDTH))
+    assert checks.modes_agree(probe, model, rows).text == (
+        "3 layers; left out: 1 and 2, random or with statistics of their own"
+    )
+
+
+def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(Own(lambda self, x: x.relu() if self.training else x))
+    model[1] = nn.Dropout(0.5)
+    found = checks.modes_agree.outcome(probe, model, rows)
+    assert named(found) == "2"
+    first = str(found).splitlines()[0]
+    assert first.startswith(
+        "layer '2' (Own) makes something else of the same inputs in training mode than in evaluation"
+    )
+
+
+def test_dropout_that_is_scaled_twice_by_hand_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training) * (2 if self.training else 1)
+
+    assert named(checks.modes_agree.outcome(probe, between(Own(scaled)), rows)) == "2"
+
+
+class Adapter(nn.Module):
+    """An addition of low rank to a layer, into whose weight it is merged for evaluation."""
+
+    def __init__(self, merged_with: float = 1.0) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.merged, self.merged_with = False, merged_with
+
+    def train(self, mode: bool = True) -> Adapter:
+        super().train(mode)
+        if mode == self.merged:
+            with torch.no_grad():
+                self.base.weight += (-1 if mode else 1) * self.merged_with * self.up.weight @ self.down.weight
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) if self.merged else self.base(x) + self.up(self.down(x))
+
+
+def test_a_layer_whose_difference_the_code_around_it_takes_back_is_told(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.modes_agree(probe, nn.Sequential(nn.Linear(8, 6), Adapter()), rows)
+    assert "; layers inside differ, what is around them does not: first 1.base output, changed by " in found.text
+    found = checks.modes_agree.outcome(probe, nn.Sequential(nn.Linear(8, 6), Adapter(merged_with=2.0)), rows)
+    assert found.layer == "1.base"
+    assert "(root) output" in found.text
+
+
+def test_an_output_that_is_replaced_takes_no_difference_back(probe: ModelProbe, rows: Tensor) -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x) * self.training
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + self.training)
+
+    found = checks.modes_agree.outcome(probe, nn.Sequential(nn.Linear(8, 6), Scaled(), Noise()), rows)
+    assert found.layer == "1"
+
+
+def test_lora_merged_with_another_scale_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    assert named(checks.modes_agree.outcome(probe, between(LoRA(scale=2.0)), rows)) == "2"
+
+
+def test_lora_that_is_merged_twice_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.modes_agree.outcome(probe, between(LoRA(again=True)), rows)
+    assert named(found) == "2"
+    assert " of the same inputs after eval(), eval() than after eval() alone: " in str(found)
+
+
+def test_lora_that_stays_merged_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.modes_agree.outcome(probe, between(LoRA(forgets=True)), rows)
+    assert named(found) == "2"
+    assert " of the same inputs after train(), eval(), train() than after train() alone: " in str(found)
+
+
+# --- inputs_used --------------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two inputs, of which one may lose something on its way."""
+
+    def __init__(self, take: Any = lambda x: x, width: int = WIDTH) -> None:
+        super().__init__()
+        self.take, self.first, self.second = take, nn.Linear(width, 6), nn.Linear(WIDTH, 6)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (self.first(self.take(user)).relu() * self.second(item)).sum(-1)
+
+
+def test_all_features_of_all_inputs_are_used(probe: ModelProbe, rows: Tensor) -> None:
+    assert checks.inputs_used(probe, Towers(), user=rows, item=rows + 1).text == "2 inputs"
+
+
+def test_features_that_reach_nothing_are_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.inputs_used.outcome(probe, Towers(lambda x: x[:, :3], 3), user=rows, item=rows + 1)
+    assert named(found) == "user"
+    assert str(found) == (
+        "user loses features 3 to 7 of 8: no gradient arrives there, and other values change no output\n\n"
+        "No layer gives out anything of them: look for a slice or an index, a weight that is zero, and an argument "
+        "that is taken and not used."
+    )
+
+
+def test_where_features_are_seen_last_is_said(probe: ModelProbe, rows: Tensor) -> None:
+    first = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        first.weight[:, 2] = 0
+    found = checks.inputs_used.outcome(probe, nn.Sequential(nn.Tanh(), first), rows)
+    assert str(found).startswith("input loses feature 2 of 8: ")
+    assert str(found).endswith("\n\nThey get as far as 0 output.")
+
+
+def test_an_input_that_reaches_nothing_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.inputs_used.outcome(probe, Towers(torch.zeros_like), user=rows, item=rows + 1)
+    assert str(found).startswith("user reaches nothing: no gradient arrives there, ")
+
+
+def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
+    class Grey(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :2])
+
+    model = Grey(nn.Conv2d(2, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 9, 2))
+    found = checks.inputs_used.outcome(probe, model, probe.randn(2, 3, 8, 8))
+    assert str(found).startswith("input loses channel 2 of 3: ")
+
+
+def test_what_strides_leave_over_is_not_lost(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2))
+    assert checks.inputs_used(probe, model, probe.randn(2, 3, 8, 8)).text == "1 input"
+
+
+def test_gates_and_maxima_lose_nothing(probe: ModelProbe) -> None:
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu().amax(1)
+
+    assert checks.inputs_used(probe, Gated(WIDTH, 3), probe.randn(2, 3, WIDTH)).text == "1 input"
+
+
+def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor) -> None:
+    model = Towers(lambda x: torch.cat([x[:, :6], x[:, 6:].round()], 1))
+    assert checks.inputs_used(probe, model, user=rows * 3, item=rows + 1).text == (
+        "2 inputs; features 6 to 7 of 8 of user by values alone, without a gradient"
+    )
+
+
+def test_ids_are_no_floating_input(probe: ModelProbe) -> None:
+    found = checks.inputs_used.outcome(probe, nn.Embedding(WORDS, WIDTH), probe.randint(0, WORDS, (2, 3)))
+    assert found.text == "no input is of floating numbers"
+
+
+# --- dropout_scaled -----------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """Dropout by hand: what is kept is divided by the share that is kept, to a power."""
+
+    def __init__(self, p: float = 0.1, power: int = 1) -> None:
+        super().__init__()
+        self.p, self.power = p, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) >= self.p) / (1 - self.p) ** self.power if self.training else x
+
+
+class Classic(nn.Module):
+    """Dropout as it was first written: evaluation multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) >= 0.3) if self.training else x * 0.7
+
+
+class Residual(nn.Module):
+    """A block that drops its branch in its own code."""
+
+    def __init__(self, power: int = 1) -> None:
+        super().__init__()
+        self.branch, self.power = nn.Linear(WIDTH, WIDTH), power
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.branch(x)
+        if self.training:
+            y = y * (torch.rand(len(x), 1) >= 0.2) / 0.8**self.power
+        return x + y
+
+
+@pytest.mark.parametrize(
+    "layer", [DropPath(), DropPath(0.01), Dropped(), Dropped(0.5), Dropped(0.0), Classic(), Residual()]
+)
+def test_what_drops_and_scales_is_right(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
+    assert checks.dropout_scaled(probe, between(layer), rows).text == "1 layer"
+
+
+def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, between(DropPath(power=0)), rows)
+    assert named(found) == "2"
+    first, _, columns, row, _, advice = str(found).splitlines()
+    said = re.fullmatch(
+        r"layer '2' \(DropPath\) keeps (\d+(?:\.\d)?) % of its values in training and multiplies them by 1: "
+        r"the mean is (\d+(?:\.\d)?) % of what evaluation gives out",
+        first,
+    )
+    assert said
+    assert all(75 < float(percent) < 85 for percent in said.groups())
+    assert columns.split() == ["layer", "keeps", "times", "mean"]
+    assert row.startswith("2 ")
+    assert advice == "What is kept of a share q is to be divided by q, once, in training."
+
+
+@pytest.mark.parametrize(
+    "layer", [DropPath(0.01, power=0), DropPath(0.1, power=2), Dropped(0.05, power=2), Dropped(power=0), Residual(0)]
+)
+def test_dropout_by_hand_that_is_scaled_wrongly_is_named(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
+    assert named(checks.dropout_scaled.outcome(probe, between(layer), rows)) == "2"
+
+
+def test_what_does_something_else_with_random_numbers_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    noise = Own(lambda self, x: x + torch.randn_like(x) if self.training else x)
+    found = checks.dropout_scaled(probe, nn.Sequential(between(DropPath()), noise), rows)
+    assert found.text == "1 layer; left out: 1"
+
+
+def test_augmentation_of_the_inputs_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, nn.Sequential(DropPath(power=0), nn.Linear(WIDTH, 2)), rows)
+    assert found.verdict == "not applicable"
+    assert found.text == "no layer drops at random in a way of its own; left out: 0"
+
+
+def test_dropout_of_torch_needs_no_judging(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, between(nn.Dropout(0.5)), rows)
+    assert found.text == "no layer drops at random in a way of its own"

@@ -1,0 +1,420 @@
+"""Checks look at everything that a model gives out, along the axes that are the batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from pytest_modelprobe import ModelProbe, checks
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self._forward = forward
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._forward(self, *inputs, **named)
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+# --- outputs that are no containers of tensors --------------------------------------------------------------------
+
+
+def policy(wrap: Callable[[Any], Any]) -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Any:
+        return wrap(Categorical(logits=model.head(x).softmax(1)))  # over time
+
+    return Model(forward, head=nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: (d.logits[:, :1], d)], ids=["alone", "beside a tensor"])
+def test_a_distribution_that_knows_of_later_positions_is_named(probe: ModelProbe, wrap: Callable[[Any], Any]) -> None:
+    assert checks.causal.outcome(probe, policy(wrap), probe.randn(2, 6, 4)).layer == "(root)"
+
+
+def test_a_distribution_that_mixes_the_batch_is_named(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: Categorical(logits=model.head(x).softmax(0)), head=nn.Linear(4, 4))
+    assert checks.batch_independent.outcome(probe, model, probe.randn(3, 4)).layer == "(root)"
+
+
+@pytest.mark.parametrize("check", checks.STANDARD)
+def test_an_output_that_cannot_be_looked_into_is_refused_by_every_check(probe: ModelProbe, check: str) -> None:
+    model = Model(lambda model, x: (model.head(x), iter([model.head(x)])), head=nn.Linear(4, 4))
+    outcome = checks.STANDARD[check].outcome(probe, model, probe.randn(3, 4), loss=lambda out: out[0].sum())
+    if check in ("registered", "initialized", "copy_and_pickle"):
+        return  # they look at no output, or the model cannot be copied
+    assert outcome.verdict == "not applicable"
+    if check not in ("train_eval_differ", "checkpoint_parity", "padding_invariant"):
+        assert outcome.text == (
+            "output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does"
+        )
+
+
+def test_inputs_inside_objects_are_copied_and_cut(probe: ModelProbe) -> None:
+    class Batch:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    batch = Batch(probe.randn(4, 3))
+    before = batch.x.clone()
+    model = Model(lambda _, batch: batch.x.mul_(2).softmax(0))
+    assert checks.batch_independent.outcome(probe, model, batch).layer == "(root)"
+    assert torch.equal(batch.x, before)
+
+
+# --- which axes are the batch's -----------------------------------------------------------------------------------
+
+
+def test_an_axis_of_experts_as_long_as_the_batch_is_not_the_batch(probe: ModelProbe) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights = model.gate(tokens).softmax(0)  # over the tokens of the batch, not the experts
+        return sum(weights[:, i, None] * model.experts[i](tokens) for i in range(4)).view(*x.shape[:2], 5)
+
+    model = Model(forward, gate=nn.Linear(3, 4), experts=nn.ModuleList([nn.Linear(3, 5) for _ in range(4)]))
+    found = checks.batch_independent.outcome(probe, model, probe.randn(4, 6, 3))
+    assert found.text.startswith("(root) mixes the batch: the first row changed by ")
+    assert "gate" not in found.text
+
+
+def test_a_mask_as_long_as_the_batch_is_left_as_it_is(probe: ModelProbe) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = Model(lambda model, x, mask: model.attention(x, x, x, attn_mask=mask)[0], attention=attention)
+    inputs = probe.randn(4, 4, 8), torch.full((4, 4), -torch.inf).triu(1)
+    assert checks.any_batch_size(probe, model, *inputs).text == "batches of 1, 4 and 5, in 3 values of 2 layers"
+    assert checks.batch_independent.outcome(probe, model, *inputs).verdict == "holds"
+
+
+def test_similarities_of_all_rows_with_all_are_not_mixed(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: model.fc(x) @ model.fc(x).T, fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, model, probe.randn(4, 3)).verdict == "holds"
+    assert checks.any_batch_size(probe, model, probe.randn(4, 3)).verdict == "holds"
+    model = Model(lambda model, x: (model.fc(x) @ model.fc(x).T).softmax(1), fc=nn.Linear(3, 5))
+    assert checks.batch_independent.outcome(probe, model, probe.randn(4, 3)).layer == "(root)"
+
+
+@pytest.mark.parametrize("order", [lambda y: y.flatten(0, 1), lambda y: y.transpose(0, 1).flatten(0, 1)])
+def test_rows_of_an_output_that_is_flattened_are_told_apart(probe: ModelProbe, order: Callable[[Tensor], Any]) -> None:
+    model = Model(lambda model, x: order(model.fc(x)), fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, model, probe.randn(3, 4, 3)).text.endswith("in 2 values of 2 layers")
+    assert checks.any_batch_size(probe, model, probe.randn(3, 4, 3)).verdict == "holds"
+    model = Model(lambda model, x: order(model.fc(x).softmax(0)), fc=nn.Linear(3, 5))
+    assert checks.batch_independent.outcome(probe, model, probe.randn(3, 4, 3)).layer == "(root)"
+
+
+def test_a_model_of_one_batch_size_is_told(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: model.fc(x.view(4, 3)), fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, model, probe.randn(4, 3)).text == (
+        "the first and the last of 4 rows, in 3 values of 2 layers; the model takes no other batch: an axis of 4 is "
+        "taken for the batch's"
+    )
+
+
+def test_a_model_of_pairs_is_run_with_twice_the_rows(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: model.fc(x.view(-1, 2, 3).sum(1, keepdim=True) + x.view(-1, 2, 3)).view(-1, 5),
+                  fc=nn.Linear(3, 5))  # fmt: skip
+    assert checks.batch_independent.outcome(probe, model, probe.randn(4, 3)).layer == "(root)"
+
+
+# --- what layers inside do ----------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Its bottleneck takes the mean of the batch away; what comes of it is small beside what goes past it."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.down, self.up, self.by = nn.Linear(6, 6), nn.Linear(6, 6), by
+        self.bottleneck = Model(lambda _, h: h - h.mean(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by * self.up(self.bottleneck(self.down(x)))
+
+
+@pytest.mark.parametrize("by", [1e-3, 5e-5])
+def test_a_bottleneck_that_mixes_the_batch_a_little_is_named(probe: ModelProbe, by: float) -> None:
+    found = checks.batch_independent.outcome(probe, UNet(by), probe.randn(4, 6))
+    assert found.text.startswith("bottleneck mixes the batch: the first row changed by ")
+
+
+def test_a_layer_that_depends_a_little_on_the_batch_size_is_named(probe: ModelProbe) -> None:
+    found = checks.any_batch_size.outcome(probe, UNet(5e-5), probe.randn(4, 6))
+    assert found.text.startswith("bottleneck depends on the batch size: the first row changed by ")
+
+
+def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort()
+        return model.fc(x[order])[order.argsort()]
+
+    found = checks.batch_independent(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
+    assert "; layers inside differ, the output does not: first (root) input of fc, changed by " in found.text
+
+
+def test_tokens_routed_to_experts_are_no_rows(probe: ModelProbe) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        chosen, y = model.gate(tokens).argmax(1), torch.zeros_like(tokens)
+        for i, expert in enumerate(model.experts):
+            where = (chosen == i).nonzero()[:, 0]
+            if len(where):
+                y[where] = expert(tokens[where])
+        return y.view_as(x)
+
+    experts = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+    for seed in range(10):
+        probe = ModelProbe(seed=seed)
+        model = Model(forward, gate=nn.Linear(3, 4), experts=experts)
+        for check in checks.batch_independent, checks.any_batch_size:
+            assert "layers inside differ" not in check(probe, model, probe.randn(2, 4, 3)).text
+
+
+def test_rows_that_a_loss_compares_are_not_judged(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: model.norm(model.fc(x)).square().mean(),
+                  fc=nn.Linear(3, 5), norm=Model(lambda _, h: h - h.mean(0)))  # fmt: skip
+    found = checks.batch_independent.outcome(probe, model, probe.randn(4, 3))
+    assert found.verdict == "not applicable"
+    assert found.text.startswith(
+        "nothing that the model gives out is along the batch, and inside it norm output changed by "
+    )
+
+
+# --- a batch that is lost -----------------------------------------------------------------------------------------
+
+LOST = {
+    "first row": (lambda model, x: model.head(model.fc(x)[:1]), "(root)"),
+    "first row, without its axis": (lambda model, x: model.head(model.fc(x)[0]), "(root)"),
+    "mean": (lambda model, x: model.head(model.pool(model.fc(x))), "pool"),
+    "of a tuple": (lambda model, x: (model.head(model.fc(x))[:1], torch.ones(3)), "(root)"),
+}
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+@pytest.mark.parametrize(("forward", "layer"), LOST.values(), ids=LOST)
+def test_a_batch_that_is_lost_is_named(probe: ModelProbe, check: checks.Check, forward: Any, layer: str) -> None:
+    model = Model(forward, fc=nn.Linear(3, 5), pool=Model(lambda _, h: h.mean(0)), head=nn.Linear(5, 2))
+    found = check.outcome(probe, model, probe.randn(4, 3))
+    assert (found.verdict, found.layer) == ("broken", layer)
+    assert found.text.startswith(f"{layer} loses the batch: ")
+
+
+def test_where_a_batch_is_lost_is_said(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: model.head(x)[:1], head=nn.Linear(3, 2))
+    assert checks.any_batch_size.outcome(probe, model, probe.randn(4, 3)).text.startswith(
+        "(root) loses the batch: output is (1, 2) for a batch of 4 and of 5"
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_squeeze_that_takes_the_axis_of_one_row_is_named(probe: ModelProbe, rows: int) -> None:
+    model = Model(lambda model, x: model.head(x).squeeze(), head=nn.Linear(3, 2))
+    found = checks.any_batch_size.outcome(probe, model, probe.randn(rows, 3))
+    assert found.layer == "(root)"
+    assert "shape (2,)" in found.text if rows == 1 else "→ (2,)" in found.text
+
+
+HEALTHY = {
+    "loss": lambda model, x: model.fc(x).square().mean(),
+    "loss of one element": lambda model, x: model.fc(x).square().mean().view(1),
+    "loss and statistics": lambda model, x: (model.fc(x).square().mean(), model.fc(x).mean(0)),
+    "rows and statistics": lambda model, x: (model.fc(x), model.fc(x).mean(0)),
+    "a constant": lambda model, x: model.fc.weight,
+    "rows and a constant": lambda model, x: (model.fc(x), model.fc.weight),
+}
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+@pytest.mark.parametrize("forward", HEALTHY.values(), ids=HEALTHY)
+def test_losses_statistics_and_constants_lose_no_batch(probe: ModelProbe, check: checks.Check, forward: Any) -> None:
+    found = check.outcome(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
+    assert found.verdict != "broken"
+
+
+def test_outputs_that_are_not_along_the_batch_are_told(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: (model.fc(x), model.fc.weight), fc=nn.Linear(3, 5))
+    found = checks.any_batch_size(probe, model, probe.randn(4, 3))
+    assert found.text == "batches of 1, 4 and 5, in 2 values of 2 layers; not along the batch: output[1] (5, 3)"
+
+
+def one_a_row(model: Any, x: Tensor) -> list[dict[str, Tensor]]:
+    return [{"box": row[:4], "score": row[4]} for row in model.fc(x)]
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+@pytest.mark.parametrize(
+    ("forward", "shown"),
+    [
+        (lambda model, x: model.fc(x)[:-1], "output (3, 5)"),
+        (one_a_row, "output[0].box (4,), output[0].score (), output[1].box (4,) and 5 more"),
+    ],
+    ids=["a row less", "one a row in a list"],
+)
+def test_a_model_of_which_no_output_is_along_the_batch_is_not_judged(
+    probe: ModelProbe, check: checks.Check, forward: Any, shown: str
+) -> None:
+    found = check.outcome(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
+    assert found.verdict == "not applicable"
+    assert found.text == f"nothing that the model gives out is along an axis of 4 rows: {shown}"
+
+
+def test_a_list_of_one_a_row_beside_the_batch_is_no_dependence_on_its_size(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: (model.fc(x), one_a_row(model, x)), fc=nn.Linear(3, 5))
+    assert checks.any_batch_size.outcome(probe, model, probe.randn(4, 3)).verdict == "holds"
+
+
+def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) -> None:
+    x = probe.randn(4, 3)
+    chosen = Model(lambda model, x: model.fc(x).argmax(-1), fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, of integers: output")
+    loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
+    assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_an_output_of_one_row_is_no_loss(probe: ModelProbe, check: checks.Check) -> None:
+    def said(code: Callable[[Tensor], Any], rows: int = 4) -> str:
+        model = Model(lambda model, x: code(model.fc(x)), fc=nn.Linear(3, 1))
+        return check.outcome(probe, model, probe.randn(rows, 3)).text
+
+    assert said(lambda o: o[0]) == (
+        "output (1,) changes with the first row and with no other: a loss is of all rows; if it is none, the batch is "
+        "lost, as in out[0]"
+    )
+    assert said(lambda o: o[-1, 0]).startswith("output () changes with the last row")
+    assert said(lambda o: (o, o[0])).startswith("output[1] (1,) changes with the first row")
+    assert said(lambda o: (o, torch.cat([o[:1], o[:1]], 1))).startswith("output[1] (1, 2) changes with the first row")
+    assert said(lambda o: (o, o.mean(0).expand(2))).endswith("; not along the batch: output[1] (2,)")
+    assert said(lambda o: o.square().mean()).endswith("; not along the batch: output ()")
+    assert said(lambda o: (o > 0).float().mean()).endswith("; not along the batch: output ()")
+    assert "value" in said(lambda o: (o, torch.ones(())))
+    assert "changes with" not in said(lambda o: o.mean(), rows=1)
+
+
+# --- outputs along positions --------------------------------------------------------------------------------------
+
+LEAKS: dict[str, Callable[[Tensor], Any]] = {
+    "flattened with the batch": lambda o: o.softmax(1).flatten(0, 1),
+    "without the first": lambda o: o.softmax(1)[:, 1:],
+    "a list over time": lambda o: list(o.softmax(1).unbind(1)),
+    "chosen": lambda o: o.softmax(1).argmax(-1),
+    "a loss": lambda o: o.softmax(1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("check", [checks.causal, checks.permutation_equivariant])
+@pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
+def test_a_model_of_which_no_output_is_along_the_positions_is_not_judged(
+    probe: ModelProbe, check: checks.Check, leak: Callable[[Tensor], Any]
+) -> None:
+    found = check.outcome(probe, Model(lambda model, x: leak(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
+    assert found.verdict == "not applicable"
+    assert "nothing that the model gives out can be compared along an axis of 6 positions" in found.text
+    assert found.text.endswith("what is inside agrees, in 1 layer")
+
+
+def test_outputs_that_are_not_along_the_positions_are_told(probe: ModelProbe) -> None:
+    model = Model(lambda model, x: (model.fc(x), model.fc(x).mean(1)), fc=nn.Linear(4, 3))
+    found = checks.causal(probe, model, probe.randn(2, 6, 4))
+    assert found.text == "2 layers at the first 3 and the first 2 of 6 positions; not looked at: output[1] (2, 3)"
+
+
+@pytest.mark.parametrize("check", [checks.causal, checks.permutation_equivariant])
+def test_as_many_features_as_positions_are_not_taken_for_these(probe: ModelProbe, check: checks.Check) -> None:
+    """A cache may hold fewer positions than were given, and as many features."""
+    model = Model(lambda model, x: (model.fc(x), model.fc(x)[:, -3:]), fc=nn.Linear(4, 6))
+    found = check.outcome(probe, model, probe.randn(2, 6, 4))
+    assert found.verdict == "holds"
+    assert found.text.endswith("; not looked at: output[1] (2, 3, 6)")
+
+
+def test_what_is_not_finite_in_another_batch_has_its_shape_still(probe: ModelProbe) -> None:
+    norm = Model(lambda _, h: (h - h.mean(0)) / (h - h.mean(0)).abs().mean(0))
+    found = checks.any_batch_size.outcome(probe, norm, probe.randn(4, 3))
+    assert found.text.startswith(
+        "(root) depends on the batch size: the first row changed by ∞ % in a batch of 1, not 4"
+    )
+
+
+def test_as_many_rows_as_features_are_not_taken_for_positions(probe: ModelProbe) -> None:
+    found = checks.causal.outcome(probe, nn.Linear(4, 2), probe.randn(4, 4))
+    assert found.text == "no layer gives out anything along an axis of 4 positions"
+    found = checks.causal.outcome(probe, nn.Linear(4, 4), probe.randn(4, 4))
+    assert found.verdict == "broken"  # features, if axis 1 is not along positions
+
+
+def leaking(by: float) -> nn.Module:
+    """Adds a little of what a layer takes over all positions."""
+
+    def forward(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return model.fc(x) + by * model.norm(model.fc(x))
+
+    return Model(forward, fc=nn.Linear(4, 4), norm=Model(lambda _, h: h - h.mean(1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs", "said"),
+    [
+        (checks.causal, {}, "knows of later positions: the first 4 of 8 changed by "),
+        (checks.padding_invariant, {"mask": torch.ones(3, 8)}, "sees masked positions: the first 6 of 8 changed by "),
+    ],
+    ids=["causal", "padding_invariant"],
+)
+def test_a_little_of_other_positions_is_seen_in_double_precision(
+    probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor], said: str
+) -> None:
+    x = probe.randn(3, 8, 4)
+    found = check.outcome(probe, leaking(5e-5), x, **inputs)
+    assert found.text.startswith(f"norm {said}")
+    found = check.outcome(probe, leaking(1e-9), x, **inputs)
+    assert found.verdict == "holds"
+    assert "; layers inside differ, the output does not: first norm output, changed by " in found.text
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs"),
+    [(checks.causal, {}), (checks.padding_invariant, {"mask": torch.ones(3, 8)})],
+    ids=["causal", "padding_invariant"],
+)
+def test_what_differs_inside_does_not_agree(probe: ModelProbe, check: checks.Check, inputs: dict[str, Tensor]) -> None:
+    norm = Model(lambda _, h: h - h.mean(1, keepdim=True))
+    model = Model(lambda model, x, mask=None: model.norm(model.fc(x)).square().mean(), fc=nn.Linear(4, 4), norm=norm)
+    found = check.outcome(probe, model, probe.randn(3, 8, 4), **inputs)
+    assert found.verdict == "not applicable"
+    assert "single numbers alone; what is inside does not agree, first norm output, changed by " in found.text
+
+
+# --- outputs of nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "check", [checks.finite, checks.deterministic, checks.permutation_invariant, checks.dtype_parity, checks.causal]
+)
+@pytest.mark.parametrize("give", [lambda o: None, lambda o: 5, lambda o: o[:0]], ids=["None", "a number", "no rows"])
+def test_where_nothing_is_given_out_nothing_holds(
+    probe: ModelProbe, check: checks.Check, give: Callable[[Tensor], Any]
+) -> None:
+    found = check.outcome(probe, Model(lambda model, x: give(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
+    assert found.verdict == "not applicable"
+    assert found.text == "the model gives out no tensor, or none with elements: there is nothing to look at"
+
+
+def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProbe) -> None:
+    class Later:
+        def __init__(self, found: Tensor) -> None:
+            self.value = lambda: found
+
+    found = checks.causal.outcome(probe, Model(lambda _, x: Later(x.softmax(1))), probe.randn(2, 6, 4))
+    assert found.text.startswith("output cannot be looked into (")

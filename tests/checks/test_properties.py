@@ -1,0 +1,859 @@
+"""What a check has to see, and what it must not take for a fault: one model for each claim."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from pytest_modelprobe import ModelProbe, UsageError, checks
+
+
+class Code(nn.Module):
+    """Any code, as a layer; attributes by keyword."""
+
+    def __init__(self, code: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.code = code
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code(self, *args, **kwargs)
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+# --- batch --------------------------------------------------------------------------------------------------------
+
+
+class LastStep(nn.Module):
+    """Classifies a sequence by its last step."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 8, batch_first=batch_first), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_a_recurrence_over_the_batch_is_named(probe: ModelProbe) -> None:
+    found = checks.batch_independent.outcome(probe, LastStep(batch_first=False), probe.randn(4, 6, 3))
+    assert found.layer == "lstm"
+    assert str(found).startswith("lstm mixes the batch: the last row changed by ")
+
+
+def test_a_recurrence_over_the_steps_keeps_rows_apart(probe: ModelProbe) -> None:
+    found = checks.batch_independent(probe, LastStep(batch_first=True), probe.randn(4, 6, 3))
+    assert found.text == "the first and the last of 4 rows, in 6 values of 3 layers"
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_sum_of_the_rows_so_far_is_named(probe: ModelProbe, rows: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Code(lambda self, x: x.cumsum(0)))
+    assert checks.batch_independent.outcome(probe, model, probe.randn(rows, 3)).layer == "1"
+
+
+class Graph(nn.Module):
+    """Adds to each node those that point to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return nodes.index_add(0, edges[1], self.fc(nodes)[edges[0]])
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_nodes_that_edges_point_to_are_no_batch(probe: ModelProbe, check: checks.Check) -> None:
+    edges = torch.tensor([[0, 1, 2, 3, 1], [1, 0, 3, 2, 3]])
+    found = check.outcome(probe, Graph(), probe.randn(4, 3), edges)
+    assert found.text.startswith("the inputs differ in size along axis 0: input[0] has 4 and input[1] has 2")
+
+
+def test_words_of_bags_that_offsets_point_to_are_no_batch(probe: ModelProbe) -> None:
+    words, offsets = probe.randint(0, 9, (10,)), torch.tensor([0, 4, 7])
+    assert checks.any_batch_size.outcome(probe, nn.EmbeddingBag(9, 4), words, offsets).verdict == "not applicable"
+
+
+def test_a_table_of_another_size_beside_the_batch_hides_no_fault(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, table: (x - x.mean(0)) @ table)
+    found = checks.batch_independent.outcome(probe, model, probe.randn(4, 3), probe.randn(3, 3, name="table"))
+    assert found.layer == "(root)"
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def targets(probe: ModelProbe) -> Tensor:
+    return probe.randn(3, 5, name="targets")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o: F.cross_entropy(o, torch.tensor([0, 1, 2])),
+        lambda o: F.mse_loss(o, targets(ModelProbe())),
+        lambda o: (o - targets(ModelProbe())).square().mean(),
+    ],
+    ids=["raises", "is broadcast", "is broadcast without a warning"],
+)
+def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelProbe, loss: Any) -> None:
+    found = checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=loss)
+    assert found.verdict == "not applicable"
+    assert found.text.startswith("the loss does not go with a part of the batch; give the targets as inputs")
+
+
+def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_same(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: self.fc(x) * 1e-6, fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), loss=lambda o: F.cross_entropy(o, torch.arange(len(o)))
+    )
+    assert found.verdict == "not applicable", found.text
+    assert found.text.startswith("the loss does not go with a part of the batch")
+
+
+def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe) -> None:
+    kept: dict[str, Tensor] = {}
+    model = Code(lambda self, x: x * kept.setdefault("bias", self.fc.weight.square().sum()), fc=nn.Linear(3, 3))
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 3), loss=lambda o: o.square().mean())
+    assert found.text.startswith("in another run its backward raised RuntimeError: Trying to backward through")
+
+
+def test_what_runs_in_a_narrower_dtype_alone_is_said_to(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x + torch.full((), torch.finfo(x.dtype).min) * 0, fc=nn.Linear(3, 3))
+    found = checks.dtype_parity.outcome(probe, model, probe.randn(3, 3))
+    assert found.text.startswith("the model runs in bfloat16 and not in float64: (root) raised RuntimeError: value")
+
+
+def test_targets_that_are_inputs_go_with_each_part_of_the_batch(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y), fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation(probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss)
+    assert found.verdict == "holds"
+
+
+def test_a_sum_over_targets_that_are_inputs_is_named(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y, reduction="sum"), fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss
+    )
+    assert (found.layer or "").startswith("fc.")
+
+
+class WrongAlone(torch.autograd.Function):
+    """Gives a batch of one row another gradient than a larger batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 if len(gradient) > 1 else 3)
+
+
+def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe: ModelProbe) -> None:
+    layer = Code(lambda self, x: WrongAlone.apply(x))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), layer, nn.Linear(4, 5))
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
+    assert (found.layer or "").startswith("1.")
+    assert found.text.endswith("The other gradients agree: it may also be a layer between those and these.")
+
+
+def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="loss= raised AttributeError"):
+        checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
+
+
+def holding_float32(o: Tensor) -> Tensor:
+    return F.binary_cross_entropy(o, torch.full((3, 2), 0.3))
+
+
+def test_a_loss_that_holds_float32_means_nothing_in_float64(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid())
+    found = checks.gradcheck.outcome(probe, model, probe.randn(3, 4), loss=holding_float32)
+    assert found.verdict == "not applicable"
+    assert found.text.endswith("in float64: cast the tensors that it holds, target.to(output.dtype)")
+
+
+def test_a_loss_that_never_works_is_refused_by_gradcheck(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="loss= raised AttributeError"):
+        checks.gradcheck.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
+
+
+def test_gradients_of_a_loss_that_holds_float32_are_compared_without_float64(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: (self.fc(x).sigmoid(), y), fc=nn.Linear(4, 2))
+
+    def loss(given: tuple[Tensor, Tensor]) -> Tensor:
+        o, y = given
+        return F.binary_cross_entropy(o, y.float(), reduction="sum")
+
+    found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), torch.full((3, 2), 0.3), loss=loss)
+    assert found.verdict == "broken"
+    assert found.text.startswith("fc.")
+
+
+class Complex(nn.Module):
+    """The power of a complex product."""
+
+    def __init__(self, backward_sign: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
+        self.sign = backward_sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.weight.dtype) @ self.weight
+        if y.requires_grad and self.sign != 1:
+            y.register_hook(lambda gradient: self.sign * gradient)
+        return (y * (0.3 + 0.7j)).real + y.abs().square()
+
+
+def test_gradients_of_complex_parameters_are_right(probe: ModelProbe) -> None:
+    assert checks.gradcheck(probe, Complex(), probe.randn(3, 4)).text == "2 gradients"
+
+
+def test_a_wrong_gradient_of_a_complex_parameter_is_named(probe: ModelProbe) -> None:
+    assert checks.gradcheck.outcome(probe, Complex(-1), probe.randn(3, 4)).layer in ("weight", "input")
+
+
+def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Complex(), probe.randn(3, 4))
+    assert found.text == "the model has complex parameters or buffers, of which Module.to makes real ones"
+
+
+def test_an_unused_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
+    model = Code(lambda self, weight: self.weight.square().sum(), weight=nn.Parameter(torch.ones(7)))
+    found = checks.gradcheck(probe, model, kwargs={"weight": probe.randn(3, 4)})
+    assert found.text == "2 gradients"
+
+
+def test_parameters_that_never_move_are_told_of_a_model_that_learns(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Code(lambda self, x: x.detach()), nn.Linear(4, 1))
+    found = checks.overfits_batch(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
+    assert found.text.endswith("; 2 parameters never moved: 0.weight and 0.bias")
+
+
+def test_one_step_may_be_enough(probe: ModelProbe) -> None:
+    found = checks.overfits_batch(
+        probe,
+        nn.Linear(4, 1, bias=False),
+        torch.eye(4),
+        loss=lambda y: y.square().mean(),
+        steps=1,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0),
+    )
+    assert found.text.endswith("in 1 step")
+
+
+def test_a_loss_that_is_nan_ends_the_steps(probe: ModelProbe) -> None:
+    def root(parameters: Any) -> torch.optim.Optimizer:
+        with torch.no_grad():
+            model.bias.fill_(1.0)
+        return torch.optim.SGD(parameters, 10.0)
+
+    model = nn.Linear(4, 1)
+    loss = lambda y: y.sqrt().mean()  # noqa: E731
+    found = checks.overfits_batch.outcome(probe, model, torch.zeros(3, 4), loss=loss, optimizer=root)
+    assert found.text.startswith("(root) has a loss of nan after 1 step\n")
+
+
+def test_a_loss_that_becomes_infinite_ends_the_steps(probe: ModelProbe) -> None:
+    found = checks.overfits_batch.outcome(
+        probe,
+        nn.Linear(4, 1),
+        probe.randn(3, 4),
+        loss=lambda y: y.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1e30),
+    )
+    assert found.text.startswith("(root) has a loss of inf after 1 step\n")
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"below": 2}, {"below": 0}])
+def test_a_batch_that_cannot_be_overfitted_is_refused(probe: ModelProbe, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(options))}= is "):
+        checks.overfits_batch.outcome(probe, nn.Linear(4, 1), probe.randn(3, 4), loss=torch.mean, **options)
+
+
+def averaged(probe: ModelProbe, model: nn.Module, average: nn.Module) -> checks.Outcome:
+    def updates() -> None:
+        with torch.no_grad():
+            for p, q in zip(average.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+
+    return checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+
+
+def test_an_average_may_have_a_part_called_module(probe: ModelProbe) -> None:
+    def made() -> nn.Module:
+        return Code(None, module=nn.Linear(2, 2), head=nn.Linear(2, 1))
+
+    assert averaged(probe, made(), made()).text == "4 parameters"
+
+
+def test_an_average_that_was_never_updated_copies_first(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    found = checks.ema_tracks.outcome(
+        probe, model, average=ema, decay=0.9, updates=lambda: ema.update_parameters(model)
+    )
+    assert found.verdict == "not applicable"
+    assert "its first update copies the model" in found.text
+
+
+def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+
+    def updates() -> None:
+        with torch.no_grad():
+            average.weight.lerp_(model.weight, 0.1)
+
+    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+    assert found.text.startswith("bias is not in the average\n")
+
+
+# --- sequence -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoder(probe: ModelProbe) -> nn.Module:
+    return probe.build(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+
+
+class Blind(nn.Module):
+    """Takes a mask, and a mean over all positions all the same."""
+
+    def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Masked(nn.Module):
+    """Takes a mean over the positions that are kept."""
+
+    def __init__(self, pad: bool = False) -> None:
+        super().__init__()
+        self.pad = pad
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, pad_mask: Tensor | None = None) -> Tensor:
+        given = mask if pad_mask is None else pad_mask
+        assert given is not None
+        keep = (given.bool() ^ self.pad)[..., None].float()
+        return x - (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_positions_by_positions_is_none_of_padding(
+    probe: ModelProbe, encoder: nn.Module, dtype: torch.dtype
+) -> None:
+    mask = torch.zeros(8, 8, dtype=dtype)
+    found = checks.padding_invariant.outcome(probe, encoder, probe.randn(2, 8, 8), src_mask=mask)
+    assert found.text.startswith("no argument of shape (2, 8), the batch and axis 1 of input, is called a mask")
+
+
+def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
+    found = checks.padding_invariant.outcome(probe, encoder, probe.randn(8, 8, 8), src_mask=torch.zeros(8, 8))
+    assert found.text.startswith("there are as many rows as positions, 8: ")
+
+
+def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
+    mask = torch.zeros(2, 8)
+    found = checks.padding_invariant(probe, encoder, probe.randn(2, 8, 8), src_key_padding_mask=mask)
+    assert found.text.endswith("positions without the others, masked by -inf in src_key_padding_mask")
+
+
+def test_true_in_a_pad_mask_is_what_is_masked(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    found = checks.padding_invariant(probe, Masked(pad=True), probe.randn(2, 8, 3), pad_mask=mask)
+    assert found.text.endswith("masked by True in pad_mask")
+
+
+def test_a_pad_mask_the_wrong_way_round_is_named(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[1, 7] = True
+    found = checks.padding_invariant.outcome(probe, Masked(), probe.randn(2, 8, 3), pad_mask=mask)
+    assert found.layer == "(root)"
+    assert "with the others, masked by True in pad_mask\n" in found.text
+
+
+def test_a_mask_that_is_all_0_marks_with_1(probe: ModelProbe) -> None:
+    mask = torch.zeros(2, 8, dtype=torch.long)
+    found = checks.padding_invariant(probe, Masked(pad=True), probe.randn(2, 8, 3), kwargs={"mask": mask})
+    assert found.text.endswith("masked by 1 in mask")
+
+
+def test_a_tensor_under_mask_is_the_mask_itself(probe: ModelProbe) -> None:
+    assert checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask=torch.ones(2, 8)).verdict == "holds"
+
+
+def test_a_tensor_under_mask_hides_no_fault(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(probe, Blind(), probe.randn(2, 8, 3), mask=torch.ones(2, 8))
+    assert found.layer == "(root)"
+
+
+def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Blind(), probe.randn(2, 8, 3), mask="weights", weights=torch.ones(2, 3)
+    )
+    assert found.text == "weights has the shape (2, 3), not (batch, positions), here (2, 8)"
+
+
+def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="mask= names an argument 'maks' that is not given: is mask meant"):
+        checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask="maks", kwargs={"mask": torch.ones(2, 8)})
+
+
+def test_a_mask_may_come_before_what_it_masks(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Code(lambda self, mask, x: x - x.mean(1, keepdim=True)), mask=torch.ones(2, 8), x=probe.randn(2, 8, 3)
+    )
+    assert found.layer == "(root)"
+
+
+# --- repetition ---------------------------------------------------------------------------------------------------
+
+
+def test_dropout_of_little_from_few_draws_by_the_seed(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.01))
+    assert checks.seeded(probe, model, probe.randn(2, 4)).text == "1 layer that draws random numbers"
+
+
+def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -> None:
+    def code(self: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return F.dropout(x, 0.5)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
+    found = checks.seeded.outcome(probe, model, probe.randn(2, 4))
+    assert found.layer == "1"
+    assert found.text.startswith("layer '1' (Code) seeds the random numbers itself: ")
+
+
+def test_code_that_seeds_before_a_layer_inside_it_is_named(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return self.drop(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code, drop=nn.Dropout(0.5)))
+    assert checks.seeded.outcome(probe, model, probe.randn(2, 4)).layer == "1"
+
+
+def test_a_seed_of_numpy_in_the_forward_is_named(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        np.random.seed(0)  # noqa: NPY002
+        return x + np.random.rand()  # noqa: NPY002
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code))
+    assert checks.seeded.outcome(probe, model, probe.randn(2, 4)).layer == "1"
+
+
+def test_layers_after_one_that_draws_do_not_draw(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert checks.seeded(probe, model, probe.randn(2, 4)).text == "1 layer that draws random numbers"
+
+
+@pytest.mark.parametrize("length", [5, 6, 8])
+@pytest.mark.parametrize("chunk", [2, 3, 4])
+def test_what_leaks_within_a_chunk_knows_of_later_positions(probe: ModelProbe, length: int, chunk: int) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        parts = [part.mean(1, keepdim=True).expand_as(part) for part in x.split(chunk, 1)]
+        return torch.cat(parts, 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
+    assert checks.causal.outcome(probe, model, probe.randn(2, length, 4)).layer == "1"
+
+
+def test_integers_that_come_out_in_another_order_are_seen(probe: ModelProbe) -> None:
+    found = checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randint(0, 9, (2, 5)))
+    assert found.layer == "(root)"
+
+
+def test_the_place_of_the_largest_element_depends_on_the_order(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x.argmax(1))
+    assert checks.permutation_invariant.outcome(probe, model, probe.randn(2, 5, 3)).layer == "(root)"
+
+
+def test_a_count_of_elements_does_not_depend_on_their_order(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: (x > 0).sum(1))
+    assert checks.permutation_invariant(probe, model, probe.randn(2, 5, 3)).verdict == "holds"
+
+
+# --- elsewhere and otherwise --------------------------------------------------------------------------------------
+
+
+class Cached(nn.Linear):
+    """Multiplies all that it gave out since a cache began."""
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        y = super().forward(x)
+        if cache is not None:
+            cache.append(y)
+            y = torch.stack(cache).prod(0)
+        return y
+
+
+def test_a_cache_that_a_checkpoint_writes_to_twice_comes_with_a_way_out(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, use_cache: self.fc(x, [] if use_cache else None), fc=Cached(3, 3))
+    found = checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True)
+    assert found.layer
+    assert found.text.endswith(
+        "Look for something that the layers write to, such as a cache: use_cache=False; for a counter or a hidden "
+        "state that they keep; and for code that asks whether gradients are on."
+    )
+    assert checks.checkpoint_parity(probe, model, probe.randn(2, 3), use_cache=False).verdict == "holds"
+
+
+class Decoder(nn.Module):
+    """Takes the default for its cache from a configuration, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.config = Cached(3, 3), SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Any:
+        return self.fc(x, [] if (self.config.use_cache if use_cache is None else use_cache) else None)
+
+
+def test_a_cache_that_is_on_by_default_is_off_beside_a_checkpoint(probe: ModelProbe) -> None:
+    model = Decoder()
+    assert checks.checkpoint_parity(probe, model, probe.randn(2, 3)).text == (
+        "2 parameters, 1 module checkpointed, reentrant and not; without a cache (config.use_cache)"
+    )
+    assert model.config.use_cache
+    assert checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True).verdict == "broken"
+
+
+class Moving(nn.Linear):
+    """Scales by a buffer that each forward of training moves on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(1.1)
+        return super().forward(x) * self.scale.clone()
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, parametrizations.spectral_norm])
+def test_a_spectral_norm_stands_still_under_checkpoints(probe: ModelProbe, norm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(norm(nn.Linear(6, 6)), nn.LeakyReLU(0.1)) for _ in range(2)])
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert checks.checkpoint_parity(probe, model, probe.randn(4, 6)).text == (
+        "4 parameters, 2 modules checkpointed, reentrant and not; 2 spectral norms standing still"
+    )
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model = nn.Sequential(nn.Sequential(norm(nn.Linear(6, 4))), nn.Sequential(Moving()))
+    assert checks.checkpoint_parity.outcome(probe, model, probe.randn(4, 6)).verdict == "broken"
+
+
+def test_a_view_of_small_pictures_wants_its_own_strides(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Identity(), Code(lambda self, x: x.view(x.shape[0], -1)))
+    assert checks.layout_parity.outcome(probe, model, probe.randn(2, 4, 4)).layer == "1"
+
+
+def test_a_reshape_takes_any_strides(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Flatten(), nn.Linear(16, 2))
+    assert checks.layout_parity(probe, model, probe.randn(2, 4, 4)).verdict == "holds"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "advice"),
+    [
+        ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
+        ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
+        ("compile_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
+        # Older versions of torch refuse to export it: that has another step next.
+        ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for co"),
+    ],
+)
+def test_a_parity_that_is_broken_comes_with_a_next_step(probe: ModelProbe, name: str, code: Any, advice: str) -> None:
+    found = getattr(checks, name).outcome(probe, Code(code, fc=nn.Linear(3, 3)), probe.randn(2, 3))
+    assert found.verdict == "broken"
+    assert found.text.rpartition("\n\n")[2].startswith(advice)
+
+
+def test_an_output_that_is_missing_is_said_to_be(probe: ModelProbe) -> None:
+    model = nn.Sequential(Code(lambda self, x: self.fc(x) if torch.rand(()) > 0.5 else x, fc=nn.Linear(3, 3)))
+    texts = [checks.eval_stable.outcome(ModelProbe(seed=seed), model, probe.randn(2, 3)).text for seed in range(9)]
+    assert any("0.fc is random in evaluation mode: output is not given out with another seed" in text for text in texts)
+    assert not any("changed by not" in text for text in texts)
+
+
+# --- what a model is made of --------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    one: nn.Module
+    other: nn.Module
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        ("parts", OrderedDict(a=nn.Linear(2, 2)), "parts['a']"),
+        ("parts", defaultdict(list, a=[nn.Linear(2, 2)]), "parts['a'][0]"),
+        ("parts", {nn.Linear(2, 2)}, "parts[0]"),
+        ("parts", Pair(nn.Linear(2, 2), nn.Linear(2, 2)), "parts[0]"),
+        ("parts", deque([torch.ones(3)]), "parts[0]"),
+        ("webhooks", {"a": nn.Linear(2, 2)}, "webhooks['a']"),
+        ("_mean", torch.ones(3), "_mean"),
+    ],
+)
+def test_what_no_container_of_torch_s_holds_is_named(probe: ModelProbe, key: str, value: Any, where: str) -> None:
+    assert checks.registered.outcome(probe, Code(None, **{key: value})).layer == where
+
+
+def test_a_map_that_a_forward_keeps_needs_no_registering(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        self.last, self._maps = y.detach(), [y.detach()]
+        return y
+
+    model, x = nn.Sequential(Code(code, fc=nn.Linear(3, 3))), probe.randn(2, 3)
+    model(x)
+    assert checks.registered(probe, model, x).verdict == "holds"
+
+
+def test_a_tensor_that_a_forward_uses_is_no_map_of_it(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x * self._mean, _mean=torch.ones(3))
+    assert checks.registered.outcome(probe, model, probe.randn(2, 3)).layer == "_mean"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_weights_that_a_norm_computes_need_no_registering(probe: ModelProbe, norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(3, 3)))
+    assert checks.registered(probe, model).verdict == "holds"
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    assert checks.registered(probe, model).verdict == "holds"
+
+
+class Forgetful(nn.Module):
+    """Loads all but one tensor."""
+
+    def __init__(self, state: Tensor, name: str) -> None:
+        super().__init__()
+        if isinstance(state, nn.Parameter):
+            self.state = state
+        else:
+            self.register_buffer("state", state)
+        self.lost = name
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({key: x for key, x in state.items() if key != self.lost}, strict=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.state.real
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 2j])),
+        torch.tensor([1, 0, 5]),
+        torch.tensor([True, False, True]),
+        torch.tensor([1, 0, 5], dtype=torch.uint8),
+    ],
+    ids=lambda state: str(state.dtype),
+)
+def test_what_is_not_loaded_is_seen_whatever_its_dtype(probe: ModelProbe, state: Tensor) -> None:
+    x = probe.randn(2, 3)
+    assert checks.state_dict_round_trip.outcome(probe, Forgetful(state, "state"), x).layer == "(root)"
+    assert checks.state_dict_round_trip(probe, Forgetful(state, ""), x).verdict == "holds"
+
+
+def test_a_random_buffer_that_is_not_stored_is_seen_with_a_factory(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        layer = Code(lambda self, x: x @ self.turn)
+        layer.register_buffer("turn", torch.randn(3, 3), persistent=False)
+        return nn.Sequential(nn.Linear(3, 3), layer)
+
+    found = checks.state_dict_round_trip.outcome(probe, factory(), probe.randn(2, 3), factory=factory)
+    assert found.layer == "1"
+
+
+def test_a_buffer_that_is_computed_again_is_the_same_from_a_factory(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        layer = Code(lambda self, x: x @ self.turn)
+        layer.register_buffer("turn", torch.eye(3), persistent=False)
+        return nn.Sequential(nn.Linear(3, 3), layer)
+
+    assert checks.state_dict_round_trip(probe, factory(), probe.randn(2, 3), factory=factory).verdict == "holds"
+
+
+def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
+    layer = nn.Linear(3, 3)
+    layer.kept = layer.weight * 2  # type: ignore[assignment]
+    found = checks.copy_and_pickle.outcome(probe, nn.Sequential(nn.Linear(3, 3), layer), probe.randn(2, 3))
+    assert found.layer == "1"
+    assert found.text.startswith("layer '1' (Linear) cannot be copied: RuntimeError: Only Tensors created explicitly")
+
+
+def test_integers_that_nothing_wrote_to_are_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("order", torch.empty(5, dtype=torch.long))
+        return model
+
+    model = factory()
+    model.order.zero_()  # type: ignore[operator]
+    found = checks.initialized.outcome(probe, model, factory=factory)
+    assert found.text.startswith("order is not initialized: 5 of 5 elements were never written to\n")
+
+
+def test_the_largest_integer_may_be_meant(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("order", torch.full((5,), torch.iinfo(torch.long).max))
+        return model
+
+    assert checks.initialized(probe, factory(), factory=factory).text == "3 parameters and buffers"
+
+
+def test_a_weight_that_is_nan_may_have_been_written_to(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 4))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    found = checks.initialized.outcome(probe, model)
+    assert found.text.startswith("0.weight is not finite: 1 of 8 elements are NaN or infinite\n")
+
+
+def test_a_module_that_is_hidden_on_purpose_needs_no_registering(probe: ModelProbe) -> None:
+    model = nn.Linear(2, 2)
+    object.__setattr__(model, "_teacher", nn.Linear(2, 2))
+    assert checks.registered(probe, model).verdict == "holds"
+
+
+# --- what a forward leaves behind ---------------------------------------------------------------------------------
+
+
+def by_numpy(self: nn.Module, x: Tensor) -> Tensor:
+    x.detach().numpy()[:] = 0
+    return x + 1
+
+
+@pytest.mark.parametrize("code", [lambda self, x: x.data.mul_(2), by_numpy], ids=["data", "numpy"])
+def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe, code: Any) -> None:
+    model = nn.Sequential(nn.Identity(), Code(code), nn.Identity())
+    found = checks.inputs_unchanged_by_forward.outcome(probe, model, probe.randn(2, 3))
+    assert found.layer == "1"
+    assert found.text.startswith("layer '1' (Code) writes into input, which the caller may use again\n")
+
+
+def popping(self: Any, given: dict[str, Any]) -> Tensor:
+    return self.fc(given.pop("x"))
+
+
+def adding(self: Any, given: dict[str, Any]) -> Tensor:
+    given["y"] = self.fc(given["x"])
+    return given["y"]
+
+
+def replacing(self: Any, given: dict[str, Any]) -> Tensor:
+    given["x"] = self.fc(given["x"])
+    return given["x"]
+
+
+@pytest.mark.parametrize(("code", "path"), [(popping, "input.x"), (adding, "input.y"), (replacing, "input.x")])
+def test_a_dict_that_is_written_to_is_an_input(probe: ModelProbe, code: Any, path: str) -> None:
+    found = checks.inputs_unchanged_by_forward.outcome(probe, Code(code, fc=nn.Linear(3, 3)), {"x": probe.randn(2, 3)})
+    assert found.layer == "(root)"
+    assert found.text.startswith(f"(root) writes into {path}, ")
+
+
+def test_a_dict_that_is_read_is_unchanged(probe: ModelProbe) -> None:
+    model = Code(lambda self, given: self.fc(given["x"]), fc=nn.Linear(3, 3))
+    given = {"x": probe.randn(2, 3), "scale": float("nan")}
+    assert checks.inputs_unchanged_by_forward(probe, model, given).text == "1 input"
+
+
+def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
+    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
+
+
+# --- padding that is pooled ---------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Takes the mean of a sequence, over what the mask keeps or over everything."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.masked = nn.Linear(3, 8), nn.Linear(8, 2), masked
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        weights = attention_mask[..., None] if self.masked else torch.ones_like(attention_mask[..., None])
+        return self.head((self.embed(x) * weights).sum(1) / weights.sum(1))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mean_over_the_padding_is_seen_in_what_is_pooled(probe: ModelProbe, masked: bool) -> None:
+    x, mask = probe.randn(2, 8, 3), torch.ones(2, 8)
+    found = checks.padding_invariant.outcome(probe, Pooled(masked), x, attention_mask=mask)
+    assert (found.verdict, found.layer) == (("holds", None) if masked else ("broken", "(root)"))
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_twice_in_the_optimizer_is_named(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*model.parameters(), model[1].bias], 0.1)
+    found = checks.optimizer_covers.outcome(probe, model, optimizer=optimizer)
+    assert str(found).startswith("1.bias is in the optimizer 2 times")
+
+
+# --- frozen on purpose --------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.BatchNorm1d):
+    """Stays in evaluation mode whatever the model does."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(mode=False)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: ModelProbe, trained: bool) -> None:
+    norm = Frozen(3).requires_grad_(trained)
+    norm.running_mean.fill_(1.0)
+    model = nn.Sequential(nn.Linear(3, 3), norm, nn.BatchNorm1d(3))
+    found = checks.train_eval_differ.outcome(probe, model, probe.randn(4, 3))
+    assert (found.verdict, found.layer) == (("broken", "1") if trained else ("holds", None))
+
+
+# --- dropout of one seed ------------------------------------------------------------------------------------------
+
+
+class Seeded(nn.Dropout):
+    """Drops the same under any seed, and leaves the generators as they were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(("dropout", "layer"), [(Seeded, "2"), (nn.Dropout, None)])
+def test_dropout_of_one_seed_is_seen_behind_another(probe: ModelProbe, dropout: type, layer: str | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), dropout(0.3), nn.Linear(16, 2))
+    assert checks.seeded.outcome(probe, model, probe.randn(8, 8)).layer == layer

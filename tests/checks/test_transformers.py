@@ -1,0 +1,142 @@
+"""The standard battery on architectures of the world, tiny and with random weights: what is true of each is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, checks
+
+ROWS, LENGTH, VOCABULARY = 3, 10, 40
+
+COMMON = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 24,
+}
+IMAGE = {key: value for key, value in COMMON.items() if key not in ("vocab_size", "max_position_embeddings")}
+AUDIO = {
+    **IMAGE,
+    "vocab_size": VOCABULARY,
+    "conv_dim": (8, 8),
+    "conv_kernel": (4, 4),
+    "conv_stride": (4, 4),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+
+
+def made(kind: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def factory() -> nn.Module:
+        model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+        return model
+
+    return factory
+
+
+def ids(probe: ModelProbe, name: str = "ids") -> Tensor:
+    return probe.randint(3, VOCABULARY, (ROWS, LENGTH), name=name)
+
+
+def text(probe: ModelProbe) -> dict[str, Tensor]:
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long, device=probe.device)
+    return {"input_ids": ids(probe), "attention_mask": mask}
+
+
+def labeled(probe: ModelProbe) -> dict[str, Tensor]:
+    return {**text(probe), "labels": ids(probe, "labels")}
+
+
+def image(probe: ModelProbe) -> dict[str, Tensor]:
+    return {"pixel_values": probe.randn(ROWS, 3, 32, 32), "labels": torch.arange(ROWS, device=probe.device) % 2}
+
+
+def own_loss(output: Any) -> Tensor:
+    return output.loss  # type: ignore[no-any-return]
+
+
+def case(
+    name: str,
+    factory: Callable[[], nn.Module],
+    inputs: Callable[[ModelProbe], Any],
+    *,
+    loss: Callable[[Any], Tensor] = own_loss,
+    xfail: Mapping[str, str] | None = None,
+) -> checks.Case:
+    return checks.Case(name=name, factory=factory, inputs=inputs, loss=loss, xfail=xfail or {})
+
+
+CASES = [
+    case("llama", made("LlamaForCausalLM", "LlamaConfig", **COMMON, num_key_value_heads=1), labeled),
+    case(
+        "mixtral",
+        made("MixtralForCausalLM", "MixtralConfig", **COMMON, num_key_value_heads=1, num_local_experts=4),
+        labeled,
+    ),
+    case(
+        "mamba",
+        made(
+            "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4
+        ),
+        labeled,
+        xfail={
+            "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
+            "padding_invariant": "the state that it gives out goes on through padding behind the last word",
+        },
+    ),
+    case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labeled),
+    case(
+        "t5",
+        made(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+        ),
+        labeled,
+    ),
+    case(
+        "wav2vec2",
+        made("Wav2Vec2ForCTC", "Wav2Vec2Config", **AUDIO, pad_token_id=0),
+        lambda probe: {
+            "input_values": probe.randn(ROWS, 400),
+            "attention_mask": torch.ones(ROWS, 400, dtype=torch.long),
+            "labels": ids(probe)[:, :4],
+        },
+        xfail={
+            "gradient_accumulation": "its CTC loss is a sum over the batch unless it is configured otherwise",
+            "checkpoint_parity": "it writes in place into what a layer gave out, which a reentrant checkpoint forbids",
+        },
+    ),
+    case("vit", made("ViTForImageClassification", "ViTConfig", **IMAGE, image_size=32, patch_size=8), image),
+    case(
+        "resnet",
+        made(
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            embedding_size=8,
+            hidden_sizes=[8, 16],
+            depths=[1, 1],
+            layer_type="basic",
+        ),
+        image,
+    ),
+]
+
+
+@checks.parametrize_with_checks(CASES)
+def test_standard(modelprobe: ModelProbe, check: Callable[[ModelProbe], Any]) -> None:
+    check(modelprobe)

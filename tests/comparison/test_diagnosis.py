@@ -1,0 +1,1937 @@
+"""Differences → causes: whose own code, which attribute, which weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.record.records import (
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Value,
+)
+from pytest_modelprobe.report.comparison import first_line, said, text
+
+# --- real models --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.act = nn.GELU()
+        self.down = nn.Linear(16, 8)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(self.act(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Two(nn.Module):
+    """Two branches, of which either may be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b(x)
+        return self.out(self.a(x))
+
+
+class Dead(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = torch.relu(self.a(x)), torch.relu(self.b(x))
+        return self.out(a + b)
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.times = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.fc(x)
+        return x
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = (x[:, 0] > 0) == bool(i)
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Softplus()
+        self.mixture = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixture(self.act(x))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, use_cache=False, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+    )
+    return transformers.ViTModel(config).eval()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.fc.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.fc(x)))
+
+
+Edit = Callable[[Any], object]
+PROBE = ModelProbe()
+IDS, IMAGES = PROBE.randint(0, 32, (2, 6)), PROBE.randn(4, 1, 8, 8)
+INPUTS: dict[Callable[[], nn.Module], torch.Tensor] = {
+    Net: IDS,
+    Two: PROBE.randn(2, 8),
+    Dead: PROBE.randn(2, 8),
+    Looped: PROBE.randn(2, 8),
+    Shared: PROBE.randn(2, 8),
+    Recurrent: PROBE.randn(2, 5, 4),
+    Routed: PROBE.randn(2, 8),
+    convolutional: IMAGES,
+    gpt2: IDS,
+    vit: PROBE.randn(2, 3, 8, 8),
+}
+
+
+def cube(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(3).mean()
+
+
+def recorded(model: nn.Module, x: Any, *, like: Record | None = None, alone: bool = True, **run: Any) -> Record:
+    """Return the record of a run, with what each layer's own code answers."""
+    record = PROBE.run(model, x, **{"loss": "random", **run})
+    if alone:
+        found = compare(record, record if like is None else like)
+        record = record.rerun.isolated(record, like=found.expected, names=found.names_before)
+    return record
+
+
+@functools.cache
+def unedited(factory: Callable[[], nn.Module], alone: bool) -> Record:
+    """Return the record of a model as it is built, with its noise."""
+    model = PROBE.build(factory)
+    record = recorded(model, INPUTS[factory], alone=alone)
+    return record.rerun.measured(record)
+
+
+def diagnosed(
+    edit: Edit = lambda _: None,
+    factory: Callable[[], nn.Module] = Net,
+    *,
+    new: Callable[[], nn.Module] | None = None,
+    x: Any = None,
+    alone: bool = True,
+    **run: Any,
+) -> Diagnosis:
+    """Return the diagnosis of a model that was edited, or made by another factory, or given another input."""
+    expected = unedited(factory, alone)
+    model = PROBE.build(new or factory)
+    edit(model)
+    actual = recorded(model, INPUTS[factory] if x is None else x, like=expected, alone=alone, **run)
+    return diagnose(compare(actual, expected))
+
+
+def causes(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    return [(cause.kind, cause.layer, cause.what) for cause in diagnosis.causes]
+
+
+def with_forward(layer: str, forward: Callable[..., Any]) -> Edit:
+    def edit(model: nn.Module) -> None:
+        module = model.get_submodule(layer)
+        module.forward = types.MethodType(forward, module)
+
+    return edit
+
+
+both_witnesses = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
+
+
+@both_witnesses
+def test_of_nothing_there_is_no_cause(alone: bool) -> None:
+    diagnosis = diagnosed(alone=alone)
+    assert (diagnosis.causes, diagnosis.possible, diagnosis.moved, diagnosis.unknown) == ((), (), (), None)
+
+
+# --- 0: input and seed --------------------------------------------------------------------------------------------
+
+
+@both_witnesses
+def test_another_input_accuses_nothing_else(alone: bool) -> None:
+    diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"), alone=alone)
+    assert causes(diagnosis) == [("input", "(root)", "input")]
+    assert diagnosis.possible == ()
+
+
+def test_an_input_of_another_shape_is_told_with_both_shapes() -> None:
+    (cause,) = diagnosed(x=PROBE.randint(0, 32, (2, 5))).causes
+    assert (cause.kind, cause.actual, cause.expected) == ("input", "(2, 5) int64", "(2, 6) int64")
+
+
+def test_another_loss_by_name_is_an_input() -> None:
+    diagnosis = diagnosed(loss=cube)
+    assert [(c.kind, c.what, c.actual, c.expected) for c in diagnosis.causes] == [("input", "loss", "cube", "random")]
+
+
+def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient_of_the_output() -> None:
+    def loss_with(power: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda output: output.pow(power).mean()
+
+    old, new = (PROBE.run(PROBE.build(Net), IDS, loss=loss_with(power)) for power in (2, 3))
+    diagnosis = diagnose(compare(new, old))
+    assert causes(diagnosis) == [("gradient", "(root)", "the loss")]
+    assert said(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
+
+
+def test_another_seed_is_the_first_cause() -> None:
+    old = unedited(Net, alone=False)
+    diagnosis = diagnose(compare(dataclasses.replace(old, seed=1), old))
+    assert causes(diagnosis) == [("seed", "(root)", "seed")]
+
+
+# --- 1: architecture and attributes -------------------------------------------------------------------------------
+
+
+@both_witnesses
+@pytest.mark.parametrize(("blocks", "what"), [(4, "added"), (2, "removed")])
+def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(
+    blocks: int, what: str, alone: bool
+) -> None:
+    diagnosis = diagnosed(new=lambda: Net(blocks), alone=alone)
+    assert causes(diagnosis) == [("architecture", f"blocks.{max(blocks - 1, 2)}", what)]
+
+
+def test_a_layer_inserted_into_a_sequential_accuses_none_after_it() -> None:
+    def inserted() -> nn.Module:
+        layers = list(convolutional())
+        return nn.Sequential(*layers[:2], nn.Hardtanh(), *layers[2:])
+
+    old, new = PROBE.build(convolutional), PROBE.build(inserted)
+    new[5].load_state_dict(old[4].state_dict())
+    expected = recorded(old, IMAGES)
+    diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
+    assert causes(diagnosis) == [
+        ("architecture", "2", "added"),
+        ("architecture", "3", "renamed"),
+        ("architecture", "4", "renamed"),
+        ("architecture", "5", "renamed"),
+    ]
+
+
+def test_a_container_renamed_is_one_cause() -> None:
+    old, new = (PROBE.architecture(nn.ModuleDict({name: nn.Sequential(nn.ReLU())})) for name in ("old", "new"))
+    assert causes(diagnose(compare(new, old))) == [("architecture", "new", "renamed")]
+
+
+def test_another_type_is_the_cause_of_its_own_answer() -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].act = nn.ReLU()
+
+    diagnosis = diagnosed(edit)
+    assert causes(diagnosis) == [("architecture", "blocks.1.act", "type")]
+    assert diagnosis.causes[0].change > 1e-3
+
+
+@both_witnesses
+def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].norm.eps = 1e-2
+
+    diagnosis = diagnosed(edit, alone=alone)
+    (cause,) = diagnosis.causes
+    assert (cause.layer, cause.what, cause.actual, cause.expected) == ("blocks.1.norm", "eps", 1e-2, 1e-5)
+    assert cause.change > 1e-4
+
+
+@both_witnesses
+def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause(alone: bool) -> None:
+    def edit(model: Any) -> None:
+        model.times = 3
+
+    assert causes(diagnosed(edit, Looped, alone=alone)) == [("attribute", "(root)", "times")]
+
+
+def test_the_sizes_among_the_attributes_are_not_told_beside_the_shape() -> None:
+    old, new = (PROBE.architecture(nn.Linear(2, n)) for n in (3, 4))
+    assert [what for _, _, what in causes(diagnose(compare(new, old)))] == ["weight"]
+
+
+def test_a_model_in_another_mode_is_one_cause() -> None:
+    diagnosis = diagnosed(lambda model: model.eval())
+    assert [(c.what, c.actual, c.expected) for c in diagnosis.causes] == [("training", False, True)]
+
+
+def test_a_layer_alone_in_another_mode_is_named() -> None:
+    assert causes(diagnosed(lambda model: model.head.eval())) == [("attribute", "head", "training")]
+
+
+def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
+    diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.requires_grad_(False))
+    assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
+
+
+@both_witnesses
+def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> None:
+    def edit(model: nn.Module) -> None:
+        model.act.forward = lambda x: -nn.functional.softplus(x)
+
+    assert causes(diagnosed(edit, Routed, alone=alone)) == [("computation", "act", "")]
+
+
+# --- 2: weights and buffers ---------------------------------------------------------------------------------------
+
+
+@both_witnesses
+def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None:
+    diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.data.mul_(1.1), alone=alone)
+    assert causes(diagnosis) == [("weights", "blocks.1.up", "weight")]
+    assert diagnosis.moved[0] == "(root)"
+    assert "blocks.0" not in diagnosis.moved
+    assert not diagnosis.redrawn
+
+
+@both_witnesses
+def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
+
+    assert {kind for kind, _, _ in causes(diagnosed(edit, alone=alone))} == {"weights"}
+
+
+def test_a_model_drawn_anew_is_recognized() -> None:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.std() > 0:  # not the ones of a norm
+                parameter.data.copy_(parameter.flip(0))
+
+    assert diagnosed(edit).redrawn
+
+
+def test_a_buffer_is_told_as_one() -> None:
+    old, new = PROBE.build(convolutional).eval(), PROBE.build(convolutional).eval()
+    new[1].running_mean.add_(1.0)
+    expected = recorded(old, IMAGES)
+    diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
+    assert causes(diagnosis) == [("buffers", "1", "running_mean")]
+
+
+def test_what_a_batch_norm_leaves_is_its_own_doing() -> None:
+    def edit(model: Any) -> None:
+        model[1].forward = lambda x: nn.functional.batch_norm(
+            x, model[1].running_mean, model[1].running_var, model[1].weight, model[1].bias, True, 0.5
+        )
+
+    diagnosis = diagnosed(edit, convolutional, alone=False)
+    assert causes(diagnosis) == [("computation", "1", "")]
+
+
+# --- 3: whose own code --------------------------------------------------------------------------------------------
+
+
+def without_residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down(self.act(self.up(self.norm(x))))
+
+
+def doubled_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(2 * self.up(self.norm(x))))
+
+
+def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(self.up(self.norm(x.roll(1, -1)))))
+
+
+@both_witnesses
+@pytest.mark.parametrize(
+    ("forward", "where"),
+    [
+        (without_residual, "after down"),
+        (doubled_between, "between up and act"),
+        (shifted_before, "before norm"),
+    ],
+)
+def test_a_container_s_own_code_is_told_with_its_place(forward: Any, where: str, alone: bool) -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1", where)]
+    assert diagnosis.causes[0].witness == ("both" if alone else "propagation")
+
+
+@both_witnesses
+def test_a_leaf_s_own_code_is_named(alone: bool) -> None:
+    forward = with_forward("blocks.1.act", lambda self, x: 2 * nn.functional.gelu(x))
+    diagnosis = diagnosed(forward, alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1.act", "")]
+    assert diagnosis.causes[0].hints == ("scaled by 2",)
+
+
+def test_several_changes_at_once_are_all_named() -> None:
+    def edit(model: Any) -> None:
+        with_forward("blocks.0", without_residual)(model)
+        model.blocks[1].norm.eps = 1e-2
+        model.blocks[1].act = nn.ReLU()
+        with_forward("blocks.2", doubled_between)(model)
+        model.head.weight.data.mul_(1.1)
+
+    assert set(causes(diagnosed(edit))) == {
+        ("computation", "blocks.0", "after down"),
+        ("attribute", "blocks.1.norm", "eps"),
+        ("architecture", "blocks.1.act", "type"),
+        ("computation", "blocks.2", "between up and act"),
+        ("weights", "head", "weight"),
+    }
+
+
+def test_by_propagation_only_the_first_of_several_is_named_and_the_rest_is_not_judged() -> None:
+    def edit(model: Any) -> None:
+        with_forward("blocks.0", without_residual)(model)
+        with_forward("blocks.2", doubled_between)(model)
+
+    diagnosis = diagnosed(edit, alone=False)
+    assert causes(diagnosis) == [("computation", "blocks.0", "after down")]
+    assert "blocks.2" in diagnosis.not_judged
+
+
+@both_witnesses
+def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> None:
+    forward = with_forward("blocks.1", lambda self, x: x + self.down(self.act(self.up(x))))
+    diagnosis = diagnosed(forward, alone=alone)
+    assert causes(diagnosis) == [("computation", "blocks.1", "before up")]
+
+
+def test_a_block_that_is_not_called_any_more_accuses_the_layer_that_called_it() -> None:
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.embed(ids))))
+
+    assert [layer for _, layer, _ in causes(diagnosed(with_forward("", forward)))] == ["(root)"]
+
+
+def test_an_input_from_another_layer_is_a_rewiring() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.a(x)
+        return self.out(self.b(x))
+
+    (cause,) = diagnosed(with_forward("", forward), Two, alone=False).causes
+    assert (cause.kind, cause.layer, cause.what) == ("computation", "(root)", "between b and out")
+    assert cause.hints == ("out input a output → b output",)
+
+
+def test_a_dead_layer_does_not_look_like_another_one_s_output() -> None:
+    def kill(model: Any) -> None:
+        for layer in (model.a, model.b):
+            nn.init.constant_(layer.bias, -100.0)
+
+    diagnosis = diagnosed(kill, Dead)
+    assert causes(diagnosis) == [("weights", "a", "bias"), ("weights", "b", "bias")]
+
+
+def test_children_called_in_another_order_are_no_change_of_code() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        self.b(x)
+        return self.out(a)
+
+    assert diagnosed(with_forward("", forward), Two).comparison.same
+
+
+def test_a_residual_taken_away_does_not_look_like_a_rewiring() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", without_residual), alone=False)
+    assert [layer for _, layer, _ in causes(diagnosis)] == ["blocks.1"]
+
+
+# --- 4: gradients -------------------------------------------------------------------------------------------------
+
+
+def detached(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(self.act(self.up(self.norm(x)))).detach()
+
+
+def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", detached))
+    assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
+    assert diagnosis.causes[0].witness == "both"
+    assert said(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
+
+
+def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
+    diagnosis = diagnosed(with_forward("blocks.1", detached), alone=False)
+    assert causes(diagnosis) == [("gradient", "blocks.1", "after down")]
+    assert said(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
+
+
+@both_witnesses
+def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.norm(x)
+        return x + self.down(self.act(self.up(hidden)))
+
+    diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
+    assert causes(diagnosis) == [("gradient", "blocks.1", "norm grad_enabled")]
+    assert said(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+@both_witnesses
+def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
+    def edit(model: Any) -> None:
+        for layer in ("blocks.0.act", "blocks.2.act"):
+            with_forward(layer, lambda self, x: Reversed.apply(nn.functional.gelu(x)))(model)
+
+    diagnosis = diagnosed(edit, alone=alone)
+    found = [layer for _, layer, _ in causes(diagnosis)]
+    assert found == (["blocks.0.act", "blocks.2.act"] if alone else ["blocks.2"])
+    assert {kind for kind, _, _ in causes(diagnosis)} == {"gradient"}
+
+
+def test_a_gradient_that_only_one_weight_gets_otherwise_is_told_of_that_weight() -> None:
+    def edit(model: Any) -> None:
+        model.blocks[1].up.bias.register_hook(lambda gradient: 2 * gradient)
+
+    (cause,) = diagnosed(edit, alone=False).causes
+    assert said(cause) == "blocks.1.up: gradient of bias changed"
+
+
+def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
+
+    (cause,) = diagnosed(with_forward("blocks.1", forward), alone=False).causes
+    assert said(cause) == "blocks.1: gradient changed between up and act"
+
+
+# --- real architectures -------------------------------------------------------------------------------------------
+
+
+def attribute(layer: str, name: str, value: object) -> Edit:
+    return lambda model: setattr(model.get_submodule(layer), name, value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "edit", "expected"),
+    [
+        (gpt2, attribute("transformer.h.1.ln_2", "eps", 1e-2), [("attribute", "transformer.h.1.ln_2", "eps")]),
+        (
+            gpt2,
+            with_forward("transformer.h.1.mlp", lambda self, x: self.c_proj(self.act(self.c_fc(x)) * 1.1)),
+            [("computation", "transformer.h.1.mlp", "between act and c_proj")],
+        ),
+        (
+            vit,
+            attribute("layernorm", "eps", 1e-2),
+            [("attribute", "layernorm", "eps")],
+        ),
+        (
+            Recurrent,
+            with_forward("", lambda self, x: self.head(self.lstm(x)[0][:, 0])),
+            [("computation", "(root)", "between lstm and head")],
+        ),
+        (
+            Shared,
+            with_forward("", lambda self, x: self.head(self.fc(2 * self.fc(x)))),
+            [("computation", "(root)", "between fc and fc (call 2)")],
+        ),
+        (
+            Shared,
+            lambda model: model.fc.weight.data.mul_(2),
+            [("weights", "fc", "weight")],
+        ),
+        (convolutional, attribute("1", "momentum", 0.5), [("attribute", "1", "momentum")]),
+    ],
+    ids=["gpt2 eps", "gpt2 glue", "vit eps", "lstm glue", "shared glue", "tied weights", "batch norm"],
+)
+def test_one_change_in_a_real_model_is_the_one_cause(
+    factory: Any, edit: Edit, expected: list[tuple[str, str, str]]
+) -> None:
+    diagnosis = diagnosed(edit, factory)
+    assert causes(diagnosis) == expected
+    assert diagnosis.possible == ()
+
+
+# --- records written by hand --------------------------------------------------------------------------------------
+
+
+def reading(*numbers: float, noise: float | None = None) -> Reading:
+    """Return the reading of at most 16 numbers: their own fingerprint."""
+    mean = sum(numbers) / len(numbers)
+    deviations = sum((x - mean) ** 2 for x in numbers)
+    moments = Statistics(
+        count=len(numbers), mean=mean, deviations=deviations, min=min(numbers), max=max(numbers), zeros=numbers.count(0)
+    )
+    return Reading(statistics=moments, fingerprint=(*numbers, *[0.0] * (16 - len(numbers))), noise=noise)
+
+
+def value(path: str, numbers: Reading, source: str | None = None) -> Value:
+    return Value(path=path, shape=(2,), dtype="float32", device="cpu", source=source, forward=numbers)
+
+
+def chain(*steps: tuple[Reading, Reading], **fields: Any) -> Record:
+    """Return the record of layers a, b, c... that take in and give out these; ``fields`` are those of a's call."""
+    calls = [(0, 2 * len(steps) + 1, steps[0][0], steps[-1][1])]
+    calls += [(2 * i + 1, 2 * i + 2, *step) for i, step in enumerate(steps)]
+    layers = {}
+    for i, (start, end, x, y) in enumerate(calls):
+        name = "(root)" if i == 0 else "abcdef"[i - 1]
+        source = f"{'abcdef'[i - 2]} output" if i > 1 else None
+        call = Call(
+            root="(root)",
+            root_training=False,
+            index=0,
+            started=start,
+            finished=end,
+            inputs=(value("input", x, source),),
+            outputs=(value("output", y),),
+            **(fields if name == "a" else {}),
+        )
+        layers[name] = Layer(name=name, type=f"net.{name}", calls=(call,))
+    return Record(model="Net", layers=layers, forwards=1)
+
+
+X, Y, Z = reading(1.0, 2.0), reading(3.0, 4.0), reading(5.0, 6.0)
+OTHER = reading(4.0, 3.0)
+
+
+def found(actual: Record, expected: Record) -> Diagnosis:
+    return diagnose(compare(actual, expected))
+
+
+def test_the_first_layer_that_gives_out_something_else_is_the_cause() -> None:
+    diagnosis = found(chain((X, OTHER), (OTHER, X)), chain((X, Y), (Y, Z)))
+    assert causes(diagnosis) == [("computation", "a", "")]
+    assert (diagnosis.moved, diagnosis.not_judged) == (("(root)", "b"), ("b",))
+
+
+def test_a_layer_after_a_cause_that_gives_out_the_same_is_no_cause() -> None:
+    assert causes(found(chain((X, OTHER), (OTHER, Z)), chain((X, Y), (Y, Z)))) == [("computation", "a", "")]
+
+
+def test_code_of_a_layer_whose_inputs_are_not_known_is_only_possible() -> None:
+    diagnosis = found(chain((X, OTHER), inputs_known=False), chain((X, Y), inputs_known=False))
+    assert (diagnosis.causes, [c.layer for c in diagnosis.possible], diagnosis.unknown) == ((), ["a"], None)
+
+
+def test_a_layer_whose_input_has_no_numbers_is_only_possible() -> None:
+    nothing = Reading(reason="sparse")
+    diagnosis = found(chain((nothing, OTHER)), chain((nothing, Y)))
+    assert (diagnosis.causes, [c.layer for c in diagnosis.possible]) == ((), ["a"])
+
+
+def test_a_layer_that_drew_other_random_numbers_is_no_cause() -> None:
+    diagnosis = found(chain((X, OTHER), random="1"), chain((X, Y), random="2"))
+    assert diagnosis.causes == ()
+
+
+def test_a_layer_given_another_argument_is_not_the_cause_but_its_caller_is() -> None:
+    diagnosis = found(chain((X, OTHER), arguments={"k": 2}), chain((X, Y), arguments={"k": 1}))
+    assert causes(diagnosis) == [("computation", "(root)", "a k")]
+
+
+def test_a_small_change_made_a_little_larger_is_drift() -> None:
+    near = reading(1.0, 2.0 + 1e-4)  # by 4e-5 of 1e-4 that are allowed
+    diagnosis = found(chain((near, reading(3.0, 4.001))), chain((X, Y)))
+    assert diagnosis.causes == ()
+    assert diagnosis.possible[0].hints[0] == "drift first visible here"
+
+
+def test_a_small_change_made_ten_times_larger_is_a_cause() -> None:
+    near = reading(1.0, 2.0 + 1e-4)
+    assert [layer for _, layer, _ in causes(found(chain((near, OTHER)), chain((X, Y))))] == ["a"]
+
+
+ANSWER = IsolatedResponse(recipes={"input": "2 2^0"}, handed=(EmittedTensor(where="output", reading=X),))
+OTHERWISE = dataclasses.replace(ANSWER, handed=(EmittedTensor(where="output", reading=reading(1.5, 2.5)),))
+
+
+def test_an_answer_that_changed_is_a_cause_whatever_came_in() -> None:
+    diagnosis = found(chain((OTHER, X), response=OTHERWISE), chain((X, Y), response=ANSWER))
+    assert causes(diagnosis) == [("input", "(root)", "input"), ("computation", "a", "")]
+
+
+def test_an_answer_to_other_synthetic_tensors_accuses_nobody() -> None:
+    otherwise = dataclasses.replace(OTHERWISE, recipes={"input": "2 2^3"})
+    assert found(chain((X, Y), response=otherwise), chain((X, Y), response=ANSWER)).comparison.same
+
+
+def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible() -> None:
+    diagnosis = found(chain((X, OTHER), response=ANSWER), chain((X, Y), response=ANSWER))
+    assert diagnosis.causes == ()
+    assert diagnosis.possible[0].layer == "a"
+    assert diagnosis.possible[0].hints[-1] == "its own code answers synthetic inputs as before"
+
+
+def test_both_witnesses_are_one_cause() -> None:
+    diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
+    assert [(c.layer, c.witness) for c in diagnosis.causes] == [("a", "both")]
+
+
+def test_what_was_passed_on_and_is_computed_now_has_the_change_of_the_run() -> None:
+    passed = dataclasses.replace(ANSWER, handed=(EmittedTensor(where="output", passed="input"),))
+    (cause,) = found(chain((X, reading(3.0, 4.5)), response=ANSWER), chain((X, Y), response=passed)).causes
+    assert (cause.witness, cause.change) == ("both", pytest.approx(0.1))
+
+
+def test_an_answer_to_another_question_is_not_compared() -> None:
+    old = chain((X, Y), response=ANSWER, arguments={"k": 1})
+    new = chain((X, Y), response=OTHERWISE, arguments={"k": 2})
+    assert causes(found(new, old)) == [("computation", "(root)", "a k")]
+
+
+def test_where_nothing_that_was_recorded_explains_it_the_cause_cannot_be_told() -> None:
+    old, new = chain((X, Y), random="1"), chain((X, OTHER), random="2")
+    assert found(new, old).unknown == (
+        "no module's inputs match while its output differs, and the noise was not measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "why"),
+    [
+        ("measured", "no module's inputs match while its output differs"),
+        ("not repeatable", "the run was not repeatable when it was recorded"),
+    ],
+)
+def test_why_the_cause_cannot_be_told_depends_on_how_the_expected_was_measured(noise: str, why: str) -> None:
+    old, new = chain((X, Y), random="1"), chain((X, OTHER), random="2")
+    assert found(new, dataclasses.replace(old, noise=noise)).unknown == why
+
+
+def test_an_effect_is_told_with_the_attribute_that_has_it() -> None:
+    def with_eps(record: Record, eps: float) -> Record:
+        layer = dataclasses.replace(record["a"], attributes={"eps": eps})
+        return dataclasses.replace(record, layers={**record.layers, "a": layer})
+
+    (cause,) = found(with_eps(chain((X, reading(3.0, 4.5))), 1e-3), with_eps(chain((X, Y)), 1e-5)).causes
+    assert (cause.kind, cause.change) == ("attribute", pytest.approx(0.1))
+
+
+def test_hundreds_of_added_layers_are_as_many_causes() -> None:
+    old = Record(model="Net")
+    new = Record(model="Net", layers={f"a{i}": Layer(name=f"a{i}", type="net.A") for i in range(500)})
+    assert len(found(new, old).causes) == 500
+
+
+def test_what_is_inside_an_added_layer_is_told_with_it() -> None:
+    names = ["block", "block.fc", "block.fc.core", "blocks"]
+    new = Record(model="Net", layers={name: Layer(name=name, type="net.A") for name in names})
+    assert [(c.layer, len(c.differences)) for c in found(new, Record(model="Net")).causes] == [
+        ("block", 3),
+        ("blocks", 1),
+    ]
+
+
+# --- what a change looks like -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "looks_like"),
+    [
+        (reading(2.0, 1.0, -3.0), reading(1.0, 2.0, -3.0), "a permutation of its elements"),
+        (reading(-1.0, -2.0), reading(1.0, 2.0), "its sign flipped"),
+        (reading(2.0, 4.0), reading(1.0, 2.0), "scaled by 2"),
+        (reading(1.5, 2.5), reading(1.0, 2.0), "shifted by 0.5"),
+        (reading(0.0, 0.0), reading(1.0, 2.0), "all zero now"),
+        (reading(1.0, 2.0), reading(0.0, 0.0), "all zero before"),
+        (reading(0.0, 9.0, 0.0, 3.0), reading(1.0, 2.0, 7.0, 5.0), "zeros 0% → 50%"),
+    ],
+)
+def test_a_change_has_a_look(actual: Reading, expected: Reading, looks_like: str) -> None:
+    assert hints(actual, expected) == (looks_like,)
+
+
+def test_numbers_that_are_not_finite_any_more_are_counted() -> None:
+    broken = dataclasses.replace(X, statistics=Statistics(count=1500, nan=1200, mean=1.0))
+    assert hints(broken, X) == ("1,200 elements are not finite any more",)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [(reading(1.0, 9.0), reading(1.0, 2.0)), (Reading(), X), (X, Reading()), (reading(1.0, 2.0 + 1e-6), X)],
+)
+def test_other_changes_have_no_look(actual: Reading, expected: Reading) -> None:
+    assert hints(actual, expected) == ()
+
+
+def test_a_tiny_change_does_not_look_like_a_permutation() -> None:
+    assert hints(reading(1.0, 2.00001, -3.0), reading(1.0, 2.0, -3.0)) == ()
+
+
+# --- any two records ----------------------------------------------------------------------------------------------
+
+READINGS = st.sampled_from([
+    X, Y, Z, OTHER, Reading(), reading(0.0, 0.0), reading(1.0, noise=math.inf),
+    Reading(statistics=Statistics(count=2)), Reading(statistics=Statistics(count=2, nan=2), fingerprint=(1.0,) * 16),
+    Reading(digest="0" * 16, fingerprint=(1.0,) * 16, statistics=Statistics(count=2)),
+])  # fmt: skip
+NAMES = ["a", "a.0", "a.1", "a.1.b", "b", "b.a", "0", "1", "2"]
+TYPES = st.sampled_from(["net.A", "net.B", "net.C"])
+ADDRESSES = st.none() | st.sampled_from([f"{name} output" for name in [*NAMES, "(root)", "a (call 2)"]])
+VALUES = st.builds(
+    Value,
+    path=st.sampled_from(["input", "input[1]", "x", "output", ""]),
+    shape=st.sampled_from([(2,), (), (3, (1, 2))]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int64"]),
+    device=st.just("cpu"),
+    forward=READINGS,
+    backward=st.none() | READINGS,
+    overwritten=st.booleans(),
+    source=ADDRESSES,
+)
+HANDED = st.builds(
+    EmittedTensor,
+    where=st.sampled_from(["output", "0 input", "b input", "b (call 2) input"]),
+    passed=st.none() | st.sampled_from(["input", "0 output", "=True"]),
+    reading=st.none() | READINGS,
+)
+RESPONSES = st.builds(
+    IsolatedResponse,
+    recipes=st.dictionaries(st.sampled_from(["input", "weight"]), st.sampled_from(["2^0", "2^1"])),
+    handed=st.lists(HANDED, max_size=3, unique_by=lambda handed: handed.where).map(tuple),
+    gradient=st.none() | READINGS,
+    without_gradient=st.lists(st.sampled_from(["input", "weight"]), max_size=2).map(tuple),
+    reason=st.none() | st.just("it raised"),
+)
+CALLS = st.builds(
+    Call,
+    root=st.sampled_from(["(root)", "a", "gone"]),
+    root_training=st.booleans(),
+    index=st.integers(0, 2),
+    started=st.integers(-1, 9),
+    finished=st.integers(-1, 9),
+    inputs=st.lists(VALUES, max_size=2).map(tuple),
+    inputs_known=st.booleans(),
+    outputs=st.lists(VALUES, max_size=2).map(tuple),
+    arguments=st.dictionaries(st.just("k"), st.none() | st.integers(0, 1)),
+    grad_enabled=st.booleans(),
+    random=st.none() | st.sampled_from("12"),
+    response=st.none() | RESPONSES,
+)
+PARAMETERS = st.builds(
+    Parameter,
+    name=st.sampled_from(["weight", "bias"]),
+    shape=st.sampled_from([(2,), (3,)]),
+    dtype=st.just("float32"),
+    device=st.just("cpu"),
+    requires_grad=st.booleans(),
+    tied_to=st.none() | st.sampled_from(["a.weight", "scale"]),
+    reading=READINGS,
+    after=st.none() | READINGS,
+    gradient=st.none() | READINGS,
+)
+
+
+@st.composite
+def any_layer(draw: st.DrawFn, name: str) -> Layer:
+    owned = st.lists(PARAMETERS, max_size=2, unique_by=lambda p: p.name).map(tuple)
+    calls = st.lists(CALLS, max_size=2, unique_by=lambda call: (call.root, call.root_training, call.index)).map(tuple)
+    return Layer(
+        name=name,
+        type=draw(TYPES),
+        training=draw(st.booleans()),
+        attributes=draw(st.dictionaries(st.just("eps"), st.sampled_from([1, 1.0, None, "x", math.nan]))),
+        parameters=draw(owned),
+        buffers=draw(owned),
+        calls=draw(calls),
+    )
+
+
+@st.composite
+def any_record(draw: st.DrawFn) -> Record:
+    names = draw(st.lists(st.sampled_from(["(root)", *NAMES]), max_size=5, unique=True))
+    return Record(
+        model="Net",
+        layers={name: draw(any_layer(name)) for name in names},
+        forwards=draw(st.integers(0, 1)),
+        backwards=draw(st.integers(0, 1)),
+        seed=draw(st.none() | st.integers(0, 1)),
+        noise=draw(st.sampled_from([None, "measured", "not repeatable"])),
+    )
+
+
+@st.composite
+def two_records(draw: st.DrawFn) -> tuple[Record, Record]:
+    """Return two records that have some layers in common."""
+    old = draw(any_record())
+    other = draw(any_record())
+    kept = draw(st.sets(st.sampled_from(["(root)", *NAMES])))
+    layers = {**other.layers, **{name: layer for name, layer in old.layers.items() if name in kept}}
+    return dataclasses.replace(other, layers=layers), old
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(two_records())
+def test_any_two_records_have_a_diagnosis_and_a_text(records: tuple[Record, Record]) -> None:
+    comparison = compare(*records)
+    diagnosis = diagnose(comparison)
+    assert text(diagnosis)
+    told = bool(diagnosis.causes or diagnosis.possible or diagnosis.unknown)
+    assert told is not comparison.same
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_record())
+def test_any_record_is_the_same_as_itself(record: Record) -> None:
+    assert compare(record, record).same
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(two_records())
+def test_a_diagnosis_depends_on_the_records_alone(records: tuple[Record, Record]) -> None:
+    before = repr(records)
+    assert repr(diagnose(compare(*records))) == repr(diagnose(compare(*records)))
+    assert repr(records) == before
+
+
+# --- containers that were rewritten -------------------------------------------------------------------------------
+
+
+class Dictionary(nn.Module):
+    """Gives out a dict; its subclasses the same, but for one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.a(x).relu()
+        return self.given(self.b(hidden), hidden)
+
+    def given(self, logits: torch.Tensor, hidden: torch.Tensor) -> Any:
+        return {"logits": logits, "hidden": hidden}
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(value.sum() for value in self.inner(x).values())
+
+
+def like(parent: type[nn.Module], **methods: Any) -> type[nn.Module]:
+    """Return a class of the same name with other methods."""
+    return type(parent.__name__, (parent,), {"__qualname__": parent.__qualname__, "__module__": __name__, **methods})
+
+
+def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: torch.Tensor, **run: Any) -> Diagnosis:
+    expected = recorded(PROBE.build(old).eval(), x)
+    expected = expected.rerun.measured(expected)
+    model = PROBE.build(new).eval()
+    return diagnose(compare(recorded(model, x, like=expected, **run), expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (
+            lambda self, logits, hidden: {"logits": logits, "features": hidden},
+            ["(root): output.hidden renamed to output.features"],
+        ),
+        (
+            lambda self, logits, hidden: (logits, hidden),
+            ["(root): output.logits renamed to output[0]", "(root): output.hidden renamed to output[1]"],
+        ),
+        (
+            lambda self, logits, hidden: {"logits": logits, "hidden": hidden, "third": hidden + 1},
+            ["(root): output.third added"],
+        ),
+        (lambda self, logits, hidden: {"logits": logits}, ["(root): output.hidden removed"]),
+    ],
+    ids=["renamed", "a tuple", "added", "removed"],
+)
+def test_outputs_with_other_names_are_told_as_that(given: Any, lines: list[str]) -> None:
+    found = rewritten(Dictionary, like(Dictionary, given=given), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == lines
+
+
+def test_of_an_output_with_another_name_the_layer_that_takes_it_is_not_accused() -> None:
+    new = like(Dictionary, given=lambda self, logits, hidden: {"logits": logits, "features": hidden})
+    found = rewritten(lambda: Outer(Dictionary), lambda: Outer(new), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
+
+
+def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others() -> None:
+    def one_by_one(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for child in self[0]:
+            x = child(x)
+        return x
+
+    def nested() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    edit = like(nn.Sequential, forward=one_by_one, __module__=nn.Sequential.__module__)
+    found = rewritten(nested, lambda: edit(*nested()), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
+
+
+def test_another_mode_hides_no_change_of_code() -> None:
+    def tanh(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x).tanh()
+        return self.given(self.b(hidden), hidden)
+
+    found = rewritten(Dictionary, like(Dictionary, forward=tanh), PROBE.randn(4, 8), mode="train")
+    assert [(c.what, c.change) for c in found.causes] == [("training", None)]
+    assert [(c.layer, c.what) for c in found.possible] == [("(root)", "between a and b")]
+    assert "its mode changed too" in found.possible[0].hints
+
+
+def test_another_mode_that_changes_nothing_accuses_no_code() -> None:
+    assert not rewritten(Dictionary, Dictionary, PROBE.randn(4, 8), mode="train").possible
+
+
+def test_a_child_of_another_type_leaves_the_gradient_of_its_parent_alone() -> None:
+    found = rewritten(Recurrent, lambda: retyped(Recurrent()), PROBE.randn(2, 5, 4))
+    assert [said(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
+
+
+def retyped(model: nn.Module) -> nn.Module:
+    model.lstm = nn.GRU(4, 8, batch_first=True)
+    return model
+
+
+def test_a_value_that_is_detached_on_the_way_is_named() -> None:
+    def detached(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x)
+        return {"logits": self.b(hidden.detach()), "hidden": hidden}
+
+    def attached(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.a(x)
+        return {"logits": self.b(hidden), "hidden": hidden}
+
+    old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
+    found = rewritten(old, new, PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
+
+
+def test_a_momentum_changes_the_statistics_and_no_output() -> None:
+    def normed(momentum: float) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2))
+
+    expected = recorded(PROBE.build(lambda: normed(0.1)), PROBE.randn(4, 8))
+    actual = recorded(PROBE.build(lambda: normed(0.2)), PROBE.randn(4, 8), like=expected)
+    (cause,) = diagnose(compare(actual, expected)).causes
+    assert (cause.what, cause.effect) == ("momentum", "running_var")  # which the large row moves most
+
+
+def test_a_change_of_structure_alone_has_no_size() -> None:
+    old, new = (PROBE.architecture(nn.Sequential(nn.Linear(8, width), nn.ReLU()), torch.ones(2, 8)) for width in (4, 6))
+    assert [cause.change for cause in diagnose(compare(new, old)).causes] == [None]
+
+
+def test_an_attribute_that_is_no_size_is_told_beside_another_shape() -> None:
+    old, new = (PROBE.architecture(nn.Conv2d(4, 4, 3, groups=groups)) for groups in (1, 2))
+    assert [cause.what for cause in diagnose(compare(new, old)).causes] == ["weight", "groups"]
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, lambda n: nn.Conv2d(2, 2, n)], ids=["norm", "conv"])
+def test_sizes_that_the_weight_tells_are_not_told_again(make: Callable[[int], nn.Module]) -> None:
+    old, new = (PROBE.architecture(make(size)) for size in (3, 5))
+    assert [cause.what for cause in diagnose(compare(new, old)).causes] == ["weight"]
+
+
+def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
+    def named(name: str) -> nn.Module:
+        return nn.Sequential(OrderedDict([("fc1", nn.Linear(8, 8)), (name, nn.Linear(8, 8))]))
+
+    found = rewritten(lambda: named("fc2"), lambda: named("hidden"), PROBE.randn(4, 8))
+    assert [said(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
+    assert found.causes[0].hints == ("its weights are others: build draws them by name",)
+
+
+def test_of_the_layers_asked_for_only_the_causes_among_them_are_told() -> None:
+    old, new = PROBE.build(Net), PROBE.build(Net)
+    for block in new.blocks:
+        block.norm.eps = 1e-2
+    expected, actual = recorded(old, IDS), recorded(new, IDS)
+    found = diagnose(compare(actual, expected, layers=["blocks.1", "blocks.1.norm"]))
+    assert [cause.layer for cause in found.causes] == ["blocks.1.norm"]
+    assert not found.possible
+    assert set(found.moved) <= {"blocks.1"}
+
+
+def test_where_attributes_are_not_compared_they_are_a_hint() -> None:
+    old, new = PROBE.build(Net), PROBE.build(Net)
+    new.blocks[1].norm.eps = 1e-2
+    found = diagnose(compare(recorded(new, IDS), recorded(old, IDS), parts="behavior"))
+    assert [(c.kind, c.layer, c.hints[-1]) for c in found.causes] == [
+        ("computation", "blocks.1.norm", "eps 1e-05 → 0.01")
+    ]
+
+
+# --- a refactoring beside a change --------------------------------------------------------------------------------
+
+
+class Scaling(nn.Module):
+    """Calls two children, the second with ``scale`` times what the first one gives out, and maybe with a flag."""
+
+    def __init__(self, scale: float = 1.0, *, flag: bool = False, swapped: bool = False, **attributes: object) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), Flagged(), nn.Linear(8, 8)
+        self._scale, self._flag, self._swapped = [scale], [flag], [swapped]  # lists are no attributes of a record
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"positions": torch.arange(8)} if self._flag[0] else {}
+        if self._swapped[0]:
+            side = self.c(x)
+            return self.b(self.a(x) * self._scale[0], **given) + side
+        x, side = self.b(self.a(x) * self._scale[0], **given), self.c(x)
+        return x + side
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return self.fc(x)
+
+
+def refactored(old: Callable[[], nn.Module], new: Callable[[], nn.Module]) -> Diagnosis:
+    return rewritten(old, new, PROBE.randn(4, 8))
+
+
+def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
+    found = refactored(Scaling, lambda: Scaling(1.5, in_chans=3))
+    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert "in_chans 3 is new" in found.causes[0].hints
+
+
+def test_statements_in_another_order_are_no_change_of_code() -> None:
+    then = recorded(PROBE.build(Scaling), PROBE.randn(4, 8))
+    assert compare(recorded(PROBE.build(lambda: Scaling(swapped=True)), PROBE.randn(4, 8)), then).same
+
+
+def test_code_beside_statements_in_another_order_is_named() -> None:
+    found = refactored(Scaling, lambda: Scaling(1.5, swapped=True, in_chans=3))
+    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+
+
+def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_same() -> None:
+    for old, new, told in (
+        (lambda: Scaling(flag=True), Scaling, "(root): own code no longer gives b positions"),
+        (Scaling, lambda: Scaling(flag=True), "(root): own code gives b positions"),
+    ):
+        found = refactored(old, new)
+        assert found.unchanged
+        assert first_line(found) == f"output unchanged; structure differs in 1 place: {told}"
+        assert found.moved == ()
+
+
+def trained_again(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * PROBE.randn(*parameter.shape, name="step"))
+    return model
+
+
+def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
+    found = refactored(Scaling, lambda: trained_again(Scaling(1.5, in_chans=3)))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
+    # No effect: the weights changed the output, too.
+    assert first_line(found).startswith("(root): own code changed between a and b; ")
+    assert said(found.causes[1]).startswith("all weights changed by ")
+
+
+def redrawn(model: nn.Module) -> nn.Module:
+    """Draw all weights anew, so that norms are as fresh as they were."""
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def test_norms_as_fresh_as_they_were_are_no_exception_among_weights_drawn_anew() -> None:
+    ids = PROBE.randint(0, 32, (2, 6))
+    old = recorded(PROBE.build(Net), ids)
+    (weights,) = diagnose(compare(recorded(redrawn(PROBE.build(Net)), ids), old)).causes
+    assert said(weights).startswith("all weights changed by ")
+    assert weights.what == "all 8 layers"
+
+    changed = redrawn(PROBE.build(Net))
+    nn.init.constant_(changed.blocks[2].norm.weight, 3.0)
+    causes = diagnose(compare(recorded(changed, ids), old)).causes
+    assert [(cause.kind, cause.layer) for cause in causes] == [("weights", "blocks.2.norm"), ("weights", "(root)")]
+
+
+class Passed(Scaling):
+    """Hands what the first child gives out to layers that pass it on."""
+
+    def __init__(self, scale: float = 1.0, *, between: nn.Module | None = None) -> None:
+        super().__init__(scale)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b((x if self.between is None else self.between(x)) * self._scale[0])
+
+
+def test_a_layer_that_passed_on_what_it_got_does_not_excuse_the_code_beside_it() -> None:
+    found = refactored(lambda: Passed(between=nn.Identity()), lambda: Passed(1.5))
+    assert [(cause.kind, cause.layer, cause.what) for cause in found.causes] == [
+        ("computation", "(root)", "between a and b"),
+        ("architecture", "between", "removed"),
+    ]
+
+
+def test_a_layer_that_did_something_is_told_by_itself() -> None:
+    found = refactored(lambda: Passed(between=nn.Tanh()), Passed)
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("architecture", "between")]
+
+
+class InARow(nn.Module):
+    """Calls three layers one by one, or as one."""
+
+    def __init__(self, scale: float = 1.0, *, as_one: bool = False) -> None:
+        super().__init__()
+        self._scale = [scale]  # a list of a private name is no attribute of a record
+        self.layers = (nn.Sequential if as_one else lambda *layers: nn.ModuleList(layers))(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self._scale[0]
+        if isinstance(self.layers, nn.Sequential):
+            return self.layers(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_a_row(make: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), make())
+
+
+def test_layers_called_as_one_are_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(InARow), lambda: trained_again(in_a_row(lambda: InARow(as_one=True))))
+    assert "computation" not in {cause.kind for cause in found.causes}
+    assert not found.possible
+
+
+def test_code_beside_layers_called_as_one_is_named() -> None:
+    found = refactored(lambda: in_a_row(InARow), lambda: in_a_row(lambda: InARow(1.5, as_one=True)))
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
+
+
+class Called(nn.Module):
+    """Calls a child with its input by position or by keyword, and maybe with a mask."""
+
+    def __init__(self, *, keyword: bool = False, mask: bool = False) -> None:
+        super().__init__()
+        self._keyword, self._mask = [keyword], [mask]
+        self.masked = MaskAdded()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"mask": torch.linspace(0, 1, 8)} if self._mask[0] else {}
+        return self.masked(x=x, **given) if self._keyword[0] else self.masked(x, **given)
+
+
+class MaskAdded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        inner = self.fc(x)
+        return inner.tanh() if mask is None else (inner * (mask + torch.arange(8))).tanh()
+
+
+def test_an_argument_by_keyword_is_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(Called), lambda: trained_again(in_a_row(lambda: Called(keyword=True))))
+    assert {cause.kind for cause in found.causes} == {"weights"}
+    assert not found.possible
+
+
+def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
+    found = refactored(lambda: in_a_row(lambda: Called(mask=True)), lambda: in_a_row(Called))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "1")]
+    assert said(found.causes[0]) == "1: own code no longer gives masked mask"
+
+
+class Adapter(nn.Module):
+    def __init__(self, name: str = "a", scale: float = 1.0) -> None:
+        super().__init__()
+        self._names, self._scale = [name], [scale]
+        self.register_parameter(name, nn.Parameter(torch.ones(8, 8) / 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ getattr(self, self._names[0]) * self._scale[0]
+
+
+def test_a_parameter_with_another_name_changes_no_answer() -> None:
+    found = refactored(lambda: in_a_row(Adapter), lambda: in_a_row(lambda: Adapter("lora_a")))
+    assert found.unchanged
+    assert first_line(found) == (
+        "output unchanged; structure differs in 2 places: 1.a removed: (8, 8) float32; 1.lora_a added: (8, 8) float32"
+    )
+
+
+def test_a_gradient_that_is_cut_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
+    class Cut(Flagged):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+            return self.fc(x.detach())
+
+    def made(kind: type[nn.Module]) -> nn.Module:
+        model = Scaling()
+        model.b = kind()
+        return model
+
+    Cut.__qualname__, Cut.__module__ = Flagged.__qualname__, Flagged.__module__
+    found = refactored(lambda: made(Flagged), lambda: trained_again(made(Cut)))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [("gradient", "b"), ("weights", "(root)")]
+
+
+def test_weights_that_are_trained_now_come_before_those_of_a_model_that_was_trained_again() -> None:
+    def frozen() -> nn.Module:
+        model = Scaling()
+        model.a.requires_grad_(False)
+        return model
+
+    found = refactored(frozen, lambda: trained_again(Scaling()))
+    assert (said(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
+
+
+def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_trained_again() -> None:
+    def made(name: str) -> nn.Module:
+        model = nn.Sequential(
+            OrderedDict([("one", nn.Linear(8, 8)), ("two", nn.Linear(8, 8)), (name, nn.Linear(8, 8))])
+        )
+        model.append(nn.Linear(8, 8))
+        model[-1].weight = model[0].weight
+        return model
+
+    found = refactored(lambda: made("head"), lambda: trained_again(made("last")))
+    assert [cause.what for cause in found.causes if cause.kind == "weights"] == ["all 3 layers"]
+
+
+def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
+    class Cut(Flagged):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+            return self.fc(x.detach())
+
+    def other() -> nn.Module:
+        model = Scaling()
+        model.b = Cut()
+        return model
+
+    found = diagnose(
+        compare(
+            *(recorded(PROBE.build(make), PROBE.randn(4, 8), alone=False) for make in (other, Scaling)),
+        )
+    )
+    assert {cause.kind for cause in found.causes} == {"architecture", "gradient"}
+
+
+# --- a refactoring that leaves the function as it was ---------------------------------------------------------------
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 4.0
+
+
+class Embedded(nn.Module):
+    """Multiplies what its embedding gives out, or has an embedding that does."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.embed = (ScaledEmbedding if inside else nn.Embedding)(32, 8)
+        self.head = nn.Linear(8, 4)
+        self._scale = [1.0 if inside else 4.0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids) * self._scale[0])
+
+
+def test_a_factor_that_moved_into_a_layer_leaves_the_output_unchanged() -> None:
+    found = rewritten(lambda: Embedded(inside=False), lambda: Embedded(inside=True), IDS)
+    assert found.unchanged
+    assert first_line(found).startswith("output unchanged; structure differs in ")
+    assert [cause.change for cause in found.causes] == [None] * len(found.causes)
+    assert "behavior" not in {class_of(cause, found) for cause in (*found.causes, *found.possible)}
+
+
+def test_without_gradients_what_moved_inside_may_be_hidden_and_is_no_unchanged_function() -> None:
+    old, new = (
+        recorded(PROBE.build(functools.partial(Embedded, inside=inside)), IDS, loss=None) for inside in (False, True)
+    )
+    assert not diagnose(compare(new, old)).unchanged
+
+
+class LastToken(nn.Module):
+    """Reads the last token before the padding: found by the first that is padding, or by the last that is none."""
+
+    def __init__(self, *, by_first: bool, scale: float = 1.0, **attributes: object) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.read = Read(by_first=by_first, **attributes)
+        self.head = nn.Linear(8, 4)
+        self._scale = [scale]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.read(ids, self.embed(ids))) * self._scale[0]
+
+
+class Read(nn.Module):
+    def __init__(self, *, by_first: bool, **attributes: object) -> None:
+        super().__init__()
+        self._by_first = [by_first]
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        padding = (ids == 0).int()
+        where = padding.argmax(-1) - 1 if self._by_first[0] else (torch.arange(ids.shape[1]) * (1 - padding)).argmax(-1)
+        return x[torch.arange(len(ids)), where]
+
+
+PADDED = torch.tensor([[1, 3, 2, 2, 0, 0], [3, 1, 1, 2, 3, 2]])
+
+
+def test_code_that_differs_for_other_inputs_alone_is_no_change_of_behavior() -> None:
+    found = rewritten(lambda: LastToken(by_first=True), lambda: LastToken(by_first=False), PADDED)
+    assert first_line(found) == "output unchanged; structure differs in 1 place: read: own code changed"
+    (cause,) = found.causes
+    assert cause.hints[-1] == "not with the inputs of the run"
+    assert class_of(cause, found) == "structure"
+
+
+def test_an_attribute_has_no_effect_on_a_layer_that_gives_out_what_it_gave() -> None:
+    found = rewritten(
+        lambda: LastToken(by_first=True, source="a"), lambda: LastToken(by_first=False, source="b", scale=2.0), PADDED
+    )
+    told = {cause.layer: cause.change for cause in found.causes}
+    assert told["read"] is None
+    assert first_line(found).startswith("(root): own code changed after head: by ")
+
+
+class Listed(nn.Module):
+    """Calls the children that an attribute lists."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.fc, self.rest = nn.Linear(8, 8), nn.Identity()
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for name in self.order:
+            out = self.get_submodule(name)(out)
+        return x + out
+
+
+def test_an_attribute_that_lists_other_children_has_no_effect_that_is_made_up() -> None:
+    old, new = (
+        functools.partial(lambda eps, order: nn.Sequential(nn.LayerNorm(8, eps=eps), Listed(*order)), *of)
+        for of in ((1e-5, ("fc", "rest")), (1e-1, ("fc",)))
+    )
+    found = refactored(old, new)
+    (listed,) = (cause for cause in found.causes if cause.what == "order")
+    assert listed.change is None
+    assert first_line(found).startswith("0.eps 1e-05 → 0.1: output changed by ")
+
+
+# --- a change of behavior beside a refactoring ---------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Gives out a tensor, or a tuple with the tensor in it."""
+
+    def __init__(self, scale: float, *, bare: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self._scale, self._bare = [scale], [bare]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.fc(x) * self._scale[0]
+        return out if self._bare[0] else (out, None)
+
+
+class Unpacking(nn.Module):
+    def __init__(self, scale: float = 1.0, *, bare: bool) -> None:
+        super().__init__()
+        self.inner = Scaled(scale, bare=bare)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        return self.head(out if isinstance(out, torch.Tensor) else out[0])
+
+
+def test_an_output_with_another_name_does_not_excuse_the_code_that_makes_it() -> None:
+    found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(2.0, bare=False))
+    assert first_line(found).startswith("inner: own code changed after fc: by ")
+    assert {said(cause) for cause in found.causes} == {
+        "inner: own code changed after fc", "inner: output renamed to output[0]",
+    }  # fmt: skip
+
+
+def test_an_output_with_another_name_alone_changes_no_gradient() -> None:
+    found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(bare=False))
+    assert first_line(found) == "output unchanged; structure differs in 1 place: inner: output renamed to output[0]"
+
+
+class Attention(nn.Module):
+    def __init__(self, *, bare: bool) -> None:
+        super().__init__()
+        self._bare = [bare]
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        out = (x @ x.T + mask).softmax(-1) @ x
+        return out if self._bare[0] else (out, None)
+
+
+class Masking(nn.Module):
+    """Makes a causal mask, or one of a window besides; calls one child more or not."""
+
+    def __init__(self, window: int, *, rotary: bool, bare: bool = True) -> None:
+        super().__init__()
+        if rotary:
+            self.rotary = nn.Tanh()
+        self.attn = Attention(bare=bare)
+        self._window = [window]
+
+    def forward(self, x: torch.Tensor, tidy: bool | None = None) -> torch.Tensor:
+        if hasattr(self, "rotary"):
+            self.rotary(x)
+        apart = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        mask = torch.zeros(len(x), len(x)).masked_fill((apart < 0) | (apart >= self._window[0]), -1e9)
+        out = self.attn(x, mask)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+
+class Handing(nn.Module):
+    def __init__(self, *args: Any, tidy: bool, **kwargs: Any) -> None:
+        super().__init__()
+        self.body = Masking(*args, **kwargs)
+        self.head = nn.Linear(8, 8)
+        self._given = [{"tidy": True} if tidy else {}]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.head(x), **self._given[0]))
+
+
+def test_a_child_more_does_not_excuse_another_mask() -> None:
+    found = refactored(lambda: Handing(9, rotary=False, tidy=False), lambda: Handing(2, rotary=True, tidy=False))
+    assert first_line(found).startswith("body: ")
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "body")
+    assert found.causes[0].change is not None
+
+
+def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() -> None:
+    found = refactored(
+        lambda: Handing(9, rotary=False, tidy=True), lambda: Handing(2, rotary=True, tidy=False, bare=False)
+    )
+    assert said(found.causes[0]) == "(root): own code no longer gives body tidy"
+    assert first_line(found).startswith("possibly body: ")
+    assert "it does not get tidy now" in found.possible[0].hints
+    assert ", 3 others without a known effect" in first_line(found)
+
+
+# --- what is told of weights and of blocks that are shared ----------------------------------------------------------
+
+
+class Stages(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        if shared:
+            self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
+    apart, shared = (functools.partial(Stages, shared=shared) for shared in (False, True))
+    assert "second removed: it is first again" in {said(cause) for cause in refactored(apart, shared).causes}
+    assert "second added: Linear, it was first again" in {said(cause) for cause in refactored(shared, apart).causes}
+
+
+def test_weights_are_told_with_their_size_then_and_now() -> None:
+    def times(scale: float) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+            nn.init.constant_(model[0].weight, 0.25 * scale)
+            return model
+
+        return build
+
+    (cause,) = refactored(times(1.0), times(2.0)).causes
+    assert (cause.kind, cause.layer, cause.hints) == ("weights", "0", ("rms 0.25 → 0.5",))
+
+
+class Passing(nn.Module):
+    """Hands a flag that nothing looks at to what is inside it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.inside = nn.Linear(8, 8), nn.ModuleList(inside)
+        self._given = [{}]
+
+    def forward(self, x: torch.Tensor, flag: bool | None = None) -> torch.Tensor:
+        for module in self.inside:
+            x = module(x, **(self._given[0] or {"flag": flag}))
+        return self.fc(x)
+
+
+def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() -> None:
+    def build(given: dict[str, bool]) -> nn.Module:
+        model = Passing(Passing(Passing()))
+        model._given = [given]
+        return model
+
+    found = refactored(lambda: build({"flag": True}), lambda: build({}))
+    assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
+    assert found.possible == ()
+
+
+# --- what a container makes for its children ----------------------------------------------------------------------
+
+TOKENS = PROBE.randint(3, 64, (2, 12))
+LEFT_PADDED = torch.ones(2, 12, dtype=torch.long)
+LEFT_PADDED[1, :4] = 0
+MODELING = {
+    transformers.LlamaForCausalLM: (transformers.models.llama.modeling_llama, "create_causal_mask"),
+    transformers.MistralForCausalLM: (
+        transformers.models.mistral.modeling_mistral,
+        "create_sliding_window_causal_mask",
+    ),
+    transformers.BertModel: (transformers.models.bert.modeling_bert, "create_bidirectional_mask"),
+}
+
+
+def made(kind: Any, implementation: str = "eager") -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = kind.config_class(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, sliding_window=4,
+        use_cache=False, attn_implementation=implementation,
+    )  # fmt: skip
+    return PROBE.build(lambda: kind(config)).eval()
+
+
+def without_padding(make: Any) -> Any:
+    return lambda *args, **kwargs: make(*args, **{**kwargs, "attention_mask": None})
+
+
+def one_token_further(make: Any) -> Any:
+    def masked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask = make(*args, **kwargs).clone()
+        mask[..., torch.arange(11), torch.arange(1, 12)] = mask[..., torch.arange(1, 12), torch.arange(1, 12)]
+        return mask
+
+    return masked
+
+
+def another_window(make: Any) -> Any:
+    def masked(**kwargs: Any) -> torch.Tensor:
+        config = copy.copy(kwargs.pop("config"))
+        config.sliding_window = 5
+        return make(config=config, **kwargs)
+
+    return masked
+
+
+def diagnosed_mask(kind: Any, fault: Any, monkeypatch: Any, *, trained: bool = False, x: Any = None) -> Diagnosis:
+    given = {"kwargs": {"attention_mask": LEFT_PADDED} if x is None else x}
+    expected = recorded(made(kind), TOKENS, **given)
+    module, maker = MODELING[kind]
+    monkeypatch.setattr(module, maker, fault(getattr(module, maker)))
+    model = made(kind)
+    for parameter in model.parameters() if trained else ():
+        parameter.data.copy_(parameter.flip(0) * 1.1 if parameter.std() > 0 else parameter + 0.1)
+    return diagnose(compare(recorded(model, TOKENS, like=expected, **given), expected))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["", "other weights"])
+@pytest.mark.parametrize(
+    ("kind", "fault", "share"),
+    [
+        (transformers.LlamaForCausalLM, without_padding, "15 %"),
+        (transformers.LlamaForCausalLM, one_token_further, "6.6 %"),
+        (transformers.MistralForCausalLM, another_window, "4.2 %"),
+    ],
+    ids=["padding ignored", "causal mask off by one", "window off by one"],
+)
+def test_a_mask_that_is_made_otherwise_is_named(
+    kind: Any, fault: Any, share: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosis = diagnosed_mask(kind, fault, monkeypatch, trained=trained)
+    line = first_line(diagnosis)
+    assert line.startswith(f"model: builds another attention_mask (for layers.0): {share} of its entries differ; ")
+    assert ("; output changed by " in line) == (not trained)
+    assert {cause.kind for cause in diagnosis.causes} == ({"computation", "weights"} if trained else {"computation"})
+
+
+def test_a_mask_that_is_not_made_any_more_accuses_none_of_those_who_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = diagnosed_mask(transformers.BertModel, without_padding, monkeypatch)
+    line = first_line(diagnosis)
+    assert line.startswith("(root): own code no longer gives encoder attention_mask: output changed by ")
+    assert len(diagnosis.causes) == 1
+
+
+class Windowed(nn.Module):
+    """Gives its child a mask, in one way or another."""
+
+    def __init__(self, mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.make, self.attn = [mask], Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, mask=self.make[0](x))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        hidden = ~mask if mask.dtype == torch.bool else mask < 0
+        return scores.masked_fill(hidden, -1e9).softmax(-1) @ self.v(x)
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def diagnosed_pair(old: nn.Module, new: nn.Module, x: Any = None, **run: Any) -> Diagnosis:
+    x = PROBE.randn(2, 6, 8) if x is None else x
+    new.load_state_dict(old.state_dict())
+    expected = recorded(old, x, **run)
+    return diagnose(compare(recorded(new, x, like=expected, **run), expected))
+
+
+def test_a_mask_in_another_dtype_is_not_said_to_be_another() -> None:
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(6, 6).masked_fill(~seen(x), float("-inf"))
+
+    line = first_line(diagnosed_pair(Windowed(seen), Windowed(floats)))
+    assert "entries differ" not in line
+    assert line.startswith("output unchanged; ")
+
+
+def test_a_mask_that_is_expanded_and_one_that_is_copied_are_one() -> None:
+    old, new = (Windowed(mask) for mask in (lambda x: seen(x).expand(2, 6, 6), lambda x: seen(x).repeat(2, 1, 1)))
+    new.attn.extra = 1  # else nothing differs, and no layer is called alone
+    found = diagnosed_pair(old, new)
+    assert [d for d in found.comparison.found if d.kind.startswith("response")] == []
+
+
+def test_positions_that_are_counted_otherwise_are_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first = types.SimpleNamespace(value=first)
+            self.embed = nn.Embedding(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.embed(torch.arange(x.shape[1]) + self.first.value)
+
+    line = first_line(diagnosed_pair(Positions(0), Positions(1)))
+    assert line.startswith("(root): builds another input (for embed): about ")
+
+
+class Variant(nn.Module):
+    """Two layers, and what is done with them."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how = [forward]
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.how[0](self, x)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["", "other weights"])
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        (
+            lambda s, x: s.b(torch.cat([s.a(x), torch.ones(2, 1, 8)], 1)),
+            "(root): own code gives b input (2, 7, 8) float32, not (2, 6, 8) float32",
+        ),
+        (lambda s, x: s.b(s.a(x)).double(), "(root): own code gives out (2, 6, 8) float64, not (2, 6, 8) float32"),
+        (lambda s, x: s.b(s.a(x)).flatten(1), "(root): own code gives out (2, 48) float32, not (2, 6, 8) float32"),
+        (lambda s, x: s.b(s.b(s.a(x))), "(root): own code calls b 2 times, not 1"),
+    ],
+    ids=["a token more", "another dtype", "another shape", "another call"],
+)
+def test_what_a_container_hands_on_in_another_shape_is_its_own_code(
+    forward: Callable[[Any, torch.Tensor], torch.Tensor], line: str, trained: bool
+) -> None:
+    torch.manual_seed(0)
+    old, new = Variant(lambda s, x: s.b(s.a(x))), Variant(forward)
+    x = PROBE.randn(2, 6, 8)
+    expected = recorded(old, x)
+    new.load_state_dict({k: v.flip(0) * 1.1 if trained else v for k, v in old.state_dict().items()})
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert line in first_line(diagnosis)
+    assert not diagnosis.redrawn
+    assert "all else agrees" not in text(diagnosis)
+    assert "∞" not in first_line(diagnosis)
+
+
+def test_how_many_rows_are_chosen_may_be_a_matter_of_numbers() -> None:
+    def chosen(s: Any, x: torch.Tensor) -> torch.Tensor:
+        y = s.a(x)
+        return s.b(y[y[..., 0] > 0.3]).sum(0)
+
+    torch.manual_seed(0)
+    old, new = Variant(chosen), Variant(chosen)
+    new.load_state_dict({k: -v for k, v in old.state_dict().items()})
+    x = PROBE.randn(2, 6, 8)
+    expected = recorded(old, x)
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert {kind for kind, _, _ in causes(diagnosis)} == {"weights"}
+    assert not diagnosis.redrawn
+
+
+class Asked(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = [arguments]
+        self.attn = Causal()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, **self.arguments[0])
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_causal: bool = True, output_attentions: bool = False) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        return (scores.tril() if is_causal else scores) @ self.v(x)
+
+
+def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
+    diagnosis = diagnosed_pair(Asked(), Asked(is_causal=False))
+    line = first_line(diagnosis)
+    assert line.startswith("(root): own code gives attn is_causal False, not the default: output changed by ")
+    assert len(diagnosis.causes) == 1
+
+
+def test_false_for_what_is_false_by_default_is_nothing() -> None:
+    assert diagnosed_pair(Asked(), Asked(output_attentions=False)).comparison.same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_computed_in_half_precision_is_named(dtype: torch.dtype) -> None:
+    class Norm(nn.Module):
+        def __init__(self, wide: bool) -> None:
+            super().__init__()
+            self.how = types.SimpleNamespace(wide=wide)
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float() if self.how.wide else x
+            return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    x = PROBE.randn(2, 16, 64).to(dtype)
+    old, new = (nn.Sequential(Norm(wide), nn.Linear(64, 64)).to(dtype) for wide in (True, False))
+    expected = recorded(old, x)
+    expected = expected.rerun.measured(expected)
+    new.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
+    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
+    assert first_line(diagnosis).startswith("layer '0' (Norm): own code changed: by 0.")
+    again = diagnose(compare(recorded(old, x, like=expected), expected))
+    assert again.comparison.same

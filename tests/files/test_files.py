@@ -1,0 +1,1823 @@
+"""Snapshot files: a record and its two texts, there and back; on disk; damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison import tolerance as tolerances
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.files import (
+    Snapshot,
+    Texts,
+    architecture_digest,
+    decode,
+    decode_architecture,
+    encode,
+    file_name,
+    fixed_point,
+    folded,
+    read,
+    read_texts,
+    rewritten,
+    write,
+)
+from pytest_modelprobe.files.readings import number, reading_from, reading_text
+from pytest_modelprobe.gate import verdict as gate
+from pytest_modelprobe.record.records import (
+    ROOT,
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    Layer,
+    Operation,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Units,
+    Value,
+)
+from pytest_modelprobe.report import changes
+
+# --- records ------------------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Calls one layer twice, and a child before the one that stands above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(4, 4)
+        self.early = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.early(self.early(x)) + x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(self.emb(ids)))
+        return {"logits": logits, "best": logits.argmax(-1)}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.0)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, (h, _) = self.lstm(x)
+        return self.head(out[-1] + h[-1])
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.log = nn.Module()
+        self.scale = math.inf
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).log() / 0.0
+
+
+def ran(model: nn.Module, *args: torch.Tensor, loss: Any = "random", noise: bool = True) -> Record:
+    """Return a record with all that a snapshot keeps."""
+    with ModelProbe(device="cpu", seed=0) as probe:
+        record = probe.run(model, *args, loss=loss)
+        assert record.rerun is not None
+        record = record.rerun.isolated(record)
+        if noise:
+            record = record.rerun.measured(record)  # type: ignore[union-attr]
+    return dataclasses.replace(record)
+
+
+def built(name: str) -> Record:
+    torch.manual_seed(0)
+    match name:
+        case "cnn":
+            model = nn.Sequential(
+                nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 3)
+            )
+            nn.init.constant_(model[1].bias[:2].detach(), -9.0)
+            return ran(model, torch.randn(2, 1, 8, 8))
+        case "shared":
+            return ran(Shared(), torch.randn(2, 4))
+        case "tied":
+            return ran(Tied(), torch.randint(10, (2, 3)), loss=lambda out: out["logits"].square().mean())
+        case "lstm":
+            return ran(Recurrent(), torch.randn(4, 2, 3))
+        case "broken":
+            return ran(Broken(), torch.randn(2, 4), loss=None)
+        case "narrow":
+            return ran(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(torch.bfloat16), torch.randn(2, 4).bfloat16())
+        case "wide":
+            return ran(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), torch.randn(2, 4).double())
+        case "structure":
+            with ModelProbe(device="cpu", seed=0) as probe:
+                return probe.architecture(Shared(), torch.randn(2, 4))
+        case "watched":
+            with ModelProbe(device="cpu", seed=0) as probe:
+                model = Shared()
+                watch = probe.watch(model)
+                for n in (2, 3):
+                    model(torch.randn(n, 4)).sum().backward()
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(2, 4))
+                return watch.record
+        case "gpt2":
+            return gpt2(2)
+    raise AssertionError(name)
+
+
+def gpt2(blocks: int, *, noise: bool = True) -> Record:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=blocks,
+        n_head=4,
+        n_embd=64,
+        vocab_size=128,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,  # a cache that is given out is recorded with all its keys and values
+    )
+    with ModelProbe(device="cpu", seed=0) as probe:
+        model = probe.build(lambda: transformers.GPT2LMHeadModel(config)).eval()
+        return ran(model, probe.randint(0, 128, (2, 16)), noise=noise)
+
+
+MODELS = ["cnn", "shared", "tied", "lstm", "broken", "narrow", "wide", "structure", "watched", "gpt2"]
+_BUILT: dict[str, Record] = {}
+
+
+@pytest.fixture(params=MODELS)
+def record(request: pytest.FixtureRequest) -> Record:
+    return model_record(request.param)
+
+
+def model_record(name: str) -> Record:
+    if name not in _BUILT:
+        _BUILT[name] = built(name)
+    return _BUILT[name]
+
+
+def value(path: str, shape: tuple[int, ...] = (2, 4), **more: Any) -> Value:
+    return Value(path=path, shape=shape, dtype="float32", device="cpu", **more)
+
+
+def reading(mean: float = 0.5, *, count: int = 8, noise: float | None = 2e-7, **more: Any) -> Reading:
+    numbers = Statistics(count=count, mean=mean, min=mean - 1, max=mean + 1, deviations=count * 0.25)
+    fingerprint = tuple(max(1.0, abs(mean)) * math.sin(mean + k) for k in range(16))
+    return Reading(statistics=numbers, fingerprint=fingerprint, noise=noise, **more)
+
+
+def small() -> Record:
+    """Return a record of two layers, written by hand: the second gets what the first gives out."""
+    first = Layer(
+        name="fc1",
+        type="torch.nn.modules.linear.Linear",
+        attributes={"in_features": 4, "out_features": 4},
+        parameters=(
+            Parameter(
+                name="weight", shape=(4, 4), dtype="float32", device="cpu", requires_grad=True,
+                reading=reading(0.1, count=16, noise=None), gradient=reading(0.2, count=16),
+            ),
+        ),
+        calls=(
+            Call(
+                root=ROOT, root_training=False, index=0, started=1, finished=2,
+                inputs=(value("input", tensor=0, forward=reading(0.3)),),
+                outputs=(value("output", requires_grad=True, tensor=1, forward=reading(0.4), backward=reading(0.01)),),
+            ),
+        ),
+    )  # fmt: skip
+    second = Layer(
+        name="act",
+        type="torch.nn.modules.activation.ReLU",
+        attributes={"inplace": False},
+        calls=(
+            Call(
+                root=ROOT, root_training=False, index=0, started=3, finished=4,
+                inputs=(dataclasses.replace(first.calls[0].outputs[0], path="input", source="fc1 output"),),
+                outputs=(value("output", requires_grad=True, tensor=2, forward=reading(0.6), backward=reading(0.02)),),
+            ),
+        ),
+    )  # fmt: skip
+    root = Layer(
+        name=ROOT,
+        type="models.Net",
+        leaf=False,
+        calls=(
+            Call(
+                root=ROOT, root_training=False, index=0, started=0, finished=5,
+                inputs=first.calls[0].inputs,
+                outputs=second.calls[0].outputs,
+            ),
+        ),
+    )  # fmt: skip
+    return Record(
+        model="Net", layers={ROOT: root, "fc1": first, "act": second}, forwards=1, backwards=1, seed=0, loss="random",
+        noise="measured", versions={"torch": "2.13.0"},
+    )  # fmt: skip
+
+
+def edited(record: Record, layer: str, **fields: Any) -> Record:
+    layers = {**record.layers, layer: dataclasses.replace(record.layers[layer], **fields)}
+    return dataclasses.replace(record, layers=layers)
+
+
+def edited_call(record: Record, layer: str, **fields: Any) -> Record:
+    first, *rest = record.layers[layer].calls
+    return edited(record, layer, calls=(dataclasses.replace(first, **fields), *rest))
+
+
+@functools.cache
+def model_texts(name: str) -> Texts:
+    return encode(model_record(name))
+
+
+def decoded(texts: Texts) -> Snapshot:
+    return decode(*texts, where="tests/__modelprobe__/test_net/test_net.arch.json")
+
+
+def there_and_back(record: Record) -> Record:
+    return decoded(encode(record)).record
+
+
+def line(text: str, layer: str) -> str:
+    (found,) = (row for row in text.splitlines() if row.startswith(f"{json.dumps(layer)}: "))
+    return found.removesuffix(",")
+
+
+def differing(a: str, b: str) -> list[str]:
+    """Return the lines of ``b`` that are not in ``a``, without the digest that binds the two files."""
+    old = set(a.splitlines())
+    return [row for row in b.splitlines() if row not in old and not row.startswith('"architecture"')]
+
+
+# --- there and back: whole records --------------------------------------------------------------------------------
+
+
+def test_a_decoded_record_is_written_as_it_was_read(record: Record) -> None:
+    texts = encode(record)
+    assert encode(decoded(texts).record) == texts
+
+
+def test_a_decoded_record_compares_as_the_original_does(record: Record) -> None:
+    back = there_and_back(record)
+    assert compare(record, back).differences == ()
+    assert compare(back, record).differences == ()
+
+
+def exact(record: Record) -> dict[str, Any]:
+    """Return what of a record has to come back exactly: everything but numbers, devices and modules of classes."""
+
+    def text(v: Value) -> tuple[Any, ...]:
+        return v.path, v.shape, v.dtype, v.requires_grad, v.overwritten, v.source, v.backward is None
+
+    def own(p: Parameter) -> tuple[Any, ...]:
+        return p.name, p.shape, p.dtype, p.requires_grad, p.tied_to, p.persistent, p.gradient is None, p.after is None
+
+    def answer(r: IsolatedResponse | None) -> Any:
+        return r and (dict(r.recipes), [(h.where, h.passed) for h in r.handed], r.without_gradient, r.reason)
+
+    def call(c: Call) -> tuple[Any, ...]:
+        return (
+            c.root, c.root_training, c.index, c.forwards, c.training, [text(v) for v in c.inputs], c.inputs_known,
+            [text(v) for v in c.outputs], dict(c.arguments), c.grad_enabled, c.autocast, c.random, c.recomputed,
+            answer(c.response),
+        )  # fmt: skip
+
+    layers = {
+        name: (
+            la.type_name, la.leaf, la.functional, la.training, repr(dict(sorted(la.attributes.items()))), la.aliases,
+            [own(p) for p in la.parameters], [own(p) for p in la.buffers],
+            sorted(map(call, la.calls), key=lambda c: c[:3]),
+        )
+        for name, la in record.layers.items()
+    }  # fmt: skip
+    return {
+        "layers": layers, "model": record.model, "seed": record.seed, "loss": record.loss, "notes": record.notes,
+        "forwards": record.forwards, "backwards": record.backwards, "noise": record.noise,
+        "versions": dict(record.versions) if numbered(record) else {},
+    }  # fmt: skip
+
+
+def numbered(record: Record) -> bool:
+    return encode(record).numbers is not None
+
+
+def test_what_is_no_number_comes_back_exactly(record: Record) -> None:
+    assert exact(there_and_back(record)) == exact(record)
+
+
+def test_the_order_of_calls_comes_back(record: Record) -> None:
+    def order(record: Record) -> list[Any]:
+        kinds = sorted({(c.root, c.root_training) for la in record.layers.values() for c in la.calls})
+        return [
+            sorted(
+                event
+                for la in record.layers.values()
+                for c in la.calls
+                if (c.root, c.root_training) == kind
+                for event in ((c.started, "start", la.name, c.index), (c.finished, "end", la.name, c.index))
+            )
+            for kind in kinds
+        ]
+
+    assert [[e[1:] for e in kind] for kind in order(there_and_back(record))] == [
+        [e[1:] for e in kind] for kind in order(record)
+    ]
+
+
+@pytest.mark.parametrize("name", ["cnn", "shared", "tied", "lstm", "gpt2"])
+def test_which_values_are_one_tensor_comes_back(name: str) -> None:
+    def groups(record: Record) -> set[frozenset[tuple[str, int, str, int]]]:
+        found: dict[int, set[tuple[str, int, str, int]]] = {}
+        for la in record.layers.values():
+            for c in la.calls:
+                for side, values in (("in", c.inputs), ("out", c.outputs)):
+                    for k, v in enumerate(values):
+                        found.setdefault(v.tensor, set()).add((la.name, c.index, side, k))
+        return {frozenset(group) for group in found.values()}
+
+    record = model_record(name)
+    back, original = groups(there_and_back(record)), groups(record)
+    # A tensor that has other numbers in another place (a ReLU wrote into it) is taken for two.
+    assert all(any(group <= other for other in original) for group in back)
+    if name != "cnn":
+        assert back == original
+
+
+def readings_of(record: Record) -> dict[tuple[Any, ...], Reading]:
+    found: dict[tuple[Any, ...], Reading] = {}
+    for la in record.layers.values():
+        for p in (*la.parameters, *la.buffers):
+            found |= {(la.name, p.name, "value"): p.reading, (la.name, p.name, "grad"): p.gradient}  # type: ignore[dict-item]
+        for c in la.calls:
+            for side, values in (("in", c.inputs), ("out", c.outputs)):
+                for v in values:
+                    at = la.name, c.root_training, c.index, side, v.path
+                    found |= {(*at, "value"): v.forward, (*at, "grad"): v.backward}  # type: ignore[dict-item]
+    return {k: v for k, v in found.items() if v is not None}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "structure"])
+def test_numbers_come_back_as_printed(name: str) -> None:
+    record = model_record(name)
+    originals, back = readings_of(record), readings_of(there_and_back(record))
+    assert originals.keys() == back.keys()
+    for at, original in originals.items():
+        a, b = original.statistics, back[at].statistics
+        assert (a is None) == (b is None)
+        if a is None or b is None:
+            continue
+        assert (a.count, a.nan, a.posinf, a.neginf, a.zeros) == (b.count, b.nan, b.posinf, b.neginf, b.zeros), at
+        assert b.norm == pytest.approx(a.norm, rel=1e-5)
+        if at[-1] == "value":
+            scale = 2e-6 * (a.rms or 0.0)
+            for x, y in ((a.min, b.min), (a.max, b.max), (a.mean, b.mean), (a.std, b.std)):
+                assert y == (None if x is None else pytest.approx(x, rel=1e-5, abs=scale))
+        assert back[at].digest == original.digest
+        assert back[at].tensors == original.tensors
+
+
+@pytest.mark.parametrize("text", ["a", "", "x" * 500, "über", "a\nb", "\u202e", "\ud800", '"', "\\", "a -> b", "x#2"])
+def test_any_text_survives_wherever_a_model_may_put_it(text: str) -> None:
+    record = small()
+    record = edited(record, "act", attributes={text: text}, aliases=(text,), type=text)
+    record = edited_call(record, "act", arguments={text: text}, random=text)
+    inputs = (value(text, source=f"{text} output"), value(text), value("x", source=text))
+    record = edited_call(record, "act", inputs=inputs)
+    record = edited(
+        record,
+        "fc1",
+        parameters=(Parameter(name=text, shape=(1,), dtype="float32", device="cpu", tied_to=text),),
+    )
+    response = IsolatedResponse(
+        recipes={text: text, "input": f"2x4 {text}"},
+        handed=(EmittedTensor(where=text, passed=text), EmittedTensor(where=text)),
+        without_gradient=(text,),
+        reason=text,
+    )
+    record = edited_call(record, "fc1", response=response)
+    layers = {f"{text}.{name}" if name != ROOT else name: layer for name, layer in record.layers.items()}
+    layers = {name: dataclasses.replace(layer, name=name) for name, layer in layers.items()}
+    record = dataclasses.replace(record, layers=layers, model=text, notes=(text,), loss=text)
+    texts = encode(record, reason=text)
+    assert "\n".join(texts).isascii()
+    back = decoded(texts)
+    assert back.reason == text
+    expected = exact(record)
+    expected["layers"][f"{text}.act"] = (text.rpartition(".")[2], *expected["layers"][f"{text}.act"][1:])
+    assert exact(back.record) == expected
+
+
+def test_what_layers_seldom_are_comes_back() -> None:
+    record = small()
+    record = edited(record, "act", functional=True, leaf=False, training=True, aliases=("a", "b"))
+    call = dataclasses.replace(
+        record["act"].calls[0], index=3, recomputed=2, autocast="bfloat16", inputs_known=False, finished=-1, outputs=()
+    )
+    record = edited(record, "act", calls=(call,))
+    back = there_and_back(record)
+    assert exact(back) == exact(record)
+    assert back["act"].calls[0].finished == -1
+
+
+def test_what_is_told_of_a_run_comes_back() -> None:
+    record = dataclasses.replace(
+        small(),
+        notes=("unwrapped",),
+        origin=Operation(name="torch.log", location="model.py:42", detail="input min -0.3"),
+        gradient_origin=Operation(name="torch.sqrt"),
+        device="mps",
+    )
+    back = there_and_back(record)
+    assert (back.notes, back.origin, back.gradient_origin, back.device) == (
+        record.notes, record.origin, record.gradient_origin, "mps",
+    )  # fmt: skip
+
+
+def test_a_tied_parameter_has_the_numbers_of_the_one_that_it_is() -> None:
+    texts = encode(model_record("tied"))
+    assert "head" not in json.loads(texts.numbers or "")["layers"] or ".weight" not in line(texts.numbers or "", "head")
+    back = decoded(texts).record
+    assert back["head"].parameters[0].reading == back["emb"].parameters[0].reading
+    assert back["head"].parameters[0].reading.statistics is not None
+
+
+def test_calls_without_a_place_in_the_order_have_none_afterwards() -> None:
+    record = small()
+    for name in record.layers:
+        record = edited_call(record, name, started=-1, finished=-1)
+    back = there_and_back(record)
+    assert {(c.started, c.finished) for _, c in back.calls} == {(-1, -1)}
+    assert encode(back) == encode(record)
+
+
+def test_values_of_one_name_are_told_apart() -> None:
+    values = tuple(value(path, tensor=t, forward=reading(t)) for t, path in enumerate(["x", "x", "output", "x#2"], 10))
+    outputs = (value("output", tensor=14, forward=reading(14)), value("output", tensor=11, forward=reading(11)))
+    record = edited_call(small(), "fc1", inputs=values, outputs=outputs)
+    passed = tuple(dataclasses.replace(v, path="y", source=None) for v in (*values, *outputs))
+    record = edited_call(record, "act", inputs=passed)
+    back = there_and_back(record)
+    assert exact(back) == exact(record)
+    means = [[v.statistics.mean for v in back[name].calls[0].inputs if v.forward.statistics] for name in ("fc1", "act")]
+    assert means == [[10, 11, 12, 13], [10, 11, 12, 13, 14, 11]]
+    assert encode(back) == encode(record)
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        {},
+        {"weight": "2^-3"},
+        {"input": "2x4 2^0", "weight": "2^-3"},
+        {"weight": "=2^-3", "input": "2^0"},
+        {"weight": "", "input": "2x4 "},
+        {"weight": "2^-3, or so"},
+        {"act output": "2x4 2^-1"},
+    ],
+    ids=str,
+)
+def test_recipes_come_back(recipes: dict[str, str]) -> None:
+    record = edited_call(small(), "fc1", response=IsolatedResponse(recipes=recipes))
+    found = there_and_back(record)["fc1"].calls[0].response
+    assert found is not None
+    assert found.recipes == recipes
+
+
+def test_sizes_that_vary_come_back() -> None:
+    varying = value("input", shape=((2, 4), 3), tensor=0, forward=reading(count=9, tensors=2))  # type: ignore[arg-type]
+    record = edited_call(small(), "act", inputs=(varying,))
+    assert "(2..4, 3)" in encode(record).architecture
+    found = there_and_back(record)["act"].calls[0].inputs[0]
+    assert (found.shape, found.statistics and found.statistics.count) == (((2, 4), 3), 9)
+
+
+# --- what the files look like -------------------------------------------------------------------------------------
+
+
+def test_the_architecture_file_reads_well() -> None:
+    assert encode(small()).architecture == (
+        "{\n"
+        '"modelprobe": 1,\n'
+        '"model": "Net",\n'
+        '"mode": "eval",\n'
+        '"seed": 0,\n'
+        '"loss": "random",\n'
+        '"forwards": 1,\n'
+        '"backwards": 1,\n'
+        '"requires_grad": true,\n'
+        '"layers": {\n'
+        '"(root)": {"type": "Net", "calls": ["(2, 4) no grad -> (2, 4)"]},\n'
+        '"fc1": {"type": "Linear", "attributes": {"in_features": 4, "out_features": 4}, '
+        '"parameters": {"weight": "(4, 4)"}, "calls": ["(2, 4) no grad -> (2, 4)"]},\n'
+        '"act": {"type": "ReLU", "attributes": {"inplace": false}, "calls": ["(2, 4) from fc1 -> (2, 4)"]}\n'
+        "}\n"
+        "}\n"
+    )
+
+
+def test_the_numbers_file_tells_what_its_numbers_are() -> None:
+    data = json.loads(encode(small()).numbers or "")
+    assert data["columns"] == ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
+    assert data["gradient columns"] == ["rms", "fingerprint", "noise", "zeros"]
+    numbers, gradient = data["layers"]["fc1"][">output"]
+    assert numbers[:4] == [0.4, 0.5, -0.6, 1.4]
+    assert numbers[5:] == [2e-7]
+    assert gradient[0] == 0.5001
+
+
+def test_one_tensor_is_written_once() -> None:
+    data = json.loads(encode(small()).numbers or "")["layers"]
+    assert data["(root)"] == {"<input": data["(root)"]["<input"], ">output": "act"}
+    assert data["fc1"]["<input"] == "(root) input"
+    assert data["act"].keys() == {">output"}  # its input is where it comes from
+
+
+def test_layers_stand_in_the_order_of_their_first_calls() -> None:
+    data = json.loads(encode(model_record("shared")).architecture)
+    assert list(data["layers"]) == [ROOT, "early", "late", "unused"]
+
+
+def test_the_order_is_written_only_where_lines_do_not_tell_it() -> None:
+    assert '"order"' not in encode(model_record("gpt2")).architecture
+    assert '"order": [[1, 2, -2, 2, -2, 3, -3, -1]]' in encode(model_record("shared")).architecture
+
+
+def test_the_architecture_is_the_same_on_all_devices() -> None:
+    def moved(v: Any) -> Any:
+        return dataclasses.replace(v, device="cuda:0")
+
+    record = small()
+    layers = {
+        name: dataclasses.replace(
+            la,
+            parameters=tuple(map(moved, la.parameters)),
+            calls=tuple(
+                dataclasses.replace(
+                    c, inputs=tuple(map(moved, c.inputs)), outputs=tuple(map(moved, c.outputs)), random="ab"
+                )
+                for c in la.calls
+            ),
+        )
+        for name, la in record.layers.items()
+    }
+    other = dataclasses.replace(record, layers=layers, device="cuda:0", versions={"torch": "3"}, noise=None)
+    texts = encode(other)
+    assert texts.architecture == encode(record).architecture
+    assert decoded(texts).record["fc1"].output.device == "cuda:0"
+
+
+def test_moving_a_class_changes_nothing() -> None:
+    record = small()
+    assert encode(edited(record, "act", type="elsewhere.ReLU")) == encode(record)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attributes": {"inplace": True}},
+        {"type": "GELU"},
+        {"training": True},
+        {"aliases": ("other",)},
+        {"buffers": (Parameter(name="mask", shape=(4,), dtype="bool", device="cpu"),)},
+    ],
+    ids=str,
+)
+def test_a_change_of_structure_in_one_layer_is_one_line(change: dict[str, Any]) -> None:
+    record = model_record("gpt2")
+    name = "transformer.h.0.mlp.act"
+    old, new = encode(record).architecture, encode(edited(record, name, **change)).architecture
+    assert [row.partition(":")[0] for row in differing(old, new)] == [f'"{name}"']
+
+
+def test_a_layer_that_is_added_is_one_line_and_those_that_it_feeds() -> None:
+    record = small()
+    act = record["act"]
+    record = dataclasses.replace(
+        record, layers={**record.layers, "drop": Layer(name="drop", type="Dropout", calls=act.calls)}
+    )
+    fed = dataclasses.replace(act.calls[0].inputs[0], source="drop output")
+    record = edited_call(edited_call(record, "act", inputs=(fed,), started=5, finished=6), ROOT, finished=7)
+    old, new = encode(small()).architecture, encode(record).architecture
+    assert sorted(row.partition(":")[0] for row in differing(old, new)) == ['"act"', '"drop"']
+
+
+def test_a_buffer_is_said_to_be_persistent_or_not_and_of_an_old_file_it_is_not_known() -> None:
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("table", torch.zeros(2, dtype=torch.int64), persistent=False)
+    texts = encode(ModelProbe().architecture(model))
+    assert '"running_mean": "(4) persistent"' in texts.architecture
+    assert '"table": "(2) int64 not persistent"' in texts.architecture
+    found = decoded(texts).record
+    assert {b.name: b.persistent for b in found[ROOT].buffers} == {
+        "running_mean": True, "running_var": True, "num_batches_tracked": True, "table": False,
+    }  # fmt: skip
+    old = decoded(texts._replace(architecture=re.sub("(?: not)? persistent", "", texts.architecture))).record
+    assert {b.persistent for b in old[ROOT].buffers} == {None}
+    assert compare(found, old).same
+
+
+def test_lines_of_blocks_that_are_alike_are_alike() -> None:
+    texts = encode(gpt2_record())
+    first, second = (line(texts.architecture, f"transformer.h.{i}.mlp.c_fc").partition(": ")[2] for i in (2, 3))
+    assert first == second
+
+
+def test_layers_that_respond_alike_share_their_response() -> None:
+    data = json.loads(encode(gpt2_record()).numbers or "")
+    shared = {data["layers"][f"transformer.h.{i}.mlp.act"]["alone"] for i in range(12)}
+    assert len(shared) == 1
+    assert len(data["responses"]) < 30
+
+
+def test_a_private_attribute_of_nearly_all_layers_stands_in_the_header() -> None:
+    record = model_record("gpt2")
+    odd = edited(record, "lm_head", attributes={"in_features": 64})
+    data = json.loads(encode(odd).architecture)
+    assert data["attributes"] == {"_is_hf_initialized": True}
+    assert "_is_hf_initialized" not in data["layers"]["transformer"]["attributes"]
+    assert data["layers"]["lm_head"]["attributes"] == {"in_features": 64, "_is_hf_initialized": {}}
+    assert there_and_back(odd)["lm_head"].attributes == {"in_features": 64}
+
+
+def test_a_record_of_structure_alone_has_no_numbers_file() -> None:
+    texts = encode(model_record("structure"))
+    assert texts.numbers is None
+    assert '"numbers": false' in texts.architecture
+
+
+def test_what_was_declared_comes_back() -> None:
+    old = encode(small()).architecture
+    texts = encode(small(), reason="wider", supersedes=architecture_digest(old))
+    assert decoded(texts) == Snapshot(decoded(texts).record, "wider", architecture_digest(old))
+
+
+def test_a_declaration_is_no_part_of_the_architecture() -> None:
+    plain, declared = encode(small()), encode(small(), reason="wider", supersedes="ab")
+    assert architecture_digest(plain.architecture) == architecture_digest(declared.architecture)
+    assert declared.numbers == plain.numbers
+
+
+def test_the_order_of_attributes_is_no_part_of_the_architecture() -> None:
+    one, other = (edited(small(), "act", attributes=a) for a in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert architecture_digest(encode(one).architecture) == architecture_digest(encode(other).architecture)
+    assert rewritten(encode(one), encode(other), {"act"}).architecture == encode(other).architecture
+
+
+def test_another_architecture_has_another_digest() -> None:
+    other = edited(small(), "act", attributes={"inplace": True})
+    assert architecture_digest(encode(small()).architecture) != architecture_digest(encode(other).architecture)
+
+
+def test_white_space_does_no_harm() -> None:
+    texts = encode(small())
+    pretty = Texts(*(json.dumps(json.loads(text or ""), indent=2) for text in texts))
+    assert decoded(pretty) == decoded(texts)
+
+
+def test_an_architecture_alone_tells_its_structure() -> None:
+    texts = encode(model_record("gpt2"))
+    record = decode_architecture(texts.architecture, where="x").record
+    assert compare(record, model_record("gpt2"), parts="architecture").same
+    assert record["lm_head"].output.forward.statistics is None
+
+
+# --- single readings ----------------------------------------------------------------------------------------------
+
+
+def back(
+    given: Reading, shape: tuple[int, ...] | None = (2, 4), role: Any = "value", dtype: str = "float32"
+) -> Reading:
+    return reading_from(json.loads(reading_text(given, shape, dtype, role)), shape, role)
+
+
+def test_non_finite_elements_are_counted() -> None:
+    numbers = Statistics(count=8, nan=1, posinf=2, neginf=1, mean=0.5, min=0.0, max=1.0, zeros=1, first_nan=0)
+    assert back(Reading(statistics=numbers)).statistics == numbers
+
+
+def test_a_tensor_without_a_finite_element_comes_back() -> None:
+    numbers = Statistics(count=8, nan=8)
+    assert back(Reading(statistics=numbers)).statistics == numbers
+    assert back(Reading(statistics=numbers), role="gradient").statistics == numbers
+
+
+@pytest.mark.parametrize("big", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_texts(big: float) -> None:
+    numbers = Statistics(count=8, mean=0.5, min=0.5, max=big)
+    assert repr(back(Reading(statistics=numbers, noise=abs(big)))) == repr(Reading(statistics=numbers, noise=abs(big)))
+    found = back(Reading(fingerprint=(big, *[0.5] * 15))).fingerprint
+    assert repr(found) == repr((big, *[0.5] * 15))
+
+
+def test_integers_are_exact() -> None:
+    numbers = Statistics(count=8, mean=1e9, min=-(2**62), max=123456789012345)
+    found = back(Reading(statistics=numbers, digest="0123456789abcdef"), dtype="int64")
+    assert (found.statistics.min, found.statistics.max) == (numbers.min, numbers.max)  # type: ignore[union-attr]
+    assert found.digest == "0123456789abcdef"
+
+
+def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
+    units = Units(axis=-3, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
+    numbers = Statistics(count=8, mean=0.1, zeros=4)
+    found = back(Reading(statistics=numbers, units=units)).units
+    assert found is not None
+    assert (found.dead, len(found), found.axis) == (2, 3, -3)
+    alive = Units(axis=-2, low=(-1.0,), high=(1.0,))
+    assert back(Reading(statistics=numbers, units=alive)).units is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Reading(),
+        Reading(reason="sparse tensor"),
+        Reading(fingerprint=(0.0,) * 16),
+        Reading(noise=0.5, digest="ab"),
+        Reading(fingerprint=(0.5, 0.25) * 8),
+        Reading(tensors=3, statistics=Statistics(count=24, zeros=24, mean=0.0, min=0.0, max=0.0)),
+        Reading(tensors=2, statistics=Statistics(count=7, mean=1.0, min=1.0, max=1.0)),
+        Reading(statistics=Statistics(count=0)),
+        Reading(statistics=Statistics(count=8, zeros=3), noise=0.0),
+    ],
+    ids=str,
+)
+def test_what_a_reading_lacks_it_lacks_afterwards(given: Reading) -> None:
+    assert back(given) == given
+
+
+@given(
+    st.floats(-1e30, 1e30), st.floats(1e-30, 1e20), st.sampled_from(["value", "own", "gradient", "response"]),
+    st.none() | st.floats(0, 10), st.integers(0, 8), st.lists(st.floats(-1, 1), min_size=16, max_size=16),
+)  # fmt: skip
+@settings(deadline=None)
+def test_a_reading_is_written_as_it_was_read(
+    mean: float, std: float, role: Any, noise: float | None, zeros: int, direction: list[float]
+) -> None:
+    numbers = Statistics(count=8, mean=mean, min=mean - std, max=mean + std, deviations=8 * std * std, zeros=zeros)
+    length = math.hypot(*direction)
+    assume(length > 0.1)
+    fingerprint = tuple(x / length * numbers.norm for x in direction)
+    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=fingerprint)
+    text = reading_text(given_reading, (2, 4), "float32", role)
+    assert reading_text(reading_from(json.loads(text), (2, 4), role), (2, 4), "float32", role) == text
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=16, max_size=16), st.integers(14, 32))
+@example([5e-324] * 16, 14)
+@example([-1 + 2**-40] * 16, 14)
+@settings(deadline=None)
+def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bits: int) -> None:
+    text = fixed_point.packed(tuple(numbers), bits)
+    top = max(map(abs, numbers))
+    step = max(top * 2.0 ** (2 - bits), 2.0**-1000)
+    assert all(abs(a - b) <= step for a, b in zip(fixed_point.unpacked(text), numbers, strict=True))
+    assert fixed_point.packed(fixed_point.unpacked(text), bits) == text
+
+
+@pytest.mark.parametrize("noise", [None, 1e-7, 3e-6, 2.5e-5, 1e-3])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("role", "direction"),
+    [("value", "forward"), ("gradient", "backward"), ("own", "state"), ("response", "forward"),
+     ("own gradient", "backward"), ("response gradient", "backward")],
+)  # fmt: skip
+def test_what_rounding_moves_a_fingerprint_is_a_third_of_what_passes(
+    role: Any, direction: Any, dtype: str, noise: float | None
+) -> None:
+    draw = random.Random(0)
+    shares = []
+    for _ in range(100):
+        numbers = tuple(draw.gauss(0, 1) for _ in range(16))
+        norm = math.hypot(*numbers)
+        given_reading = Reading(
+            statistics=Statistics(count=16, mean=0.0, deviations=norm**2), fingerprint=numbers, noise=noise
+        )
+        text = reading_text(given_reading, (16,), dtype, role)
+        kept = reading_from(json.loads(text), (16,), role)
+        found = tolerances.change(given_reading, kept, direction=direction, dtype=dtype, measured=True)
+        assert found.change is not None
+        shares.append(found.change / found.limit)
+    assert sorted(shares)[90] < 1 / 3
+
+
+def test_a_noisy_value_takes_fewer_characters() -> None:
+    quiet, noisy = (reading_text(reading(noise=n), (2, 4), "float32", "value") for n in (1e-7, 1e-3))
+    assert len(noisy) < len(quiet) - 20
+
+
+@pytest.mark.parametrize(
+    ("given_number", "text"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (1e-5, "1e-5"),
+        (123456.7, "123457"),
+        (1234567.8, "1.23457e6"),
+        (-0.25, "-0.25"),
+        (7, "7"),
+    ],
+)
+def test_numbers_are_short(given_number: float, text: str) -> None:
+    assert number(given_number) == text
+    assert float(text) == pytest.approx(given_number, rel=1e-5)
+
+
+def test_a_weight_without_numbers_comes_back_with_the_reason() -> None:
+    weight = dataclasses.replace(small()["fc1"].parameters[0], reading=Reading(reason="changed after this forward"))
+    (back,) = there_and_back(edited(small(), "fc1", parameters=(weight,)))["fc1"].parameters
+    assert back.reading == weight.reading
+
+
+# --- size and speed -----------------------------------------------------------------------------------------------
+
+
+def gpt2_record() -> Record:
+    if "gpt2 12" not in _BUILT:
+        _BUILT["gpt2 12"] = gpt2(12, noise=False)  # it takes long; without it fingerprints are longer still
+    return _BUILT["gpt2 12"]
+
+
+def test_twelve_blocks_of_a_transformer_are_less_than_100_kilobytes() -> None:
+    texts = encode(gpt2_record())
+    assert all(c.response for la in gpt2_record().layers.values() for c in la.calls)
+    assert gpt2_record().backwards == 1
+    assert len(texts.architecture) + len(texts.numbers or "") < 100_000
+
+
+def test_the_work_for_a_file_grows_with_its_layers_only() -> None:
+    def layers(n: int) -> Record:
+        one = small()["fc1"]
+        return dataclasses.replace(small(), layers={f"b.{i}.fc": one for i in range(n)})
+
+    def calls(n: int) -> int:
+        count = 0
+
+        def profile(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        record = layers(n)
+        sys.setprofile(profile)
+        try:
+            there_and_back(record)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(200) < 2.5 * calls(100)
+
+
+# --- updates ------------------------------------------------------------------------------------------------------
+
+
+def drifted(record: Record, factor: float = 1 + 1e-7) -> Record:
+    """Return the record of another run of the same model: all numbers a little different."""
+
+    def moved(r: Reading | None) -> Any:
+        if r is None or r.statistics is None or r.statistics.mean is None:
+            return r
+        s, more = r.statistics, 1 + 1e-4
+        ends = {end: v if type(v := getattr(s, end)) is not float else v * more for end in ("min", "max")}
+        numbers = dataclasses.replace(s, mean=s.mean * more, deviations=s.deviations * more**2, **ends)  # type: ignore[operator]
+        return dataclasses.replace(
+            r, statistics=numbers, fingerprint=r.fingerprint and tuple(x * factor * (1 + 1e-6) for x in r.fingerprint)
+        )
+
+    def values(vs: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(dataclasses.replace(v, forward=moved(v.forward), backward=moved(v.backward)) for v in vs)
+
+    def answer(r: IsolatedResponse | None) -> Any:
+        if r is None:
+            return None
+        handed = tuple(dataclasses.replace(h, reading=moved(h.reading)) for h in r.handed)
+        return dataclasses.replace(r, handed=handed, gradient=moved(r.gradient))
+
+    layers = {
+        name: dataclasses.replace(
+            la,
+            parameters=tuple(
+                dataclasses.replace(p, reading=moved(p.reading), gradient=moved(p.gradient)) for p in la.parameters
+            ),
+            calls=tuple(
+                dataclasses.replace(c, inputs=values(c.inputs), outputs=values(c.outputs), response=answer(c.response))
+                for c in la.calls
+            ),
+        )
+        for name, la in record.layers.items()
+    }
+    return dataclasses.replace(record, layers=layers, versions={"torch": "9"})
+
+
+def test_an_update_without_a_change_leaves_every_byte() -> None:
+    old = encode(model_record("gpt2"))
+    new = encode(drifted(model_record("gpt2")))
+    assert new != old
+    assert rewritten(new, old, set()) == old
+
+
+def test_an_update_takes_only_the_lines_of_layers_that_changed() -> None:
+    old, new = (encode(r) for r in (model_record("gpt2"), drifted(model_record("gpt2"))))
+    name = "transformer.h.1.attn.c_attn"
+    mixed = rewritten(new, old, {name})
+    assert mixed.architecture == old.architecture
+    assert line(mixed.numbers or "", name) == line(new.numbers or "", name)
+    rows = [row for row in differing(old.numbers or "", mixed.numbers or "") if '"given"' not in row]
+    assert [row.partition(":")[0] for row in rows] == ['"versions"', f'"{name}"']
+    decoded(mixed)
+
+
+def test_an_update_takes_the_lines_of_layers_whose_structure_changed() -> None:
+    record = model_record("gpt2")
+    name = "transformer.h.1.ln_1"
+    other = edited(drifted(record), name, attributes={"eps": 1e-6})
+    old, new = encode(record), encode(other)
+    mixed = rewritten(new, old, set())
+    assert [row.partition(":")[0] for row in differing(old.architecture, mixed.architecture)] == [f'"{name}"']
+    assert line(mixed.numbers or "", name) == line(new.numbers or "", name)
+    assert decoded(mixed).record[name].attributes == {"eps": 1e-6}
+
+
+def test_an_update_that_adds_a_layer_leaves_the_others() -> None:
+    record = small()
+    added = dataclasses.replace(
+        drifted(record), layers={**drifted(record).layers, "new": Layer(name="new", type="Linear")}
+    )
+    old, new = encode(record), encode(added)
+    mixed = rewritten(new, old, set())
+    assert [row.partition(":")[0] for row in differing(old.architecture, mixed.architecture)] == ['"act"', '"new"']
+    assert line(mixed.numbers or "", "fc1") == line(old.numbers or "", "fc1")
+    assert list(decoded(mixed).record.layers) == [ROOT, "fc1", "act", "new"]
+
+
+def test_an_update_that_removes_a_layer_leaves_no_line_without_its_numbers() -> None:
+    record = small()
+    fc1 = record["fc1"]
+    passed = dataclasses.replace(fc1.calls[0].inputs[0], source=None)
+    fewer = edited_call(drifted(record), "act", inputs=(passed,))
+    fewer = dataclasses.replace(fewer, layers={k: v for k, v in fewer.layers.items() if k != "fc1"})
+    mixed = rewritten(encode(fewer), encode(record), set())
+    assert list(decoded(mixed).record.layers) == [ROOT, "act"]
+
+
+def test_an_update_keeps_what_was_declared_as_long_as_the_architecture_is_the_same() -> None:
+    old = encode(small(), reason="wider")
+    assert decoded(rewritten(encode(drifted(small())), old, {"fc1"})).reason == "wider"
+    other = encode(edited(small(), "act", attributes={"inplace": True}), reason="faster")
+    assert decoded(rewritten(other, old, set())).reason == "faster"
+    undeclared = encode(edited(small(), "act", attributes={"inplace": True}))
+    assert decoded(rewritten(undeclared, old, set())).reason is None
+
+
+@pytest.mark.parametrize("spoiled", ["", "{}", "[1]", "<<<<<<< HEAD\n", "{\n\n}\n"])
+def test_an_update_replaces_what_cannot_be_read(spoiled: str) -> None:
+    new = encode(small())
+    assert rewritten(new, Texts(spoiled, new.numbers), set()) == new
+    assert rewritten(new, Texts(new.architecture, spoiled), set()) == new
+
+
+@given(
+    st.sets(st.sampled_from([ROOT, "early", "late", "unused"])), st.sets(st.sampled_from(["early", "late", "unused"]))
+)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_mixture_of_lines_can_be_read(changed: set[str], edited_layers: set[str]) -> None:
+    record = model_record("shared")
+    other = drifted(record)
+    for name in edited_layers:
+        other = edited(other, name, attributes={"new": 1})
+    mixed = rewritten(encode(other), encode(record), changed)
+    assert exact(decoded(mixed).record)["layers"] == exact(other)["layers"]
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def changed(texts: Texts, which: int, old: str, new: str) -> Texts:
+    text = texts[which] or ""
+    assert old in text
+    return Texts(*(text.replace(old, new, 1) if i == which else t for i, t in enumerate(texts)))  # type: ignore[arg-type]
+
+
+ARCH, PROBE = 0, 1
+
+
+@pytest.mark.parametrize(
+    ("which", "old", "new", "message"),
+    [
+        (ARCH, '"modelprobe": 1', '"modelprobe": 2', r"arch.json was written by a newer .*\(schema 2; .*1\): upgrade"),
+        (PROBE, '"modelprobe": 1', '"modelprobe": 9', r"probe.json was written by a newer"),
+        (ARCH, '"modelprobe": 1', '"modelprobe": true', "its schema is True"),
+        (ARCH, '"modelprobe": 1', '"else": 1', "its schema is None"),
+        (ARCH, '"seed": 0', '"seed": "x"', r"'seed' is 'x', which is of the wrong type"),
+        (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
+        (ARCH, '"seed": 0', '"seed": -Infinity', "Infinity is no number"),
+        (ARCH, '"seed": 0', '"seed": 0, "seed": 1', "'seed' stands twice"),
+        (ARCH, '"seed": 0', f'"seed": {"9" * 5000}', "no strict JSON"),
+        (ARCH, '"seed": 0', '"color": 0', "unknown field 'color'"),
+        (ARCH, '"type": "ReLU"', '"kind": "ReLU"', "in the line of 'act': it describes no layer"),
+        (ARCH, '"type": "ReLU"', '"type": "ReLU", "x": 1', "in the line of 'act': it has an unknown field 'x'"),
+        (ARCH, '"type": "ReLU"', '"type": 3', "in the line of 'act': 'type' is 3"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, 4)"', "is no call"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, y) -> (2, 4)"', "describes no value"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, ) -> (2, 4)"', "is no size"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', "7", "7 is no call"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"x": 1}', "of 'act': it has an unknown field 'x'"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"inputs": {"input": 3}}', "no object of texts"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"index": "3"}', "'index' is '3'"),
+        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', f'"({"1, " * 99}1) -> (2, 4)"', "are too many sizes"),
+        (ARCH, '"(4, 4)"', '"4, 4"', "describes no parameter"),
+        (ARCH, '"inplace": false', '"inplace": [1]', "is no plain value"),
+        (ARCH, '"inplace": false', '"inplace": {"float": "1"}', "is no plain value"),
+        (ARCH, '"mode": "eval"', '"mode": "test"', "mode is missing"),
+        (ARCH, '"layers": {', '"order": [[1, 2]],\n"layers": {', "do not belong together"),
+        (PROBE, '"layers": {', '"lay": {', "no file of pytest-modelprobe"),
+        (PROBE, '"act": {">output"', '"act": {">out"', "of 'act': it has numbers of what the architecture lacks"),
+        (PROBE, '".weight"', '".bias"', "of 'fc1': it has numbers of what the architecture lacks"),
+        (PROBE, '"act": {', '"act2": {', "no layer 'act2' in the architecture"),
+        (PROBE, '">output":"act"', '">output":"fc3"', "no numbers of 'fc3'"),
+        (PROBE, '">output":"act"', '">output":7', "no numbers of 7"),
+        (PROBE, '">output":"act"', '">output":[]', "are no numbers of a tensor"),
+        (PROBE, '">output":"act"', '">output":[[1,2]]', "2 numbers are not as many as columns"),
+        (PROBE, '">output":"act"', '">output":[["zz"]]', "'zz' is no fingerprint"),
+        (PROBE, '">output":"act"', '">output":[[{"x":1}]]', "unknown field 'x'"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,null,0,{"dead":[1,99999999999,0]}]]', "units are dead"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,-1]]', "-1 is no noise"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
+        (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
+        (PROBE, '"noise": "measured"', '"compared": "nothing"', "what is compared of it is 'nothing'"),
+        (PROBE, '">output":"act"', f'">output":[[1,1,1,1,{[0.01] * 16}]]', "the norm 4 and its fingerprint has 0.04"),
+        (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,99]]', "99 zeros are among 8 finite elements"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"count":-8}]]', "'-8' is no whole number"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"nan":9}]]', "0 zeros are among -1 finite elements"),
+        (ARCH, '"forwards": 1', '"forwards": -1', "'forwards' is -1, which counts nothing"),
+        (ARCH, '"(4, 4)"', '"(4, 2..4)"', "describes no parameter: its size varies"),
+        (ARCH, '"(4, 4)"', f'"(4, {"9" * 39})"', "are more elements than a tensor has"),
+        (ARCH, '"seed": 0', f'"seed": {"9" * 4000}', "a number of 4,000 digits stands in it"),
+        (ARCH, '"act": {', f'"a{".a" * 900}": {{', "its name has 901 parts"),
+        (PROBE, '"columns": ["mean"', '"columns": ["median"', "its columns are others"),
+        (PROBE, '"versions": {', '"versions": {"x": 1, ', "no object of texts"),
+        (PROBE, '"architecture": "', '"architecture": "x', "do not belong together"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence_with_the_file(which: int, old: str, new: str, message: str) -> None:
+    with pytest.raises(SnapshotError, match=message) as caught:
+        decoded(changed(encode(small()), which, old, new))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.isprintable()
+    assert "tests/__modelprobe__/test_net/test_net." + ("arch.json" if which == ARCH else "probe.json") in text
+    assert len(text) < 500
+
+
+def test_a_conflict_names_its_two_sides_and_the_way_out() -> None:
+    texts = encode(small())
+    ours = line(texts.architecture, "act")
+    conflict = f"<<<<<<< HEAD\n{ours}\n=======\n{ours}\n>>>>>>> feature/x\n"
+    with pytest.raises(SnapshotError) as caught:
+        decoded(changed(texts, ARCH, f"{ours}\n", conflict))
+    assert str(caught.value) == (
+        "tests/__modelprobe__/test_net/test_net.arch.json holds the conflict markers of a merge of 'HEAD' and "
+        "'feature/x': check out one side (`git checkout --ours` or `--theirs`) of both its files and run "
+        "`pytest --snapshot-update`"
+    )
+
+
+@pytest.mark.parametrize("which", [ARCH, PROBE])
+def test_any_truncation_is_told(which: int) -> None:
+    texts = encode(small())
+    text = texts[which] or ""
+    for end in range(0, len(text) - 2, 7):
+        cut = Texts(*(text[:end] if i == which else t for i, t in enumerate(texts)))  # type: ignore[arg-type]
+        with pytest.raises(SnapshotError, match=r"is empty|is cut off|is no JSON"):
+            decoded(cut)
+
+
+def test_a_file_that_was_cut_off_is_told_from_one_that_was_edited() -> None:
+    texts = encode(small())
+    half = texts.architecture[: texts.architecture.index('"act"')]
+    with pytest.raises(SnapshotError, match=r"arch.json is cut off in line 13: restore it"):
+        decoded(Texts(half, texts.numbers))
+    with pytest.raises(SnapshotError, match=r"arch.json is no JSON in line 5, column 9 \(.*\): restore it"):
+        decoded(changed(texts, ARCH, '"seed": 0', '"seed": seven'))
+
+
+@pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
+@pytest.mark.parametrize(
+    ("which", "old"), [(ARCH, '"modelprobe": 1'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
+)
+def test_nesting_where_none_belongs_is_told(which: int, old: str, depth: int) -> None:
+    new = old.rpartition(" ")[0] * (": " in old) + " " + "[" * depth + "]" * depth
+    with pytest.raises(SnapshotError):
+        decoded(changed(encode(small()), which, old, new))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"layers": {"a": ' + "[" * 900 + "]" * 900 + "}}"])
+def test_deep_nesting_is_told(text: str) -> None:
+    with pytest.raises(SnapshotError):
+        decode(text, None, where="x.arch.json")
+
+
+def test_a_source_outside_of_the_model_is_told() -> None:
+    text = encode(small()).architecture.replace("from fc1", "from ..fc1")
+    with pytest.raises(SnapshotError, match=r"in the line of 'act': '\.\.fc1' leads out of the model"):
+        decode_architecture(text, where="x")
+
+
+def test_a_small_file_does_not_take_all_memory() -> None:
+    dead = ",".join(f'"{n}>output":[[0,0,0,0,null,null,8,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
+    call = '"(2, 4) -> (2, 4)"'
+    texts = changed(
+        encode(small()), ARCH, '"calls": ["(2, 4) from fc1', f'"calls": [{f"{call}, " * 58}"(2, 4) from fc1'
+    )
+    data = json.loads(texts.numbers or "")
+    data["layers"]["act"] = json.loads(f"{{{dead}}}")
+    data["architecture"] = architecture_digest(texts.architecture)
+    with pytest.raises(SnapshotError, match="more units than a model has"):
+        decoded(Texts(texts.architecture, json.dumps(data)))
+
+
+def test_numbers_that_are_missing_are_told() -> None:
+    texts = encode(small())
+    with pytest.raises(SnapshotError, match=r"test_net.probe.json is missing, the numbers that belong to .*: add it"):
+        decoded(Texts(texts.architecture, None))
+
+
+def test_numbers_that_were_emptied_are_told() -> None:
+    texts = encode(small())
+    numbers = {**json.loads(texts.numbers or ""), "layers": {}, "responses": {}}
+    with pytest.raises(SnapshotError, match=r"probe.json cannot be read, it has no numbers: restore it"):
+        decoded(Texts(texts.architecture, json.dumps(numbers)))
+
+
+def test_numbers_that_should_not_be_there_are_told() -> None:
+    texts = encode(model_record("structure"))
+    with pytest.raises(SnapshotError, match=r"test_net.probe.json has numbers, but .*: delete .*probe.json"):
+        decoded(Texts(texts.architecture, encode(small()).numbers))
+
+
+def test_a_pair_of_two_versions_is_told() -> None:
+    old, new = encode(small()), encode(edited(small(), "act", attributes={"inplace": True}))
+    for mixed in (Texts(old.architecture, new.numbers), Texts(new.architecture, old.numbers)):
+        with pytest.raises(SnapshotError, match=r"do not belong together.*run `pytest --snapshot-update`"):
+            decoded(mixed)
+
+
+def test_a_message_is_safe_for_a_terminal() -> None:
+    texts = changed(encode(small()), ARCH, '"seed": 0', '"\\u001b[31m\\u202e": 0')
+    with pytest.raises(SnapshotError) as caught:
+        decoded(texts)
+    assert str(caught.value).isprintable()
+    assert "\\x1b[31m\\u202e" in str(caught.value)
+
+
+EXAMPLES = int(os.environ.get("MODELPROBE_EXAMPLES", "200"))
+"""Of damaged files."""
+
+FRAGMENTS = [
+    "{", "}", "[", "]", '"', ",", ":", "null", "true", "-1", "1e999", "0", '"x"', "[]", "{}", "NaN", "\\", "\n",
+    '"alone"', '"=x"', '"..a"', "(2, 4)", " from ", " -> ", "-", "9" * 30, "\u202e", "\x00", "#2", '"float"',
+]  # fmt: skip
+
+
+@given(st.data())
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+def test_random_damage_gives_a_snapshot_or_a_sentence(data: st.DataObject) -> None:
+    texts = list(model_texts(data.draw(st.sampled_from(["shared", "tied", "broken", "watched"]))))
+    which = data.draw(st.sampled_from([i for i, text in enumerate(texts) if text is not None]))
+    text = texts[which] or ""
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        length = data.draw(st.integers(0, 12))
+        text = text[:at] + data.draw(st.sampled_from(FRAGMENTS) | st.just("")) + text[at + length :]
+    texts[which] = text
+    try:
+        found = decode(*texts, where="x.arch.json")  # type: ignore[arg-type]
+    except SnapshotError:
+        return
+    once = encode(found.record)
+    assert encode(decode(*once, where="x.arch.json").record) == once
+
+
+def parts_of(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [at]
+    if isinstance(data, dict):
+        found += [p for k, v in data.items() for p in parts_of(v, (*at, k))]
+    elif isinstance(data, list):
+        found += [p for i, v in enumerate(data) for p in parts_of(v, (*at, i))]
+    return found
+
+
+@given(st.data())
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+def test_a_part_of_any_other_type_gives_a_snapshot_or_a_sentence(data: st.DataObject) -> None:
+    original = model_texts(data.draw(st.sampled_from(["shared", "tied", "broken", "watched"])))
+    texts = [text and json.loads(text) for text in original]
+    which = data.draw(st.sampled_from([i for i, text in enumerate(texts) if text is not None]))
+    at = data.draw(st.sampled_from(parts_of(texts[which])[1:]))
+    other = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=5)
+    replacement = data.draw(
+        st.recursive(other, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.text(max_size=3), s))
+    )
+    holder = texts[which]
+    for key in at[:-1]:
+        holder = holder[key]
+    holder[at[-1]] = replacement
+    if which == ARCH and texts[PROBE] is not None:  # as if it belonged together
+        try:
+            texts[PROBE]["architecture"] = architecture_digest(json.dumps(texts[ARCH]))
+        except SnapshotError:
+            return
+    with contextlib.suppress(SnapshotError):
+        decode(*(text and json.dumps(text) for text in texts), where="x.arch.json")  # type: ignore[arg-type]
+
+
+# --- what a file may not hide -------------------------------------------------------------------------------------
+# Found by `tox -e fuzz`: each was shown, and counted as the same text in another form.
+
+Edit = Any  # a new value, or a function of the old one
+GONE = object()
+
+
+def edited_file(texts: Texts, which: int, at: tuple[Any, ...], new: Edit) -> Texts:
+    """Return the texts with one place changed, digest included."""
+    data = [json.loads(text or "null") for text in texts]
+    holder = data[which]
+    for step in at[:-1]:
+        holder = holder[step]
+    if new is GONE:
+        del holder[at[-1]]
+    else:
+        holder[at[-1]] = new(holder[at[-1]]) if callable(new) else new
+    architecture = json.dumps(data[0])
+    if data[1] is None:
+        return Texts(architecture, None)
+    data[1]["architecture"] = architecture_digest(architecture)
+    return Texts(architecture, json.dumps(data[1]))
+
+
+def classes(old: Texts, new: Texts) -> dict[str, Any]:
+    """Return what the gate makes of a change: class → finding."""
+    before, now = (
+        gate.Snapshot(
+            path="net.arch.json",
+            numbers="net.probe.json",
+            record=decoded(texts).record,
+            architecture=architecture_digest(texts.architecture),
+            content=str(hash(texts)),
+            text=texts.architecture,
+        )
+        for texts in (old, new)
+    )
+    verdict = gate.judge({"net": before}, {"net": now})
+    return {finding.kind: finding for change in verdict.changes for finding in change.findings}
+
+
+def first_response(texts: Texts) -> str:
+    return next(iter(json.loads(texts.numbers or "")["responses"]))
+
+
+SWAPPED = {  # what was `format` → where, and what of it
+    "the mean of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 0), lambda x: -x),
+    "the deviation of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 1), lambda x: 0.9 * x),
+    "the minimum of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 2), lambda x: 1.2 * x),
+    "the maximum of a weight": ("shared", PROBE, ("layers", "late", ".weight", 0, 3), lambda x: 1.01 * x),
+    "the size of a gradient": ("shared", PROBE, ("layers", "late", ".bias", 1, 0), lambda x: 1.5 * x),
+    "the maximum of a counter": ("tied", PROBE, ("layers", "norm", ".num_batches_tracked", 2, 3), 7),
+    "when a NaN was first seen": ("broken", PROBE, ("layers", ROOT, ">output", 0, -1, "first_nan"), 3),
+    "where a NaN began": ("broken", PROBE, ("origin", 0), "torch.sqrt"),
+    "whether gradients are wanted": ("broken", ARCH, ("requires_grad",), lambda x: not x),
+    "in how many forwards": ("watched", ARCH, ("layers", "late", "calls", 0, "forwards"), 9),
+    "the class of the model": ("tied", ARCH, ("model",), "Other"),
+    "what is a leaf": ("shared", ARCH, ("layers", "late", "leaf"), False),
+    "what is a function": ("shared", ARCH, ("layers", "late", "functional"), True),
+    "the mode of a call": ("lstm", ARCH, ("layers", "head", "calls", 0), lambda x: {**as_call(x), "training": False}),
+    "other names of a layer": ("shared", ARCH, ("layers", "late", "aliases"), ["early2"]),
+    "the order of calls": ("lstm", ARCH, ("layers",), lambda x: dict(sorted(x.items()))),
+    "an inner gradient": ("shared", PROBE, ("layers", "late", ">output"), lambda x: [*x, x[1]]),
+    "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
+    "how many units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead", 0), 1),
+    "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
+    "the gradient of an input": ("shared", PROBE, ("layers", "late", "<input", 1), GONE),
+}
+
+
+def as_call(line: Any) -> dict[str, Any]:
+    if isinstance(line, dict):
+        return line
+    source, _, made = line.rpartition(" -> ")
+    return {"inputs": {"input": source}, "outputs": {"output": made}}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_what_is_edited_in_a_file_is_refused_or_a_difference(what: str) -> None:
+    name, which, at, new = SWAPPED[what]
+    try:
+        found = classes(model_texts(name), edited_file(model_texts(name), which, at, new))
+    except SnapshotError:
+        return
+    assert found
+    assert "format" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "new", "message"),
+    [
+        ("tied", ("layers", "emb", ">output", 0, 0), 2.5, r"mean 2.5 is not between"),
+        ("tied", ("layers", "emb", ">output", 0, 1), 3.0, r"no 24 elements between .* with the mean .* have the dev"),
+        ("tied", ("layers", "emb", ">output", 0, 1), 0.3, r"no 24 elements between .* have the deviation 0.3"),
+        ("tied", ("layers", "emb", ">output", 0, 2), None, r"of its mean, deviation and range one is missing"),
+        ("tied", ("layers", "emb", ">output", 0, 3), -99.0, r"is not between"),
+        ("broken", ("layers", ROOT, ">output", 0, 3), 1.0, r"there are numbers of no finite element"),
+        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [4, 4, -3], r"4 of 4 units are dead, and .* elements are z"),
+        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [2, 9, -3], r"9 units are on an axis of 4"),
+        ("cnn", ("layers", "2", ">output", 0, 6), 288, r"288 of its elements are zero, and they are between 0 and"),
+    ],
+)
+def test_numbers_that_no_elements_have_are_refused(name: str, at: tuple[Any, ...], new: Any, message: str) -> None:
+    with pytest.raises(SnapshotError, match=message) as caught:
+        decoded(edited_file(model_texts(name), PROBE, at, new))
+    assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("how", ["all", "one", "gradient", "question", "reason"])
+def test_evidence_that_is_gone_from_a_file_is_said(how: str) -> None:
+    texts = model_texts("cnn")
+    key = first_response(texts)
+    if how == "all":
+        data = json.loads(texts.numbers or "")
+        del data["responses"]
+        data["layers"] = {
+            name: {k: v for k, v in line.items() if k.lstrip("0123456789") != "alone"}
+            for name, line in data["layers"].items()
+        }
+        fewer = Texts(texts.architecture, json.dumps(data))
+    elif how == "one":
+        layer = next(n for n, line in json.loads(texts.numbers or "")["layers"].items() if line.get("alone") == key)
+        fewer = edited_file(texts, PROBE, ("layers", layer, "alone"), GONE)
+    elif how == "gradient":
+        fewer = edited_file(texts, PROBE, ("responses", key, "gradient"), GONE)
+    elif how == "question":
+        fewer = edited_file(texts, PROBE, ("responses", key, "given"), GONE)
+    else:
+        fewer = edited_file(texts, PROBE, ("responses", key), {"reason": "not today"})
+    found = classes(texts, fewer)
+    assert list(found) == ["behavior"]
+    assert {(d.kind, d.what) for d in found["behavior"].differences} == {("response", "of the layer alone")}
+
+
+def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() -> None:
+    unread = dataclasses.replace(value("output"), forward=Reading(reason="meta tensor"))
+    before = edited_call(small(), "act", outputs=(unread,))
+    now = edited(before, "fc1", attributes={"in_features": 5})
+    snapshots = [
+        gate.Snapshot(path="net", record=one, architecture=str(i), content=str(i))
+        for i, one in enumerate((before, now))
+    ]
+    verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
+    assert changes.first_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
+    assert changes.plain(verdict)["changes"][0]["not_compared"] == 1
+    assert "1 value could not be compared: there are no numbers of it that repeat." in changes.diff_text(verdict)
+
+
+@pytest.mark.parametrize("name", ["cnn", "tied", "shared", "broken", "lstm", "narrow", "watched"])
+def test_a_run_agrees_with_its_own_file_in_all_numbers(name: str) -> None:
+    record, kept = model_record(name), there_and_back(model_record(name))
+    for actual, expected in ((record, kept), (kept, record), (kept, kept)):
+        assert compare(actual, expected).same
+        assert not list(gate._evidence(compare(kept, kept)))
+
+
+# --- on disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "tests" / "__modelprobe__" / "test_net" / "test_net.arch.json"
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_written_is_read(place: Path) -> None:
+    texts = encode(small())
+    write(place, texts)
+    assert read_texts(place) == texts
+    assert read(place) == decoded(texts)
+    assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
+
+
+def test_numbers_of_another_device_lie_beside(place: Path) -> None:
+    probe = place.with_name("test_net.cuda.probe.json")
+    write(place, encode(small()), probe)
+    assert read(place, probe).record["fc1"].calls
+    with pytest.raises(SnapshotError, match=r"test_net.probe.json is missing"):
+        read(place)
+
+
+def test_a_snapshot_that_is_not_there_is_told(place: Path) -> None:
+    assert read_texts(place) is None
+    with pytest.raises(SnapshotError, match=r"there is no snapshot .*: record it"):
+        read(place)
+
+
+def test_a_file_of_the_same_content_is_not_touched(place: Path) -> None:
+    write(place, encode(small()))
+    os.utime(place, (1, 1))
+    write(place, encode(small()))
+    assert place.stat().st_mtime == 1
+
+
+def test_a_snapshot_that_becomes_structure_alone_loses_its_numbers(place: Path) -> None:
+    write(place, encode(small()))
+    write(place, encode(model_record("structure")))
+    assert names_in(place.parent) == ["test_net.arch.json"]
+    assert read(place).record.model == "Shared"
+
+
+def test_line_ends_of_windows_do_no_harm(place: Path) -> None:
+    texts = encode(small())
+    write(place, texts)
+    for path in place.parent.iterdir():
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_texts(place) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"a": "\xff"}', "is no UTF-8 text at byte 7"),
+        (b"\x00\x01", "is no JSON"),
+        (b"null", "is no file of pytest-modelprobe"),
+    ],
+)
+def test_a_file_that_is_no_snapshot_is_told(place: Path, content: bytes, message: str) -> None:
+    write(place, encode(small()))
+    place.write_bytes(content)
+    with pytest.raises(SnapshotError, match=message) as caught:
+        read(place)
+    assert str(place) in str(caught.value)
+    assert place.read_bytes() == content
+
+
+def test_a_huge_file_is_not_read(place: Path) -> None:
+    write(place, encode(small()))
+    with place.open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(SnapshotError, match="has 1,024 MB, more than a snapshot ever has"):
+        read(place)
+
+
+def test_a_directory_in_the_place_of_a_file_is_told(place: Path) -> None:
+    place.mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="is a directory: move it out of the way"):
+        read(place)
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        write(place, encode(small()))
+    assert place.is_dir()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place)
+    with pytest.raises(SnapshotError, match="no regular file"):
+        read(place)
+
+
+def test_a_file_in_the_place_of_the_directory_is_told(place: Path) -> None:
+    place.parent.parent.mkdir(parents=True)
+    place.parent.write_text("x")
+    with pytest.raises(SnapshotError, match="cannot be made"):
+        write(place, encode(small()))
+
+
+def test_a_link_out_of_the_tests_is_refused(place: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    write(outside / "test_net.arch.json", encode(small()))
+    before = (outside / "test_net.arch.json").read_bytes()
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside / "test_net.arch.json")
+    with pytest.raises(SnapshotError, match=r"leads out of .*tests by a symbolic link"):
+        read(place)
+    with pytest.raises(SnapshotError, match=r"leads out of .*tests by a symbolic link"):
+        write(place, encode(model_record("structure")))
+    assert (outside / "test_net.arch.json").read_bytes() == before
+
+
+def test_a_directory_that_leads_out_of_the_tests_is_refused(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    place.parent.parent.mkdir(parents=True)
+    place.parent.symlink_to(tmp_path / "outside")
+    with pytest.raises(SnapshotError, match="leads out of"):
+        write(place, encode(small()))
+    assert not any((tmp_path / "outside").iterdir())
+
+
+def test_a_link_within_the_tests_is_followed(place: Path) -> None:
+    real = place.parent.parent / "real" / "test_net.arch.json"
+    write(real, encode(small()))
+    place.parent.symlink_to(real.parent)
+    write(place, encode(edited(small(), "act", attributes={"inplace": True})))
+    assert read(real).record["act"].attributes == {"inplace": True}
+    assert place.parent.is_symlink()
+
+
+def test_tests_that_are_reached_by_a_link_are_served(place: Path, tmp_path: Path) -> None:
+    write(place, encode(small()))
+    (tmp_path / "link").symlink_to(tmp_path / "tests")
+    assert read(tmp_path / "link" / "__modelprobe__" / "test_net" / "test_net.arch.json").record.model == "Net"
+
+
+def test_a_circle_of_links_is_told(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    place.symlink_to(place)
+    with pytest.raises(SnapshotError, match=r"in a circle|leads out|cannot be read"):
+        read(place)
+
+
+unprivileged = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="for root all is allowed")
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: OSError) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(f"{module}.{name}", refuse)
+
+
+def test_a_directory_that_is_read_only_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(place, encode(small()))
+    refusing(monkeypatch, "pathlib.Path", "replace", PermissionError(13, "Permission denied"))
+    with pytest.raises(SnapshotError) as caught:
+        write(place, encode(drifted(small())))
+    probe = place.with_name("test_net.probe.json")
+    assert str(caught.value) == (
+        f"{probe} cannot be written (Permission denied): make {probe} writable, or leave out `--snapshot-update`"
+    )
+    assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
+    assert read(place) == decoded(encode(small()))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("os", "fsync"), ("pathlib.Path", "replace"), ("pathlib.Path", "open")], ids=str
+)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
+def test_a_full_disk_is_told_and_nothing_lost(
+    place: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, number: int
+) -> None:
+    write(place, encode(small()))
+    with monkeypatch.context() as patch:
+        refusing(patch, module, name, OSError(number, os.strerror(number)))
+        with pytest.raises(SnapshotError) as caught:
+            write(place, encode(edited(small(), "act", attributes={"inplace": True})))
+    probe = place.with_name("test_net.probe.json")
+    assert str(caught.value) == (
+        f"{probe} cannot be written ({os.strerror(number)}): free space where {place.parent} lies, and run the update "
+        "again"
+    )
+    assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
+    assert read(place) == decoded(encode(small()))
+
+
+def test_a_directory_on_a_full_disk_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, "pathlib.Path", "mkdir", OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space where .* lies"):
+        write(place, encode(small()))
+
+
+@unprivileged
+def test_a_file_that_may_not_be_read_is_told(place: Path) -> None:
+    write(place, encode(small()))
+    place.chmod(0)
+    with pytest.raises(SnapshotError, match=r"cannot be read .*: give yourself the right"):
+        read(place)
+
+
+@unprivileged
+def test_a_directory_without_the_right_to_write_is_told(place: Path) -> None:
+    write(place, encode(small()))
+    place.parent.chmod(0o500)
+    try:
+        with pytest.raises(SnapshotError, match="cannot be written"):
+            write(place, encode(drifted(small())))
+    finally:
+        place.parent.chmod(0o700)
+
+
+def test_a_new_file_has_the_usual_rights(place: Path) -> None:
+    write(place, encode(small()))
+    plain = place.with_name("plain")
+    plain.write_text("")
+    assert place.stat().st_mode == plain.stat().st_mode
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(place: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    place.parent.mkdir(parents=True)
+    left = place.with_name(f".modelprobe-{int(ended.stdout)}-0123abcd.tmp")
+    left.write_text("half")
+    write(place, encode(small()))
+    assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
+
+
+def test_files_of_others_and_of_running_processes_stay(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    running = place.with_name(f".modelprobe-{os.getppid()}-0123abcd.tmp")
+    others = [place.with_name(name) for name in (".modelprobe-1.tmp", "modelprobe-1-0123abcd.tmp", ".x.tmp")]
+    for path in (running, *others):
+        path.write_text("")
+    write(place, encode(small()))
+    assert all(path.exists() for path in (running, *others))
+
+
+def test_a_very_old_temporary_file_is_removed_whoever_wrote_it(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    old = place.with_name(f".modelprobe-{os.getppid()}-0123abcd.tmp")
+    old.write_text("")
+    os.utime(old, (time.time() - 7200,) * 2)
+    write(place, encode(small()))
+    assert not old.exists()
+
+
+def test_a_temporary_file_that_another_machine_removed_is_written_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = Path.replace, iter([True, False, True, False])
+
+    def replace(self: Path, target: Path) -> Path:
+        if next(failures):
+            self.unlink()
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    write(place, encode(small()))
+    assert read(place) == decoded(encode(small()))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from pytest_modelprobe.files import Texts, write
+place, texts = Path(sys.argv[1]), [Texts(*Path(p).read_text().split("\\f")) for p in sys.argv[2:]]
+print("ready", flush=True)
+while True:
+    for pair in texts:
+        write(place, pair)
+"""
+
+
+def test_a_process_that_is_killed_leaves_the_old_or_the_new(place: Path, tmp_path: Path) -> None:
+    """``MODELPROBE_KILLS`` is how often one is killed."""
+    kills = int(os.environ.get("MODELPROBE_KILLS", "20"))
+    records = [small(), edited(drifted(small()), "act", attributes={"inplace": True})]
+    pairs = [encode(record) for record in records]
+    for i, pair in enumerate(pairs):
+        (tmp_path / str(i)).write_text("\f".join(pair))  # type: ignore[arg-type]
+    draw = random.Random(0)
+    for _ in range(kills):
+        command = [sys.executable, "-c", WRITER, str(place), *(str(tmp_path / str(i)) for i in range(2))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(draw.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        texts = read_texts(place)
+        if texts is None:
+            continue
+        assert texts.architecture in {pair.architecture for pair in pairs}
+        assert texts.numbers in {pair.numbers for pair in pairs}
+        if texts not in pairs:
+            with pytest.raises(SnapshotError, match="do not belong together"):
+                read(place)
+    write(place, pairs[0])
+    assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
+
+
+def test_reading_needs_neither_torch_nor_numpy_nor_pytest(place: Path) -> None:
+    write(place, encode(small()))
+    code = (
+        "import sys; from pathlib import Path; from pytest_modelprobe.files import read; "
+        f"read(Path({str(place)!r})); "
+        "assert not {'torch', 'numpy', 'pytest', '_pytest'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- names of files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("test_net", "test_net"),
+        ("test_net[a-1.5]", "test_net[a-1.5]"),
+        ("test_net[a:b]", "test_net[a%3Ab]"),
+        ("test_net[a/b\\c]", "test_net[a%2Fb%5Cc]"),
+        ("test_net[50%]", "test_net[50%25]"),
+        (".hidden", "%2Ehidden"),
+        ("..", "%2E%2E"),
+        ("a.", "a%2E"),
+        ("a\x00\x1b\n", "a%00%1B%0A"),
+        ("\x7f\x85", "%7F%C2%85"),
+        ("nul", "%6Eul"),
+        ("Com1.x", "%43om1.x"),
+        ("console", "console"),
+        ("über", "über"),
+        ("\ud800", "%ED%A0%80"),
+        ("", "%"),
+    ],
+)
+def test_a_file_name_is_safe_and_says_what_it_is_of(name: str, expected: str) -> None:
+    assert file_name(name) == expected
+
+
+def test_counters_and_devices_are_joined_by_dots() -> None:
+    assert file_name("test_net[a]", "2", "cuda") == "test_net[a].2.cuda"
+
+
+@given(
+    st.lists(
+        st.text(st.sampled_from("aA.%:/\\ [é\u0301") | st.characters(), max_size=160),
+        min_size=2,
+        max_size=8,
+        unique=True,
+    )
+)
+@settings(deadline=None)
+def test_two_names_never_share_a_file(names: list[str]) -> None:
+    assert len({file_name(name) for name in names}) == len(names)
+
+
+@given(st.text(max_size=300))
+@example("é" * 100)
+@settings(deadline=None)
+def test_any_name_gives_a_file_in_the_directory(name: str) -> None:
+    safe = file_name(name)
+    assert len(safe.encode()) <= 120
+    assert re.search(r'[/\\:*?"<>|\x00-\x1f]', safe) is None
+    assert not safe.startswith(".")
+    assert ".." not in safe
+    assert Path(safe).name == safe
+
+
+def test_a_long_name_ends_in_its_hash() -> None:
+    a, b = file_name("test_" + "x" * 200), file_name("test_" + "x" * 201)
+    assert a != b
+    assert a.startswith("test_xxxx")
+
+
+@pytest.mark.parametrize(("a", "b"), [("test_A", "test_a"), ("stra\u00dfe", "STRASSE"), ("\u00e9", "e\u0301")])
+def test_names_that_some_file_systems_take_for_one_are_found(a: str, b: str) -> None:
+    assert folded(file_name(a)) == folded(file_name(b))

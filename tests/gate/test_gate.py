@@ -1,0 +1,575 @@
+"""Of which class a change is, what it does to checkpoints, and whether it was declared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.gate.verdict import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
+from pytest_modelprobe.record.records import (
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Value,
+)
+from pytest_modelprobe.report.changes import diff_text, finding_text
+from pytest_modelprobe.report.comparison import said
+
+
+def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
+    usual = {"dtype": "float32", "requires_grad": True}
+    return Parameter(name=name, shape=shape, device="cpu", **{**usual, **other})
+
+
+def linear(name: str, *shape: int, **other: object) -> Layer:
+    return Layer(name=name, type="torch.nn.modules.linear.Linear", parameters=(weight(*shape),), **other)
+
+
+def record(*layers: Layer, **other: object) -> Record:
+    root = Layer(name="(root)", type="Net", leaf=False)
+    return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, **other)
+
+
+def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+    text = repr(record)
+    exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
+    return Snapshot(
+        path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
+    )
+
+
+def change(before: Record, now: Record, **levels: str) -> Change:
+    verdict = judge({"a": snapshot(before)}, {"a": snapshot(now)}, levels={**DEFAULTS, **levels})
+    assert len(verdict.changes) == 1
+    return verdict.changes[0]
+
+
+def classes(before: Record, now: Record) -> list[str]:
+    return [finding.kind for finding in change(before, now).findings]
+
+
+# --- classes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_another_shape_breaks_checkpoints() -> None:
+    assert classes(record(linear("fc", 2, 4)), record(linear("fc", 3, 4))) == ["checkpoint"]
+
+
+def test_an_attribute_is_structure() -> None:
+    before, now = (record(Layer(name="norm", type="Norm", attributes={"eps": eps})) for eps in (1e-5, 1e-6))
+    assert classes(before, now) == ["structure"]
+
+
+def test_another_type_is_structure() -> None:
+    assert classes(record(Layer(name="act", type="ReLU")), record(Layer(name="act", type="GELU"))) == ["structure"]
+
+
+def test_a_layer_with_parameters_that_is_added_breaks_checkpoints_too() -> None:
+    assert classes(record(), record(linear("fc", 2, 4))) == ["checkpoint", "structure"]
+
+
+def test_a_layer_without_parameters_that_is_added_does_not() -> None:
+    assert classes(record(), record(Layer(name="act", type="ReLU"))) == ["structure"]
+
+
+def test_a_frozen_parameter_is_trainable() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    assert classes(record(linear("fc", 2, 4)), record(frozen)) == ["trainable"]
+
+
+def test_another_output_shape_is_interface() -> None:
+    before, now = (
+        record(
+            Layer(
+                name="act",
+                type="ReLU",
+                calls=(Call(root="act", root_training=False, index=0, outputs=(value(width),)),),
+            ),
+            forwards=1,
+        )
+        for width in (4, 8)
+    )
+    assert classes(before, now) == ["interface"]
+
+
+def value(width: int, **other: object) -> Value:
+    return Value(path="output", shape=(2, width), dtype="float32", device="cpu", **other)
+
+
+def numbers(mean: float, *, noise: float | None = None, how: str | None = None) -> Record:
+    reading = Reading(
+        noise=noise,
+        statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
+        fingerprint=(mean, *[0.0] * 15),
+    )
+    call = Call(root="act", root_training=False, index=0, started=0, finished=1, outputs=(value(4, forward=reading),))
+    return record(Layer(name="act", type="ReLU", calls=(call,)), forwards=1, noise=how)
+
+
+def test_numbers_that_moved_are_behavior() -> None:
+    assert classes(numbers(1.0), numbers(3.0)) == ["behavior"]
+
+
+def test_numbers_that_moved_for_another_attribute_are_behavior_and_structure() -> None:
+    before, now = numbers(1.0), numbers(3.0)
+    act = dataclasses.replace(now.layers["act"], attributes={"slope": 2})
+    was = dataclasses.replace(before.layers["act"], attributes={"slope": 1})
+    before, now = (dataclasses.replace(r, layers={**r.layers, "act": a}) for r, a in ((before, was), (now, act)))
+    assert classes(before, now) == ["structure", "behavior"]
+
+
+def weighed(*values: float, names: tuple[str, ...] = ("a", "b", "c"), output: float = 1.0, **other: object) -> Record:
+    """Return a record of layers whose weights have these means, and of their output."""
+    layers = [
+        Layer(
+            name=name,
+            type="Linear",
+            parameters=(weight(2, 4, reading=reading(mean)),),
+            calls=(Call(root="(root)", root_training=False, index=0, started=i * 2 + 1, finished=i * 2 + 2),),
+        )
+        for i, (name, mean) in enumerate(zip(names, values, strict=True))
+    ]
+    call = Call(
+        root="(root)", root_training=False, index=0, started=0, finished=9, outputs=(value(4, forward=reading(output)),)
+    )
+    root = Layer(name="(root)", type="Net", leaf=False, calls=(call,))
+    return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, forwards=1, **other)
+
+
+def reading(mean: float) -> Reading:
+    return Reading(
+        statistics=Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0),
+        fingerprint=(mean, *[0.0] * 15),
+    )
+
+
+def test_other_weights_are_weights_and_not_every_layer_that_moved() -> None:
+    assert classes(weighed(1.0, 1.0, 1.0), weighed(2.0, 3.0, 4.0)) == ["weights"]
+
+
+def test_a_layer_with_another_name_alone_is_renamed_and_needs_a_mapping_of_keys() -> None:
+    found = change(weighed(1.0, 1.0, 1.0), weighed(1.0, 1.0, 1.0, names=("a", "b", "head")))
+    assert [finding.kind for finding in found.findings] == ["checkpoint", "renamed"]
+    assert dict(found.effect.renamed) == {"c.weight": "head.weight"}
+    assert found.diagnosis is not None
+    assert found.diagnosis.unchanged
+
+
+def test_numbers_that_moved_beside_a_name_with_the_same_weights_are_behavior() -> None:
+    now = weighed(1.0, 1.0, 1.0, names=("a", "b", "head"), output=5.0)
+    assert "behavior" in classes(weighed(1.0, 1.0, 1.0), now)
+
+
+def answering(kind: str, answer: float) -> Record:
+    """Return a record of a model of a class whose own code answers so when it is asked alone."""
+    found = numbers(1.0)
+    (call,) = found.layers["act"].calls
+    response = IsolatedResponse(handed=(EmittedTensor(where="output", reading=reading(answer)),))
+    act = dataclasses.replace(found.layers["act"], type=kind, calls=(dataclasses.replace(call, response=response),))
+    return dataclasses.replace(found, layers={**found.layers, "act": act}, noise="measured")
+
+
+def test_a_refactoring_with_the_same_numbers_is_structure() -> None:
+    found = change(answering("Act", 1.0), answering("Activation", 1.0))
+    assert [finding.kind for finding in found.findings] == ["structure"]
+    assert finding_text(found.findings[0], found) == "act: Act → Activation; behavior unchanged"
+
+
+def test_own_code_that_answers_otherwise_is_behavior_although_the_output_is_the_same() -> None:
+    assert classes(answering("Act", 1.0), answering("Act", 3.0)) == ["behavior"]
+
+
+def test_an_attribute_that_came_is_format() -> None:
+    before, now = (record(Layer(name="norm", type="Norm", attributes=own)) for own in ({}, {"eps": 1}))
+    assert classes(before, now) == ["format"]
+
+
+def test_numbers_within_tolerance_are_format() -> None:
+    assert classes(numbers(1.0), numbers(1.0 + 1e-7)) == ["format"]
+
+
+@pytest.mark.parametrize("noise", [1e-5, 1e-3, 1e9, float("inf")])
+def test_noise_that_grew_tenfold_is_behavior(noise: float) -> None:
+    before, now = (numbers(1.0, noise=x, how="measured") for x in (9e-7, noise))
+    found = change(before, now)
+    assert [finding.kind for finding in found.findings] == ["behavior"]
+    assert finding_text(found.findings[0], found) == "the noise grew, so that more passes, in 1 layer: act"
+
+
+def test_noise_that_was_measured_anew_is_format() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-6, 4e-6))) == ["format"]
+
+
+def test_noise_below_the_floor_allows_nothing_more() -> None:
+    assert classes(*(numbers(1.0, noise=x, how="measured") for x in (1e-12, 1e-7))) == ["format"]
+
+
+def test_noise_that_is_not_measured_any_more_is_behavior() -> None:
+    assert classes(numbers(1.0, how="measured"), numbers(1.0)) == ["behavior"]
+
+
+def two(first: str, second: str, **other: object) -> Record:
+    """Return the record of two layers that are called one after the other, on the same input."""
+    layers = {}
+    for i, name in enumerate((first, second)):
+        fields = {"started": 2 * i, "finished": 2 * i + 1, "outputs": (value(4),), **other}
+        layers[name] = Layer(name=name, type="ReLU", calls=(Call(root=name, root_training=False, index=0, **fields),))
+    in_order = {
+        name: dataclasses.replace(layers[name], calls=(dataclasses.replace(layers[name].calls[0], root="r"),))
+        for name in sorted(layers)
+    }
+    return Record(model="Net", layers=in_order, forwards=1)
+
+
+def first_with(**fields: object) -> dict[str, Layer]:
+    layers = two("a", "b").layers
+    return {**layers, "a": dataclasses.replace(layers["a"], **fields)}
+
+
+EDITS = {
+    "order of the calls": (two("b", "a"), ("b", "calls", "order")),
+    "class of the model": (dataclasses.replace(two("a", "b"), model="Other"), ("(root)", "type", "of the model")),
+    "mode of a call": (two("a", "b", training=True), ("a", "calls", "training")),
+    "leaf": (
+        dataclasses.replace(two("a", "b"), layers=first_with(leaf=False)),
+        ("a", "type", "leaf"),
+    ),
+    "functional": (
+        dataclasses.replace(two("a", "b"), layers=first_with(functional=True)),
+        ("a", "type", "functional"),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_file_says_besides_is_structure(edit: str) -> None:
+    now, expected = EDITS[edit]
+    (finding,) = change(two("a", "b"), now).findings
+    first = finding.differences[0]
+    assert (finding.kind, (first.layer, first.kind, first.what)) == ("structure", expected)
+
+
+def test_what_a_file_says_besides_is_told_beside_a_parameter_that_was_frozen() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    swapped = dataclasses.replace(record(frozen), model="Other")
+    assert classes(record(linear("fc", 2, 4)), swapped) == ["structure", "trainable"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ("all", "behavior", "its architecture is not compared any more"),
+        ("all", "architecture", "its behavior is not compared any more"),
+        ("architecture", "behavior", "its architecture is not compared any more"),
+    ],
+)
+def test_what_is_not_compared_any_more_is_removed(before: str, now: str, told: str) -> None:
+    files = [snapshot(numbers(1.0), numbers="t.probe.json", compared=part) for part in (before, now)]
+    files[1] = dataclasses.replace(files[1], content="other")
+    (found,) = judge({"a": files[0]}, {"a": files[1]}).denied
+    assert [(f.kind, finding_text(f, found)) for f in found.findings] == [("removed", told)]
+
+
+@pytest.mark.parametrize(("before", "now"), [("behavior", "all"), ("architecture", "all"), ("behavior", "behavior")])
+def test_what_is_compared_as_before_or_with_more_is_not(before: str, now: str) -> None:
+    files = [snapshot(numbers(1.0), numbers="t.probe.json", compared=part) for part in (before, now)]
+    assert judge({"a": files[0]}, {"a": dataclasses.replace(files[1], content="other")}).denied == ()
+
+
+def test_what_came_and_what_went_have_classes_of_their_own() -> None:
+    a, b = record(Layer(name="a", type="A")), record(Layer(name="b", type="B"))
+    verdict = judge({"a": snapshot(a)}, {"b": snapshot(b)})
+    assert [finding.kind for c in verdict.changes for finding in c.findings] == ["removed", "new"]
+
+
+def test_a_snapshot_that_moved_is_renamed() -> None:
+    verdict = judge({"a": snapshot(record(linear("fc", 2, 4)), "a")}, {"b": snapshot(record(linear("fc", 2, 4)), "b")})
+    assert [[f.kind for f in c.findings] for c in verdict.changes] == [["renamed"]]
+
+
+def test_of_several_that_moved_each_is_found_by_what_it_says() -> None:
+    one, two = record(linear("one", 2, 4)), record(linear("two", 2, 4))
+    verdict = judge(
+        {"a": snapshot(one, "a"), "b": snapshot(two, "b")}, {"c": snapshot(two, "c"), "d": snapshot(one, "d")}
+    )
+    assert {(c.before.path, c.now.path) for c in verdict.changes} == {("a", "d"), ("b", "c")}
+
+
+def test_a_snapshot_that_moved_and_changed_is_one_removed_and_one_new() -> None:
+    verdict = judge({"a": snapshot(record(linear("fc", 2, 4)), "a")}, {"b": snapshot(record(linear("fc", 3, 4)), "b")})
+    assert [f.kind for c in verdict.changes for f in c.findings] == ["removed", "new"]
+
+
+def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
+    before, now = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    verdict = judge({"a": snapshot(before), "a.cuda": snapshot(before)}, {"a": snapshot(now), "a.cuda": snapshot(now)})
+    assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
+
+
+def of_device(record: Record, device: str, file: str = "t.arch.json") -> Snapshot:
+    numbers = f"t.{device}.probe.json"
+    return dataclasses.replace(snapshot(dataclasses.replace(record, device=device), file), numbers=numbers)
+
+
+def kinds(before: dict[str, Snapshot], now: dict[str, Snapshot]) -> dict[str, list[str]]:
+    return {c.path: [finding.kind for finding in c.findings] for c in judge(before, now).changes}
+
+
+def test_a_file_is_compared_with_its_own_past_whatever_device_its_numbers_are_of() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t.cuda": of_device(old, "cuda")}
+    now = {"t": snapshot(new, "t.arch.json"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint", "removed"], "t.cuda.arch.json": ["new"]}
+
+
+def test_an_architecture_of_another_name_is_not_the_past_of_a_device() -> None:
+    old, new = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    before = {"t": of_device(old, "cpu"), "t.cuda": of_device(old, "cuda")}
+    now = {"t": of_device(new, "cpu"), "t.cuda": of_device(old, "cuda", "t.cuda.arch.json")}
+    assert kinds(before, now) == {"t.arch.json": ["checkpoint"], "t.cuda.arch.json": ["renamed"]}
+
+
+def test_a_device_that_is_added_is_new() -> None:
+    net = record(linear("fc", 2, 4))
+    before, now = {"t": of_device(net, "cpu")}, {"t": of_device(net, "cpu"), "t.cuda": of_device(net, "cuda")}
+    assert [[f.kind for f in c.findings] for c in judge(before, now).changes] == [["new"]]
+
+
+def test_numbers_that_are_gone_are_removed() -> None:
+    before = dataclasses.replace(snapshot(numbers(1.0)), numbers="t.probe.json")
+    (found,) = judge({"a": before}, {"a": snapshot(record(Layer(name="act", type="ReLU")))}).changes
+    assert "removed" in [finding.kind for finding in found.denied]
+    removed = next(finding for finding in found.findings if finding.kind == "removed")
+    assert finding_text(removed, found) == "its numbers are gone: there is the structure alone"
+
+
+def test_the_gravest_change_comes_first() -> None:
+    small, grave = record(Layer(name="act", type="ReLU")), record(linear("fc", 2, 4))
+    before = {"a": snapshot(small, "a"), "b": snapshot(grave, "b")}
+    now = {"a": snapshot(record(Layer(name="act", type="GELU")), "a"), "b": snapshot(record(linear("fc", 3, 4)), "b")}
+    assert [c.path for c in judge(before, now).changes] == ["b", "a"]
+
+
+def test_what_is_the_same_is_counted() -> None:
+    same = {"a": snapshot(record(linear("fc", 2, 4)))}
+    assert judge(same, same, unchanged=3) == Verdict(unchanged=4)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def effect(before: Record, now: Record):
+    return effect_on_checkpoints(compare(now, before))
+
+
+def test_keys_are_named_by_what_became_of_them() -> None:
+    found = effect(
+        record(linear("fc", 2, 4), linear("old", 2, 2)),
+        record(linear("fc", 3, 4), linear("new", 5, 5), linear("x", 1, 9)),
+    )
+    assert (found.reshaped, found.removed, found.added) == (
+        ("fc.weight",), ("old.weight",), ("new.weight", "x.weight"),
+    )  # fmt: skip
+
+
+def table(*, persistent: bool | None, length: int = 4) -> Record:
+    buffer = weight(length, name="table", requires_grad=False, persistent=persistent)
+    return record(Layer(name="rotary", type="Rotary", buffers=(buffer,)))
+
+
+NO_TABLE = record(Layer(name="rotary", type="Rotary"))
+
+
+@pytest.mark.parametrize("persistent", [False, None])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_buffer_that_is_not_known_to_be_persistent_breaks_no_checkpoint(
+    persistent: bool | None, swapped: bool
+) -> None:
+    before, now = (NO_TABLE, table(persistent=persistent))[:: -1 if swapped else 1]
+    assert effect(before, now).none
+    assert classes(before, now) == ["structure"]
+
+
+def test_a_persistent_buffer_breaks_checkpoints() -> None:
+    assert effect(NO_TABLE, table(persistent=True)).added == ("rotary.table",)
+    assert effect(table(persistent=True), NO_TABLE).removed == ("rotary.table",)
+    assert classes(table(persistent=True), NO_TABLE) == ["checkpoint"]
+
+
+def test_a_buffer_that_is_not_persistent_any_more_is_a_key_less() -> None:
+    before, now = table(persistent=True), table(persistent=False)
+    assert (effect(before, now).removed, effect(now, before).added) == (("rotary.table",), ("rotary.table",))
+    found = change(before, now).findings[0]
+    assert found.kind == "checkpoint"
+    assert [said(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
+
+
+@pytest.mark.parametrize(("now", "reshaped"), [(True, ("rotary.table",)), (False, ()), (None, ())])
+def test_a_file_that_does_not_say_what_is_persistent_is_read_with_the_other(
+    now: bool | None, reshaped: tuple[str, ...]
+) -> None:
+    assert effect(table(persistent=None), table(persistent=now, length=8)).reshaped == reshaped
+    assert effect(table(persistent=None), table(persistent=now)).none
+    assert compare(table(persistent=now), table(persistent=None)).same
+
+
+def test_a_renamed_layer_gives_a_mapping_of_keys() -> None:
+    found = effect(record(linear("fc", 2, 4)), record(linear("head", 2, 4)))
+    assert (dict(found.renamed), found.added, found.removed) == ({"fc.weight": "head.weight"}, (), ())
+    assert not found.loads
+
+
+def test_another_dtype_loads() -> None:
+    half = Layer(name="fc", type="Linear", parameters=(weight(2, 4, dtype="float16"),))
+    found = effect(record(linear("fc", 2, 4)), record(half))
+    assert (found.cast, found.loads) == (("fc.weight",), True)
+
+
+def test_parameters_that_are_shared_are_counted_once() -> None:
+    tied = Layer(name="head", type="Linear", parameters=(weight(2, 4, tied_to="emb.weight"),))
+    found = effect(record(linear("emb", 2, 4), linear("head", 2, 4)), record(linear("emb", 2, 4), tied))
+    assert (found.tied, found.parameters_before, found.parameters) == (("head.weight",), 16, 8)
+
+
+def test_a_module_at_two_places_has_two_keys() -> None:
+    found = effect(record(), record(linear("a", 2, 4, aliases=("b",))))
+    assert found.added == ("a.weight", "b.weight")
+
+
+def test_frozen_parameters_do_not_concern_checkpoints() -> None:
+    frozen = Layer(name="fc", type="Linear", parameters=(weight(2, 4, requires_grad=False),))
+    assert effect(record(linear("fc", 2, 4)), record(frozen)).none
+
+
+# --- levels and declarations --------------------------------------------------------------------------------------
+
+
+BEFORE, NOW, LATER = (record(linear("fc", width, 4)) for width in (2, 3, 5))
+
+
+def denied(before: Snapshot, now: Snapshot, **levels: str) -> bool:
+    return bool(judge({"a": before}, {"a": now}, levels={**DEFAULTS, **levels}).denied)
+
+
+def test_what_breaks_checkpoints_is_denied() -> None:
+    assert denied(snapshot(BEFORE), snapshot(NOW))
+
+
+def test_a_level_can_be_lowered() -> None:
+    assert not denied(snapshot(BEFORE), snapshot(NOW), checkpoint="warn")
+
+
+def test_a_level_can_be_raised() -> None:
+    assert denied(snapshot(numbers(1.0)), snapshot(numbers(3.0)), behavior="deny")
+
+
+def test_a_reason_given_for_the_change_declares_it() -> None:
+    before = snapshot(BEFORE)
+    now = snapshot(NOW, reason="wider", supersedes=(before.architecture,))
+    assert not denied(before, now)
+    assert judge({"a": before}, {"a": now}).changes[0].reason == "wider"
+
+
+def test_a_reason_for_another_change_does_not() -> None:
+    assert denied(snapshot(BEFORE), snapshot(NOW, reason="wider", supersedes=("another",)))
+
+
+def test_a_digest_without_a_reason_does_not() -> None:
+    before = snapshot(BEFORE)
+    assert denied(before, snapshot(NOW, supersedes=(before.architecture,)))
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "\t\n", "\u2060-", "...", "\u3164", "\uffa0\u115f", "_"])
+def test_a_reason_without_a_word_does_not(reason: str) -> None:
+    before = snapshot(BEFORE)
+    assert denied(before, snapshot(NOW, reason=reason, supersedes=(before.architecture,)))
+
+
+@pytest.mark.parametrize("reason", ["wider", "wider ", "Wider!", "wi\u200bder", "wider\u3164"])
+def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes(reason: str) -> None:
+    before = snapshot(BEFORE, reason="wider", supersedes=("x",))
+    assert denied(before, snapshot(NOW, reason=reason, supersedes=("x", before.architecture)))
+
+
+def test_an_approval_without_a_word_is_none() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[f"{verdict.digest} \u200b"]).denied
+
+
+def test_a_reason_follows_several_updates_of_one_branch() -> None:
+    before, between = snapshot(BEFORE), snapshot(NOW)
+    now = snapshot(LATER, reason="wider still", supersedes=(before.architecture, between.architecture))
+    assert not denied(before, now)
+
+
+def test_going_back_to_an_old_snapshot_is_not_declared_by_its_old_reason() -> None:
+    first = snapshot(BEFORE, reason="the beginning", supersedes=("nothing",))
+    second = snapshot(NOW, reason="wider", supersedes=("nothing", first.architecture))
+    assert denied(second, first)
+
+
+def test_the_reason_of_an_earlier_change_does_not_declare_other_numbers() -> None:
+    before, now = (snapshot(numbers(mean), reason="wider", supersedes=("x",)) for mean in (1.0, 3.0))
+    assert denied(before, dataclasses.replace(now, architecture=before.architecture), behavior="deny")
+
+
+def test_a_new_reason_declares_other_numbers() -> None:
+    before, now = snapshot(numbers(1.0), reason="wider"), snapshot(numbers(3.0), reason="trained longer")
+    assert not denied(before, dataclasses.replace(now, architecture=before.architecture), behavior="deny")
+
+
+def test_what_is_deleted_is_denied() -> None:
+    assert judge({"a": snapshot(BEFORE)}, {}).denied
+
+
+def test_a_trailer_with_the_digest_and_a_reason_approves() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    approved = judge({"a": snapshot(BEFORE)}, {}, approvals=["0" * 16 + " no", f"{verdict.digest} not used any more"])
+    assert (approved.denied, approved.approval) == ((), "not used any more")
+
+
+def test_a_trailer_without_a_reason_does_not() -> None:
+    verdict = judge({"a": snapshot(BEFORE)}, {})
+    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[verdict.digest]).denied
+
+
+@pytest.mark.parametrize("now", [{}, {"a": snapshot(LATER)}])
+def test_an_approval_does_not_hold_for_another_change(now: dict[str, Snapshot]) -> None:
+    digest = judge({"a": snapshot(BEFORE)}, {"a": snapshot(NOW)}).digest
+    assert judge({"a": snapshot(BEFORE)}, now, approvals=[f"{digest} yes"]).denied
+
+
+def test_an_approval_holds_where_other_models_changed_too() -> None:
+    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
+    digest = judge({"a": before}, {}).digest
+    assert not judge({"a": before}, {"b": snapshot(other, "b")}, approvals=[f"{digest} yes"]).denied
+
+
+def test_a_declared_change_needs_no_approval() -> None:
+    before = snapshot(BEFORE)
+    verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
+    assert verdict.digest == judge({}, {}).digest
+
+
+def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
+    def all_of(eps: float) -> dict[str, Snapshot]:
+        layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
+        return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
+
+    said = diff_text(judge(all_of(1e-5), all_of(1e-6)))
+    assert said.split("\n") == [
+        "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)",
+        "norm.eps 1e-05 → 1e-06; 1 cause",
+        "",
+        "cause                    class       changed by   models",
+        "norm.eps 1e-05 → 1e-06   structure            -   Net",
+        "",
+        "The diff of one snapshot alone says more of it: what moved, and how each cause was seen.",
+    ]

@@ -1,0 +1,618 @@
+"""Named initialization: every weight is drawn from its own name."""
+
+import copy
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import initialization as initialization
+from pytest_modelprobe.models.initialization import build
+from pytest_modelprobe.models.seeding import seeded
+
+
+def rng_states():
+    numpy = [np.asarray(part).tolist() for part in np.random.get_state()]  # noqa: NPY002
+    return torch.get_rng_state().tolist(), numpy, random.getstate()
+
+
+# --- named initialization: what is promised of every model ------------------------------------
+
+
+def tensors(model):
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def hugging_face(kind, layers):
+    transformers = pytest.importorskip("transformers")
+    common = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+    }
+    sizes = {
+        "GPT2": {"n_layer": layers, "n_embd": 64, "n_head": 4},
+        "Llama": common,
+        "Bert": common,
+        "ViT": common | {"image_size": 32},
+        "ResNet": {
+            "depths": [1, 1, layers],
+            "hidden_sizes": [8, 16, 32],
+            "embedding_size": 8,
+        },
+        "T5": {"num_layers": layers, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128},
+        "Mamba": {"num_hidden_layers": layers, "hidden_size": 64},
+    }
+    vocabulary = {} if kind in ("ViT", "ResNet") else {"vocab_size": 300}
+    config = getattr(transformers, f"{kind}Config")(**sizes[kind], **vocabulary)
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+KINDS = ["GPT2", "Llama", "Bert", "ViT", "ResNet", "T5", "Mamba"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def built(kind):
+    with seeded(1):
+        return tensors(build(lambda: hugging_face(kind, 2), seed=0))
+
+
+@pytest.fixture(scope="module")
+def plain(kind):
+    """The model twice without build(): what the two share is not random."""
+    with seeded(10):
+        return tensors(hugging_face(kind, 2)), tensors(hugging_face(kind, 2))
+
+
+def test_one_more_block_leaves_all_weights_alone(kind, built):
+    larger = tensors(build(lambda: hugging_face(kind, 3), seed=0))
+    common = [name for name, tensor in built.items() if larger[name].shape == tensor.shape]
+    # GPT-2 scales these by the depth of the model
+    by_depth = [name for name in common if kind == "GPT2" and "c_proj.weight" in name]
+    for name in by_depth:
+        larger[name] = larger[name] * (3 / 2) ** 0.5
+        torch.testing.assert_close(larger[name], built[name])
+    assert len(common) == len(built)
+    changed = [name for name in common if not torch.equal(built[name], larger[name])]
+    assert set(changed) <= set(by_depth)
+
+
+def test_the_global_seed_does_not_matter_and_is_not_touched(kind, built):
+    torch.manual_seed(99)
+    before = rng_states()
+    again = tensors(build(lambda: hugging_face(kind, 2), seed=0))
+    assert rng_states() == before
+    assert all(torch.equal(tensor, again[name]) for name, tensor in built.items())
+
+
+def test_each_weight_keeps_its_distribution(kind, built, plain):
+    first, second = plain
+    for name, tensor in built.items():
+        if tensor.numel() >= 1000 and not torch.equal(first[name], second[name]):
+            ratio = float(tensor.std() / first[name].std())
+            assert abs(ratio - 1) < 5 / tensor.numel() ** 0.5, name
+            assert abs(float(tensor.mean() - first[name].mean())) < 0.2 * tensor.std(), name
+
+
+def test_what_is_not_random_stays_and_what_is_random_is_drawn(kind, built, plain):
+    first, second = plain
+    for name, tensor in built.items():
+        fixed = torch.equal(first[name], second[name])
+        assert torch.equal(tensor, first[name]) == fixed, name
+
+
+def test_tied_weights_stay_tied():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=300)
+    model = build(lambda: transformers.GPT2LMHeadModel(config), seed=0)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.lm_head.weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+
+
+# --- named initialization: ways to fill a tensor ----------------------------------------------
+
+
+class Holder(nn.Module):
+    """A module with one parameter, made by a function, after some layers and before some."""
+
+    def __init__(self, make, more=0):
+        super().__init__()
+        self.before = nn.ModuleList(nn.Linear(3, 3) for _ in range(more))
+        made = make()
+        self.it = made if isinstance(made, nn.Module) else nn.Parameter(made)
+        self.after = nn.ModuleList(nn.Linear(3, 3) for _ in range(more))
+
+
+def filled(fill, *shape):
+    return lambda: fill(torch.empty(*shape))
+
+
+def noncontiguous():
+    return torch.empty(6, 4).t().normal_()
+
+
+def row_by_row():
+    weight = torch.ones(4, 5)
+    for row in weight[1:]:
+        row.uniform_(1, 2)
+    return weight
+
+
+def masked():
+    weight = torch.randn(6, 6)
+    return weight * torch.tril(torch.ones(6, 6))
+
+
+def clipped_by_mask():
+    weight = torch.randn(20)
+    weight[weight < 0] = 0
+    return weight
+
+
+def out_variant():
+    weight = torch.zeros(5)
+    torch.randn(5, out=weight)
+    return weight
+
+
+def foreach():
+    weight = torch.randn(5)
+    torch._foreach_mul_([weight], 3.0)
+    return weight
+
+
+def via_data():
+    layer = nn.Linear(4, 4)
+    layer.weight.data = torch.randn(4, 4) / 10
+    return layer
+
+
+def deep_copied_buffer():
+    layer = nn.BatchNorm1d(4)
+    layer.running_mean.normal_()
+    return copy.deepcopy(layer)
+
+
+def half():
+    return nn.Linear(4, 4).half()
+
+
+def default_dtype_changed():
+    torch.set_default_dtype(torch.float64)
+    try:
+        return torch.randn(4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+WAYS = {
+    "normal_": filled(nn.init.normal_, 5),
+    "kaiming_uniform_": filled(nn.init.kaiming_uniform_, 5, 4),
+    "trunc_normal_": filled(nn.init.trunc_normal_, 50, 40),
+    "trunc_normal_ tail": filled(lambda t: nn.init.trunc_normal_(t, a=1.5, b=2.5), 50, 40),
+    "orthogonal_": filled(nn.init.orthogonal_, 6, 6),
+    "sparse_": filled(lambda t: nn.init.sparse_(t, 0.5), 6, 6),
+    "bernoulli_": filled(lambda t: t.bernoulli_(0.5), 60),
+    "exponential_": filled(lambda t: t.exponential_(), 5),
+    "log_normal_": filled(lambda t: t.log_normal_(), 5),
+    "cauchy_": filled(lambda t: t.cauchy_(), 5),
+    "geometric_": filled(lambda t: t.geometric_(0.1), 50),
+    "random_": filled(lambda t: t.random_(), 5),
+    "randn": lambda: torch.randn(4, 8) * 0.02,
+    "rand": lambda: 2 * torch.rand(5) - 1,
+    "normal": lambda: torch.normal(torch.zeros(5), 2.0),
+    "randint": lambda: torch.randint(0, 1000, (5,)).float(),
+    "randperm": lambda: torch.randperm(50).float(),
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 90, replacement=True).float(),
+    "noncontiguous": noncontiguous,
+    "row by row": row_by_row,
+    "masked": masked,
+    "clipped by mask": clipped_by_mask,
+    "shuffled": lambda: torch.randn(20)[torch.randperm(20)],
+    "out=": out_variant,
+    "foreach": foreach,
+    ".data": via_data,
+    "deep copied buffer": deep_copied_buffer,
+    "half": half,
+    "default dtype": default_dtype_changed,
+    "LSTM": lambda: nn.LSTM(4, 4, num_layers=2, bidirectional=True),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+}
+
+
+def held(make, seed=0, more=0):
+    built = tensors(build(lambda: Holder(make, more), seed=seed))
+    return {name: tensor for name, tensor in built.items() if name.startswith("it")}
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_a_weight_is_drawn_from_its_name(make):
+    first, with_others = held(make), held(make, more=2)
+    assert all(torch.equal(tensor, with_others[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_a_weight_depends_on_the_seed(make):
+    first, other = held(make), held(make, seed=1)
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def test_two_weights_of_one_shape_differ():
+    model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), seed=0)
+    assert not torch.equal(model[0].weight, model[1].weight)
+
+
+def test_a_named_weight_is_the_same_for_ever():
+    model = build(lambda: nn.Linear(2, 1), seed=0)
+    assert model.weight.flatten().tolist() == pytest.approx([0.57069, -0.668746], abs=1e-6)
+
+
+def test_trunc_normal_stays_in_range():
+    for low, high in ((-2, 2), (1.5, 2.5)):
+        make = filled(lambda t, a=low, b=high: nn.init.trunc_normal_(t, a=a, b=b), 200, 50)
+        weight = build(lambda make=make: Holder(make), seed=0).it
+        assert low <= weight.min() < low + 0.01
+        assert high - 0.01 < weight.max() <= high
+
+
+def test_trunc_normal_is_torch_s_own_again_afterwards():
+    original = nn.init._no_grad_trunc_normal_
+    build(lambda: Holder(WAYS["trunc_normal_"]), seed=0)
+    assert nn.init._no_grad_trunc_normal_ is original
+
+
+def test_orthogonal_weights_are_orthogonal():
+    weight = build(lambda: Holder(WAYS["orthogonal_"]), seed=0).it
+    torch.testing.assert_close(weight @ weight.T, torch.eye(6))
+
+
+def test_the_padding_row_stays_zero():
+    model = build(lambda: nn.Embedding(5, 3, padding_idx=2), seed=0)
+    assert model.weight[2].tolist() == [0, 0, 0]
+    assert model.weight[1].abs().min() > 0
+
+
+def test_rows_that_are_not_drawn_keep_their_values():
+    weight = build(lambda: Holder(row_by_row), seed=0).it
+    assert weight[0].tolist() == [1] * 5
+    assert ((weight[1:] > 1) & (weight[1:] < 2)).all()
+
+
+def test_rows_that_are_not_drawn_go_through_later_operations_once():
+    def make():
+        weight = torch.ones(4, 5)
+        weight[1:].normal_()
+        return weight.mul_(2)
+
+    assert build(lambda: Holder(make), seed=0).it[0].tolist() == [2] * 5
+
+
+def test_two_draws_of_one_weight_differ():
+    weight = build(lambda: Holder(lambda: torch.randn(5) - torch.randn(5)), seed=0).it
+    assert weight.abs().min() > 0
+
+
+def test_only_the_last_of_several_fills_counts():
+    class Twice(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            nn.init.normal_(self.weight, 5.0)
+
+    class Once(nn.Linear):
+        def reset_parameters(self):
+            nn.init.normal_(self.weight, 5.0)
+
+    twice, once = (build(lambda cls=cls: cls(3, 3, bias=False), seed=0) for cls in (Twice, Once))
+    assert torch.equal(twice.weight, once.weight)
+
+
+def test_a_tensor_overwritten_with_fixed_values_keeps_them():
+    table = torch.arange(9.0).view(3, 3)
+
+    def make():
+        model = nn.Linear(3, 3)
+        model.copied = nn.Parameter(model.weight.detach().clone())
+        with torch.no_grad():
+            model.weight.copy_(table)
+        model.bias.data.zero_()
+        return model
+
+    model = build(make, seed=0)
+    assert torch.equal(model.weight, table)
+    assert model.bias.tolist() == [0, 0, 0]
+    assert not torch.equal(model.copied, table)
+
+
+def test_a_constant_changed_after_its_use_is_used_as_it_was():
+    def make():
+        scale = torch.full((4,), 2.0)
+        weight = torch.ones(4).uniform_(1, 1.5) * scale
+        scale.zero_()
+        return weight
+
+    weight = build(lambda: Holder(make), seed=0).it
+    assert ((weight >= 2) & (weight <= 3)).all()
+
+
+def test_a_copy_of_a_weight_stays_a_copy():
+    def make():
+        model = nn.ModuleDict({"target": nn.Linear(3, 3), "online": nn.Linear(3, 3)})
+        model["target"].load_state_dict(model["online"].state_dict())
+        return model
+
+    model = build(make, seed=0)
+    assert torch.equal(model["target"].weight, model["online"].weight)
+
+
+def test_a_weight_made_of_two_others_stays_their_sum():
+    def make():
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model.sum = nn.Parameter(model["a"].weight.detach() + model["b"].weight.detach())
+        return model
+
+    model = build(make, seed=0)
+    assert torch.equal(model.sum, model["a"].weight + model["b"].weight)
+
+
+def test_parameters_that_share_a_storage_are_each_drawn_from_their_own_name():
+    """As the weights of a cuDNN LSTM do."""
+
+    def make(count):
+        flat, model = torch.zeros(10), nn.Module()
+        for i in range(count):
+            model.register_parameter(f"w{i}", nn.Parameter(flat[3 * i : 3 * i + 3]))
+        for parameter in reversed(list(model.parameters())):
+            nn.init.normal_(parameter)
+        return model
+
+    two, three = (build(lambda n=n: make(n), seed=0) for n in (2, 3))
+    assert torch.equal(two.w0, three.w0)
+    assert torch.equal(two.w1, three.w1)
+    assert three.w2.abs().min() > 0
+
+
+def test_weight_norm_starts_as_the_layer_it_wraps():
+    model = build(WAYS["weight_norm"], seed=0)
+    original0, original1 = model.parametrizations.weight.parameters()
+    torch.testing.assert_close(original0, original1.norm(dim=1, keepdim=True))
+
+
+def test_spectral_norm_starts_converged():
+    model = build(WAYS["spectral_norm"], seed=0).eval()
+    assert torch.linalg.matrix_norm(model.weight, 2).item() == pytest.approx(1, abs=0.05)
+
+
+def test_draws_from_an_explicit_generator_stay():
+    def make():
+        return torch.randn(4, generator=torch.Generator().manual_seed(7))
+
+    assert torch.equal(build(lambda: Holder(make), seed=0).it, make())
+
+
+def test_a_generator_that_fills_a_part_of_a_named_weight():
+    def make():
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(4)
+        weight[:2].normal_(generator=generator)
+        return weight
+
+    weight = build(lambda: Holder(make), seed=0).it
+    assert torch.equal(weight[:2], make()[:2])
+
+
+def test_values_that_python_looks_at_are_kept_as_python_saw_them():
+    def rejection():
+        weight = torch.randn(1000)
+        while (bad := weight.abs() > 1).any():
+            weight[bad] = torch.randn(int(bad.sum()))
+        return weight
+
+    weight = build(lambda: Holder(rejection), seed=0).it
+    assert weight.abs().max() <= 1
+    assert torch.equal(weight, build(lambda: Holder(rejection), seed=0).it)
+
+
+def test_a_shape_that_depends_on_random_values_is_kept():
+    def positive():
+        values = torch.randn(100)
+        return values[values > 0]
+
+    first, with_others = (build(lambda n=n: Holder(positive, n), seed=0).it for n in (0, 2))
+    assert (first > 0).all()
+    assert (with_others > 0).all()
+
+
+def test_a_number_read_from_a_weight_fits_the_weight():
+    def make():
+        model = nn.Linear(3, 3)
+        model.norm = model.weight.norm().item()
+        return model
+
+    model = build(make, seed=0)
+    assert model.norm == model.weight.norm().item()
+
+
+def test_a_sparse_tensor_made_of_a_weight_fits_the_weight():
+    def make():
+        model = nn.Linear(3, 3)
+        model.register_buffer("sparse", model.weight.detach().to_sparse())
+        return model
+
+    model = build(make, seed=0)
+    assert torch.equal(model.sparse.to_dense(), model.weight)
+
+
+def test_an_inner_build_is_named_by_the_outer_one():
+    inner = build(lambda: nn.Sequential(build(lambda: nn.Linear(3, 3), seed=5)), seed=0)
+    assert torch.equal(inner[0].weight, build(lambda: nn.Sequential(nn.Linear(3, 3)), seed=0)[0].weight)
+
+
+def test_requires_grad_and_version_counters_are_as_the_factory_left_them():
+    def make():
+        model = nn.Linear(3, 3)
+        model.bias.requires_grad_(False)
+        return model
+
+    model, plain = build(make, seed=0), make()
+    assert [p.requires_grad for p in model.parameters()] == [True, False]
+    assert [p._version for p in model.parameters()] == [p._version for p in plain.parameters()]
+    assert all(p.is_leaf and p.grad is None for p in model.parameters())
+
+
+def test_numbers_of_numpy_and_random_are_the_same_every_time():
+    def make():
+        return torch.tensor(np.random.randn(3) + random.random())  # noqa: NPY002
+
+    first, second = (build(lambda: Holder(make), seed=0).it for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_many_temporaries_do_not_stay_in_the_log(monkeypatch):
+    sizes = []
+    sweep = initialization._RandomLog._sweep
+    monkeypatch.setattr(initialization._RandomLog, "_sweep", lambda log: (sizes.append(len(log._stores)), sweep(log)))
+
+    def make():
+        for _ in range(5000):
+            torch.randn(2)
+        return nn.Linear(2, 2)
+
+    build(make, seed=0)
+    assert max(sizes) < 1100
+
+
+# --- named initialization: where there is nothing to fill, and misuse -------------------------
+
+
+def test_meta_models_are_left_alone():
+    model = build(lambda: nn.Linear(3, 3, device="meta"), seed=0)
+    assert model.weight.is_meta
+
+
+def test_models_made_in_a_meta_context_are_left_alone():
+    with torch.device("meta"):
+        model = build(lambda: Holder(WAYS["trunc_normal_"]), seed=0)
+    assert model.it.is_meta
+
+
+def test_a_cpu_layer_beside_meta_layers_is_drawn_from_its_name():
+    model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), seed=0)
+    alone = build(lambda: nn.Sequential(nn.Linear(3, 3)), seed=0)
+    assert torch.equal(model[0].weight, alone[0].weight)
+
+
+def test_lazy_layers_are_left_alone():
+    model = build(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), seed=0)
+    assert model[0].has_uninitialized_params()
+    assert model[1].weight.abs().min() > 0
+
+
+def test_a_model_without_parameters():
+    assert isinstance(build(nn.ReLU, seed=0), nn.ReLU)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (nn.Linear(2, 2), "got a Linear, already made"),
+        (None, "got a NoneType"),
+        (lambda: {"model": 1}, "got a function that returned a dict"),
+    ],
+    ids=["module", "no function", "no module"],
+)
+def test_what_is_no_factory_is_named(factory, message):
+    with pytest.raises(UsageError) as error:
+        build(factory, seed=0)
+    start = "build() takes a function that makes the model: build(lambda: Net(...)); "
+    assert str(error.value) == start + message
+
+
+def test_an_error_of_the_factory_passes_and_the_states_are_put_back():
+    def fail():
+        nn.Linear(3, 3)
+        raise KeyError("mine")
+
+    before = rng_states()
+    with pytest.raises(KeyError, match="mine"):
+        build(fail, seed=0)
+    assert rng_states() == before
+
+
+def test_weights_are_the_same_in_another_process():
+    code = (
+        "from torch import nn; from pytest_modelprobe.models.initialization import build;"
+        "print(build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    here = build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist()
+    assert out.stdout.strip() == str(here)
+
+
+def test_building_a_model_does_not_import_the_compiler():
+    code = (
+        "import sys; from torch import nn; from pytest_modelprobe import ModelProbe;"
+        "ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("before", ["import torch._dynamo", "pass"])
+def test_a_factory_may_run_compiled_code(before):
+    code = f"""
+import torch
+from torch import nn
+from pytest_modelprobe.models.initialization import build
+{before}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        doubled = torch.compile(lambda x: x * 2 + torch.rand(2), backend="eager")
+        self.weight = nn.Parameter(doubled(torch.randn(2)))
+
+print(torch.equal(build(Net, seed=0).weight, build(Net, seed=0).weight))
+"""
+    out = subprocess.run([sys.executable, "-Werror", "-c", code], capture_output=True, text=True, check=True)
+    assert (out.stdout.strip(), out.stderr) == ("True", "")
+
+
+def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from another device
+    target = torch.zeros(4, 4)[::2]
+    fill = torch.ops.aten.normal_.default
+    with seeded(3):
+        result = initialization._on_cpu(fill, (target,), {}, torch.device("cpu"))
+    with seeded(3):
+        expected = torch.randn(2, 4)
+    assert result is target
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [n for n in WAYS if n not in ("orthogonal_", "spectral_norm")])
+def test_a_model_made_on_cuda_has_the_weights_of_the_cpu(name):
+    cpu = tensors(build(lambda: Holder(WAYS[name], more=1), seed=0))
+    with torch.device("cuda"):
+        cuda = tensors(build(lambda: Holder(WAYS[name], more=1), seed=0))
+    for key, tensor in cpu.items():
+        torch.testing.assert_close(cuda[key].cpu(), tensor, msg=key)

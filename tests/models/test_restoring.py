@@ -1,0 +1,540 @@
+"""A model comes back from a `with preserved(model)` block as it went in."""
+
+import copy
+import warnings
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from pytest_modelprobe.models.restoring import ModelState, preserved
+from pytest_modelprobe.probe import Watch
+
+
+def bits(tensor):
+    """The bytes of a tensor's values, in logical order: NaN equals the same NaN."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).tolist()
+
+
+def state(model):
+    return {name: (id(t), t.dtype, t.stride(), bits(t)) for name, t in named_tensors(model)}
+
+
+def named_tensors(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout()
+
+    def forward(self, x):
+        return self.drop(self.norm(self.linear(x)))
+
+
+def test_running_statistics_come_back():
+    model = Net()
+    before = state(model)
+    with preserved(model):
+        model(torch.randn(4, 3))
+        assert state(model) != before
+    assert state(model) == before
+
+
+def test_the_mode_of_each_module_comes_back():
+    model = Net().eval()
+    model.drop.train()
+    with preserved(model):
+        model.train()
+    assert not model.training
+    assert not model.norm.training
+    assert model.drop.training
+
+
+def test_attributes_set_come_back_and_attributes_added_go():
+    model = Net()
+    model.calls = 0
+    with preserved(model):
+        model.calls += 1
+        model.cache = torch.ones(3)
+        del model.drop.p
+    assert model.calls == 0
+    assert not hasattr(model, "cache")
+    assert model.drop.p == 0.5
+
+
+@pytest.mark.parametrize("container", [list, deque, set, dict.fromkeys], ids=lambda c: c.__name__)
+def test_the_contents_of_a_container_come_back(container):
+    model = Net()
+    model.history = kept = container(["a", "b"])
+    expected = copy.copy(kept)
+    with preserved(model):
+        model.history.clear()
+    assert model.history is kept
+    assert model.history == expected
+
+
+def test_a_container_that_refuses_to_be_cleared_comes_back():
+    class Frozen(dict):
+        def clear(self):
+            raise TypeError
+
+    model = Net()
+    model.frozen = Frozen(a=1)
+    with preserved(model):
+        model.frozen["a"] = 2
+    assert model.frozen == {"a": 1}
+
+
+def test_modules_added_and_removed_come_back_in_order():
+    model = Net()
+    names = list(model._modules)
+    with preserved(model):
+        del model.linear
+        model.extra = nn.Linear(2, 2)
+    assert list(model._modules) == names
+
+
+def test_a_buffer_replaced_by_a_forward_is_the_old_object():
+    model = nn.Module()
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    seen = model.seen
+    with preserved(model):
+        model.seen = model.seen + 1
+    assert model.seen is seen
+    assert model._non_persistent_buffers_set == {"seen"}
+
+
+def test_a_plain_tensor_attribute_modified_in_place_comes_back():
+    model = nn.Module()
+    model.plain, model.listed = torch.zeros(2), [torch.zeros(2)]
+    with preserved(model):
+        model.plain += 1
+        model.listed[0].add_(1)
+    assert model.plain.tolist() == [0, 0]
+    assert model.listed[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["data", "swap"])
+def test_parameters_return_to_their_memory_after_a_conversion(swap):
+    model = Net()
+    before = state(model)
+    memory = [t.data_ptr() for _, t in named_tensors(model)]
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with preserved(model):
+            model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert state(model) == before
+    assert [t.data_ptr() for _, t in named_tensors(model)] == memory
+
+
+def test_what_happened_to_the_memory_before_a_conversion_is_undone_too():
+    model = Net()
+    before = state(model)
+    with preserved(model):
+        model(torch.randn(4, 3))
+        model.double()
+    assert state(model) == before
+
+
+def test_version_counters_do_not_move():
+    model = Net()
+    weight = model.linear.weight
+    with torch.no_grad():
+        weight.add_(1)
+    version = weight._version
+    with preserved(model):
+        weight.data.mul_(2)
+    assert weight._version == version
+
+
+def test_a_graph_recorded_before_can_be_run_backward_after():
+    model = nn.Linear(3, 3)
+    loss = model(torch.ones(2, 3).requires_grad_()).sum()
+    with preserved(model):
+        model.weight.data.zero_()
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+def test_an_optimizer_goes_on_with_the_same_parameters():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with preserved(model):
+        model.double()
+    model(torch.ones(1, 3)).sum().backward()
+    before = model.bias.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.bias, before - 1)
+
+
+def test_gradients_are_the_same_tensors_with_the_same_bits():
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    grad, before = model.weight.grad, bits(model.weight.grad)
+    with preserved(model):
+        model(torch.ones(1, 3)).sum().backward()
+        assert bits(grad) != before
+        model.zero_grad()
+    assert model.weight.grad is grad
+    assert bits(grad) == before
+
+
+def test_gradients_that_were_not_there_go():
+    model = nn.Linear(3, 3)
+    with preserved(model):
+        model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is None
+
+
+def test_a_gradient_comes_back_after_a_conversion():
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    grad = model.weight.grad
+    with preserved(model):
+        model.double()
+        model(torch.ones(1, 3).double()).sum().backward()
+    assert model.weight.grad is grad
+    assert grad.dtype is torch.float32
+    assert grad.tolist() == [[1, 1, 1]] * 3
+
+
+def test_requires_grad_comes_back():
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    with preserved(model):
+        model.requires_grad_(True)
+        model.weight.requires_grad_(False)
+    assert model.weight.requires_grad
+    assert not model.bias.requires_grad
+
+
+def test_a_buffer_that_joined_a_graph_leaves_it():
+    model = nn.Linear(3, 3)
+    model.register_buffer("ema", torch.zeros(3))
+    with preserved(model):
+        model.ema.add_(model.bias)
+        assert model.ema.requires_grad
+    assert not model.ema.requires_grad
+    assert model.ema.is_leaf
+    assert model.ema.tolist() == [0, 0, 0]
+
+
+def test_a_buffer_that_is_a_view_and_joined_a_graph_gets_its_bits_back():
+    model = nn.Linear(3, 3)
+    model.register_buffer("part", torch.zeros(5)[:3])
+    with preserved(model):
+        model.part.add_(model.bias)
+    assert model.part.tolist() == [0, 0, 0]
+
+
+def test_what_a_wrapper_tensor_is_made_of_comes_back():
+    model = nn.Module()
+    inner = torch.zeros(3), torch.ones(3)
+    model.wrapped = nn.Parameter(TwoTensor(*inner))
+    with preserved(model):
+        inner[0].add_(1)
+        inner[1].zero_()
+    assert [t.tolist() for t in inner] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_shared_modules_and_tied_parameters_stay_shared():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.append(model[0])
+    model[1].weight = model[0].weight
+    before = state(model)
+    with preserved(model):
+        model.double()
+        model[0].weight.data.zero_()
+    assert model[2] is model[0]
+    assert model[1].weight is model[0].weight
+    assert state(model) == before
+
+
+def test_tensors_that_share_memory_share_it_afterwards():
+    model = nn.Module()
+    base = torch.arange(6.0)
+    model.register_buffer("left", base[:4])
+    model.register_buffer("right", base[2:])
+    with preserved(model):
+        model.left.zero_()
+        model.double()
+    assert model.right.tolist() == [2, 3, 4, 5]
+    model.left[2] = 9
+    assert model.right[0] == 9
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_it_comes_back_after_an_exception_which_passes(error):
+    model = Net()
+    before = state(model)
+    with pytest.raises(error), preserved(model):
+        model(torch.randn(4, 3))
+        raise error
+    assert state(model) == before
+
+
+def test_hooks_registered_meanwhile_go_and_hooks_removed_come_back_in_order():
+    model = nn.Linear(3, 3)
+    calls = []
+    early = model.register_forward_hook(lambda *_, **__: calls.append("early"), with_kwargs=True)
+    model.register_forward_hook(lambda *_: calls.append("later"))
+    with preserved(model):
+        early.remove()
+        model.register_forward_hook(lambda *_, **__: calls.append("meanwhile"), with_kwargs=True)
+        model.register_full_backward_hook(lambda *_: calls.append("backward"))
+    model(torch.ones(1, 3).requires_grad_()).sum().backward()
+    assert calls == ["early", "later"]
+
+
+def test_the_hooks_of_a_watch_that_was_closed_meanwhile_stay_away():
+    model = nn.Linear(3, 3)
+    watch = Watch(model)
+    with preserved(model):
+        watch.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+
+
+ODD_TENSORS = {
+    "bool": torch.tensor([True, False]),
+    "int64": torch.arange(3),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(2.0),
+    "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    "complex": torch.tensor([1 + 2j]),
+    "expanded": torch.arange(8).expand(2, -1),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "strided": torch.arange(8.0)[::2],
+    "channels last": torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("tensor", ODD_TENSORS.values(), ids=ODD_TENSORS)
+def test_any_buffer_comes_back_bit_for_bit(tensor):
+    model = nn.Module()
+    model.register_buffer("odd", tensor.clone(memory_format=torch.preserve_format))
+    if tensor.stride() != model.odd.stride():
+        model.odd = tensor
+    before = state(model)
+    with preserved(model):
+        storage = model.odd.untyped_storage()
+        for i in range(storage.nbytes()):
+            storage[i] = 1
+        model.odd = None
+    assert state(model) == before
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_sequence_of_changes_is_undone(data):
+    model = nn.Sequential(Net(), nn.Linear(3, 2))
+    model(torch.ones(2, 3)).sum().backward()
+    before, grads = state(model), [id(p.grad) for p in model.parameters()]
+    changes = {
+        "forward": lambda: model(torch.ones(2, 3, dtype=model[1].weight.dtype)),
+        "backward": lambda: model(torch.ones(2, 3, dtype=model[1].weight.dtype)).sum().backward(),
+        "double": model.double,
+        "half": model.bfloat16,
+        "eval": model.eval,
+        "freeze": lambda: model[0].requires_grad_(False),
+        "zero": lambda: [p.data.zero_() for p in model.parameters()],
+        "zero_grad": model.zero_grad,
+        "replace": lambda: setattr(model[1], "weight", nn.Parameter(torch.ones(2, 3))),
+        "float": model.float,
+    }
+    with preserved(model):
+        for name in data.draw(st.lists(st.sampled_from(sorted(changes)), max_size=6)):
+            changes[name]()
+            if name == "replace":
+                model.float()
+    assert state(model) == before
+    assert [id(p.grad) for p in model.parameters()] == grads
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_memory_that_did_not_change_is_not_written(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(8)))
+    model = nn.Module()
+    mapped = np.memmap(path, mode="r")
+    with warnings.catch_warnings(action="ignore"):  # "not writable": a write would end the process
+        model.register_buffer("table", torch.from_numpy(mapped))
+    with preserved(model):
+        pass
+    assert model.table.tolist() == list(range(8))
+
+
+def test_without_values_no_memory_is_copied_and_objects_come_back():
+    model = nn.BatchNorm1d(3)
+    mean = model.running_mean
+    with preserved(model, values=False):
+        model.running_mean.add_(1)
+        model.running_mean = torch.ones(3)
+    assert model.running_mean is mean
+    assert mean.tolist() == [1, 1, 1]
+
+
+def test_a_state_can_be_put_back_many_times():
+    model = Net()
+    before, taken = state(model), ModelState(model)
+    for _ in range(2):
+        model(torch.randn(4, 3))
+        taken.restore()
+        assert state(model) == before
+
+
+def test_a_tensor_cached_inside_a_fake_mode_goes():
+    class Caching(nn.Linear):
+        cached = None
+
+        def forward(self, x):
+            self.cached = x * 2
+            return x
+
+    model = Caching(3, 3)
+    with FakeTensorMode() as mode, preserved(model):
+        model(mode.from_tensor(torch.ones(3)))
+    assert model.cached is None
+
+
+def test_meta_parameters_are_the_same_objects_afterwards():
+    model = nn.Linear(3, 3, device="meta")
+    weight = model.weight
+    with preserved(model):
+        model.to_empty(device="cpu")
+    assert model.weight is weight
+    assert weight.is_meta
+
+
+def test_a_sparse_attribute_is_the_same_object_afterwards():
+    model = nn.Module()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    graph = model.graph
+    with preserved(model):
+        model.graph = None
+    assert model.graph is graph
+
+
+def test_a_lazy_module_keeps_the_shapes_it_gets_and_loses_the_mode():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with preserved(model, lazy=False):
+        model.eval()
+        model(torch.ones(1, 5))
+    assert model[0].weight.shape == (2, 5)
+    assert model[0].in_features == 5
+    assert model[0].training
+
+
+class Asks(nn.Module):
+    """Waits for an input without `LazyModuleMixin`, as layers of PyTorch Geometric do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.UninitializedParameter()
+        self._hook = self.register_forward_pre_hook(self.initialize)
+
+    def initialize(self, module, args):
+        self.weight.materialize((2, args[0].shape[-1]))
+        nn.init.ones_(self.weight)
+        module._hook.remove()
+        del self._hook
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+LAZY = {
+    "linear": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2)),
+    "batch norm": lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2)),
+    "without a bias": lambda: nn.Sequential(nn.LazyLinear(2, bias=False)),
+    "its own": lambda: nn.Sequential(Asks()),
+}
+
+
+@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
+def test_lazy_modules_are_lazy_again(make):
+    def everything():
+        modules = [(type(m), {k: v for k, v in vars(m).items() if not isinstance(v, dict)}) for m in model.modules()]
+        own = [value for m in model.modules() for key, value in vars(m).items() if "hook" in key]
+        hooks = [dict(value) for value in own if isinstance(value, dict)]
+        tensors = [(id(t), type(t), t.dtype, t.requires_grad) for _, t in named_tensors(model)]
+        return modules, hooks, tensors
+
+    model, fresh = make(), make()
+    before = everything()
+    with preserved(model):
+        loss = model.double()(torch.ones(3, 5).double()).sum()
+        if loss.requires_grad:
+            loss.backward()
+        assert not any(torch.nn.parameter.is_lazy(t) for _, t in named_tensors(model))
+    assert everything() == before
+    torch.manual_seed(0)
+    out = model(torch.ones(3, 7))
+    torch.manual_seed(0)
+    assert torch.equal(out, fresh(torch.ones(3, 7)))
+    if out.requires_grad:
+        out.sum().backward()
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_hooks_of_the_user_on_a_lazy_module_stay_as_they_are():
+    model, order = nn.LazyLinear(2), []
+    model.register_forward_pre_hook(lambda *_: order.append("before"))
+    with preserved(model):
+        model(torch.ones(1, 3))
+        model.register_forward_pre_hook(lambda *_: order.append("meanwhile"))
+        order.clear()
+    model(torch.ones(1, 4))
+    assert order == ["before"]
+    assert model.in_features == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_script_module_gets_its_tensors_back():
+    model = torch.jit.script(nn.BatchNorm1d(3))
+    before = bits(model.running_mean)
+    with preserved(model):
+        model(torch.randn(4, 3))
+    assert bits(model.running_mean) == before
+
+
+def test_inference_tensors_come_back():
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(3)
+        before = bits(model.running_mean)
+        with preserved(model):
+            model(torch.randn(4, 3))
+    assert bits(model.running_mean) == before
+
+
+def test_a_device_context_does_not_move_what_is_kept():
+    model = nn.BatchNorm1d(3)
+    before = bits(model.running_mean)
+    with torch.device("meta"), preserved(model):
+        model.running_mean += 1
+    assert bits(model.running_mean) == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_comes_back_from_another_device():
+    model = Net()
+    before = state(model)
+    with preserved(model):
+        model.cuda()(torch.randn(4, 3).cuda()).sum().backward()
+    assert state(model) == before
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())

@@ -1,0 +1,187 @@
+"""Random numbers belong to names; and global random states are put back."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pytest_modelprobe.models.seeding import (
+    derive,
+    forked_rng,
+    randint,
+    randn,
+    seed_everything,
+    seeded,
+)
+
+
+def draw_all():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()  # noqa: NPY002
+
+
+def rng_states():
+    numpy = [np.asarray(part).tolist() for part in np.random.get_state()]  # noqa: NPY002
+    return torch.get_rng_state().tolist(), numpy, random.getstate()
+
+
+# --- seeds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "name", "expected"),
+    [
+        (0, "x", 7919274910726248567),
+        (7, "layer.0.weight", 8564779056923900045),
+        (-1, "", 2513051583816688542),
+        (2**70, "größe", 126011910541436081),
+    ],
+)
+def test_derived_seeds_are_the_same_for_ever(seed, name, expected):
+    assert derive(seed, name) == expected
+
+
+def test_derived_seeds_have_63_bits():
+    seeds = [derive(0, str(i)) for i in range(200)]
+    assert len(set(seeds)) == 200
+    assert 2**62 < max(seeds) < 2**63
+
+
+def test_seed_everything_seeds_torch_numpy_and_random():
+    with forked_rng():
+        seed_everything(2**62 + 5)
+        first = draw_all()
+        seed_everything(2**62 + 5)
+        assert draw_all() == first
+
+
+def test_seeded_gives_the_same_numbers_and_puts_the_states_back():
+    before = rng_states()
+    with seeded(3):
+        first = draw_all()
+    assert rng_states() == before
+    with seeded(3):
+        assert draw_all() == first
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_states_are_put_back_after_an_exception(error):
+    before = rng_states()
+    with pytest.raises(error), forked_rng():
+        seed_everything(1)
+        draw_all()
+        np.random.randn()  # noqa: NPY002 -- leaves a second number cached
+        raise error
+    assert rng_states() == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_are_put_back_inside_a_device_context(device):
+    before = rng_states()
+    with torch.device(device), forked_rng():
+        seed_everything(1)
+    assert rng_states() == before
+
+
+def test_saving_the_states_does_not_initialize_cuda(monkeypatch):
+    def never():
+        raise AssertionError("CUDA would be initialized")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", never)
+    with forked_rng():
+        pass
+
+
+def test_cuda_that_starts_later_gets_the_seed_from_before(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with forked_rng():
+        torch.manual_seed(11)
+        with seeded(22):
+            pass
+    assert seeds[:3] == [11, 22, 11]
+
+
+def test_cuda_states_are_put_back_where_cuda_is_in_use(monkeypatch):
+    states = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["a state"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", states.append)
+    with forked_rng():
+        pass
+    assert states == [["a state"]]
+
+
+# --- inputs -----------------------------------------------------------------------------------
+
+
+def test_randn_is_the_same_for_ever():
+    x = randn((3,), seed=0, name="x", device="cpu")
+    assert x.tolist() == pytest.approx([-0.012447, -0.095611, 0.569689], abs=1e-6)
+
+
+def test_randint_is_the_same_for_ever():
+    assert randint(0, 100, (5,), seed=0, name="ids", device="cpu").tolist() == [42, 75, 63, 96, 77]
+
+
+def draw_inputs():
+    x = randn((4, 2), seed=5, name="x", device="cpu")
+    return x, randint(-3, 3, (4,), seed=5, name="ids", device="cpu")
+
+
+def test_inputs_do_not_depend_on_the_global_state_nor_touch_it():
+    torch.manual_seed(1)
+    x, ids = draw_inputs()
+    torch.manual_seed(2)
+    before = rng_states()
+    assert all(map(torch.equal, draw_inputs(), (x, ids)))
+    assert rng_states() == before
+
+
+def test_inputs_of_other_names_and_seeds_differ():
+    x = randn((4,), seed=0, name="x", device="cpu")
+    assert not torch.equal(x, randn((4,), seed=0, name="y", device="cpu"))
+    assert not torch.equal(x, randn((4,), seed=1, name="x", device="cpu"))
+
+
+def test_inputs_ignore_the_default_device():
+    with torch.device("meta"):
+        x, ids = draw_inputs()
+    assert x.device.type == ids.device.type == "cpu"
+
+
+def test_inputs_ignore_function_modes():
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {})) * 0
+
+    expected = draw_inputs()
+    with Zeros():
+        drawn = draw_inputs()
+    assert all(map(torch.equal, drawn, expected))
+
+
+def test_inputs_go_to_the_device():
+    assert randn((4,), seed=0, name="x", device="meta").is_meta
+    assert randint(0, 2, (4,), seed=0, name="x", device="meta").is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_randn_of_another_dtype(dtype):
+    x = randn((4,), seed=0, name="x", device="cpu", dtype=dtype)
+    assert x.dtype is dtype
+    if not dtype.is_complex:
+        assert torch.equal(x, randn((4,), seed=0, name="x", device="cpu").to(dtype))
+
+
+def test_randn_follows_the_default_dtype():
+    expected = randn((4,), seed=0, name="x", device="cpu").double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(randn((4,), seed=0, name="x", device="cpu"), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,973 @@
+"""Each layer called alone: its response is that of its own code, and of nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.models import seeding
+from pytest_modelprobe.record.records import IsolatedResponse, Reading
+from pytest_modelprobe.runs.isolation import Key, fits, isolate, kind_of, noisy, synthetic
+from pytest_modelprobe.runs.noise import Perturbation, change
+
+Responses = dict[Key, IsolatedResponse]
+
+
+def respond(
+    model: nn.Module,
+    *args: Any,
+    like: Responses | None = None,
+    names: dict[str, str] | None = None,
+    gradient: bool = True,
+    **kwargs: Any,
+) -> Responses:
+    """Return the responses of all layers, to synthetic tensors made like those of other responses."""
+    recipes = {key: response.recipes for key, response in (like or {}).items()}
+
+    def forward() -> None:
+        with seeding.seeded(0):
+            model(*args, **kwargs)
+
+    return isolate(model, forward, recipes=recipes, names=names, gradient=gradient)
+
+
+def differs(a: Reading | None, b: Reading | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    moved = change(b, a)
+    return moved is None or moved > 1e-5
+
+
+def changed(actual: Responses, expected: Responses) -> set[str]:
+    """Return the layers whose code answers otherwise; those not called alone count too."""
+    layers = {layer for layer, _ in actual.keys() ^ expected.keys()}
+    for key in actual.keys() & expected.keys():
+        a, e = actual[key], expected[key]
+        same = (
+            a.reason is None is e.reason
+            and dict(a.recipes) == dict(e.recipes)
+            and [(h.where, h.passed) for h in a.handed] == [(h.where, h.passed) for h in e.handed]
+            and not any(differs(x.reading, y.reading) for x, y in zip(a.handed, e.handed, strict=True))
+            and not differs(a.gradient, e.gradient)
+            and a.without_gradient == e.without_gradient
+        )
+        if not same:
+            layers.add(key[0])
+    return layers
+
+
+# --- real models ------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def ids(seed: int) -> torch.Tensor:
+    return seeding.randint(3, 100, (2, 12), seed=seed, name="ids", device="cpu")
+
+
+def image(seed: int) -> torch.Tensor:
+    return seeding.randn((2, 3, 32, 32), seed=seed, name="image", device="cpu")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+        self.cell = nn.LSTMCell(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embedding(x))
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        assert state is not None
+        return state[0]
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=100))
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2))
+
+
+def mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
+    )
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SMALL))
+
+
+def vit() -> nn.Module:
+    config = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    return transformers.ViTModel(transformers.ViTConfig(**config, image_size=32, patch_size=8))
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
+    return transformers.ResNetModel(config)
+
+
+def mamba() -> nn.Module:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]] = {
+    "gpt2": (gpt2, lambda seed: {"input_ids": ids(seed), "use_cache": False}),
+    "gpt2 with a cache": (gpt2, lambda seed: {"input_ids": ids(seed)}),
+    "llama": (
+        llama,
+        lambda seed: {"input_ids": ids(seed), "attention_mask": torch.ones(2, 12, dtype=torch.long).tril(8)},
+    ),
+    "mixtral": (mixtral, lambda seed: {"input_ids": ids(seed)}),
+    "bert": (bert, lambda seed: {"input_ids": ids(seed)}),
+    "vit": (vit, lambda seed: {"pixel_values": image(seed)}),
+    "resnet": (resnet, lambda seed: {"pixel_values": image(seed)}),
+    "mamba": (mamba, lambda seed: {"input_ids": ids(seed)}),
+    "t5": (t5, lambda seed: {"input_ids": ids(seed), "labels": ids(seed + 1)}),
+    "lstm": (Recurrent, lambda seed: {"x": ids(seed)}),
+}
+
+
+def made(name: str, seed: int, *, training: bool = False) -> nn.Module:
+    with seeding.seeded(seed):
+        return MODELS[name][0]().train(training)
+
+
+@functools.cache
+def responses_of(name: str, *, training: bool = False) -> Responses:
+    return respond(made(name, 0, training=training), **MODELS[name][1](0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_of_a_real_model_can_be_called_alone(name: str) -> None:
+    assert {key: r.reason for key, r in responses_of(name).items() if r.reason} == {}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MODELS)
+def test_responses_repeat_bit_for_bit(name: str, training: bool) -> None:
+    again = respond(made(name, 0, training=training), **MODELS[name][1](0))
+    assert repr(again) == repr(responses_of(name, training=training))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_input_data_do_not_count(name: str, training: bool) -> None:
+    expected = responses_of(name, training=training)
+    model = made(name, 1, training=training)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5).add_(0.1)
+        for buffer in (b for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var"))):
+            buffer.mul_(3).add_(0.1)
+    actual = respond(model, **MODELS[name][1](7), like=expected)
+    assert changed(actual, expected) == set()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_left_as_it_was_bit_for_bit(name: str) -> None:
+    model = made(name, 0, training=True)
+    model(**MODELS[name][1](0))
+
+    def state() -> list[Any]:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        attributes = [{k: repr(v) for k, v in vars(m).items() if not isinstance(v, dict)} for m in model.modules()]
+        hooks = [[len(d) for d in vars(m).values() if isinstance(d, dict)] for m in model.modules()]
+        identities = [(n, id(t), t.data_ptr(), t.requires_grad, t.grad) for n, t in tensors]
+        return [attributes, hooks, identities, [t.detach().numpy().tobytes() for _, t in tensors]]
+
+    def random_states() -> str:
+        return repr((torch.get_rng_state().sum(), random.getstate(), np.random.get_state()))  # noqa: NPY002
+
+    before, numbers = state(), random_states()
+    respond(model, **MODELS[name][1](0))
+    assert state() == before
+    assert random_states() == numbers
+
+
+# --- one edit, one layer ----------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Written out, so that every line of it can be changed."""
+
+    def __init__(self, size: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.drop = nn.Dropout(0.1)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        mixed = self.drop(scores.softmax(-1)) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(size), Attention(size), nn.LayerNorm(size)
+        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.embedding(x)) @ self.embedding.weight.mT
+
+
+X = seeding.randint(0, 50, (2, 8), seed=0, name="x", device="cpu")
+
+
+def edit(model: Net, layer: str, old: str, new: str) -> None:
+    """Replace a piece of the source of one layer's ``forward``."""
+    import inspect
+    import textwrap
+
+    module = model.get_submodule(layer)
+    source = textwrap.dedent(inspect.getsource(type(module).forward))
+    assert old in source
+    names: dict[str, Any] = {"torch": torch, "math": math, "annotations": None}
+    exec(compile("from __future__ import annotations\n" + source.replace(old, new), layer, "exec"), names)
+    module.forward = MethodType(names["forward"], module)
+
+
+@functools.cache
+def net_responses(training: bool = False) -> Responses:
+    with seeding.seeded(0):
+        return respond(Net().train(training), X)
+
+
+def edited(*edits: tuple[str, str, str]) -> set[str]:
+    with seeding.seeded(1):
+        model = Net().eval()
+    for layer, old, new in edits:
+        edit(model, layer, old, new)
+    return changed(respond(model, X.flip(0), like=net_responses()), net_responses())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("math.sqrt(q.shape[-1])", "q.shape[-1]"),
+        ("scores.softmax(-1)", "scores.softmax(-2).nan_to_num()"),
+        ("-math.inf", "0.0"),
+        ("mixed.transpose(1, 2).flatten(2)", "mixed.reshape(mixed.shape[0], mixed.shape[2], -1)"),
+        ("(self.heads, -1)).transpose(1, 2)", "(-1, self.heads)).permute(0, 3, 1, 2)"),
+        ("q, k, v = ", "k, q, v = "),
+        (".triu(1)", ".triu(2)"),
+    ],
+    ids=["scale", "softmax dim", "mask dropped", "heads transposed", "heads interleaved", "q and k", "mask by one"],
+)
+def test_an_edit_shows_in_the_edited_layer_and_nowhere_else(old: str, new: str) -> None:
+    assert edited(("blocks.1.attention", old, new)) == {"blocks.1.attention"}
+
+
+def test_edits_show_however_many_there_are_on_one_path() -> None:
+    assert edited(
+        ("blocks.0", "return x +", "return x + 1.05 *"),
+        ("blocks.0.attention", "math.sqrt(q.shape[-1])", "4"),
+        ("blocks.1.attention", "-math.inf", "0.0"),
+        ("blocks.2", "x = x + self.attention", "x = self.attention"),
+    ) == {"blocks.0", "blocks.0.attention", "blocks.1.attention", "blocks.2"}
+
+
+def test_every_norm_with_another_eps_is_named() -> None:
+    model = Net().eval()
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    for name in norms:
+        model.get_submodule(name).eps = 1e-2
+    assert changed(respond(model, X, like=net_responses()), net_responses()) == norms
+
+
+def test_another_activation_is_named() -> None:
+    model = Net().eval()
+    model.blocks[2].mlp[1] = nn.GELU("tanh")
+    assert changed(respond(model, X, like=net_responses()), net_responses()) == {"blocks.2.mlp.1"}
+
+
+def test_another_dropout_rate_shows_in_training_mode() -> None:
+    model = Net().train()
+    model.blocks[1].attention.drop.p = 0.2
+    assert changed(respond(model, X, like=net_responses(True)), net_responses(True)) == {"blocks.1.attention.drop"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "old", "new"),
+    [
+        ("blocks.1.attention", "mixed.transpose", "mixed.detach().transpose"),
+        ("blocks.1", "x = x + self", "x = x.detach() + self"),
+        ("blocks.1", "return x + self.mlp(self.norm2(x))", "return x + self.mlp(self.norm2(x.detach()))"),
+    ],
+    ids=["all", "residual", "passed on"],
+)
+def test_a_detached_branch_shows_though_no_number_of_the_forward_changes(layer: str, old: str, new: str) -> None:
+    assert edited((layer, old, new)) == {layer}
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return -gradient
+
+
+class Two(nn.Module):
+    """Calls two children on what ``function`` makes of their input."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(self.function(x))
+
+
+def test_a_reversed_gradient_shows() -> None:
+    expected = respond(Two(), torch.ones(2, 4))
+    assert changed(respond(Two(Reversal.apply), torch.ones(2, 4), like=expected), expected) == {"(root)"}
+
+
+def test_a_scaled_gradient_shows() -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return 1.01 * x - (0.01 * x).detach()
+
+    expected = respond(Two(), torch.ones(2, 4))
+    assert changed(respond(Two(scaled), torch.ones(2, 4), like=expected), expected) == {"(root)"}
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    assert respond(model, torch.ones(2, 4))["0", 0].without_gradient == ("bias",)
+
+
+def test_without_a_loss_there_is_no_gradient() -> None:
+    response = respond(nn.Linear(4, 4), torch.ones(2, 4), gradient=False)["(root)", 0]
+    assert (response.gradient, response.without_gradient) == (None, ())
+
+
+# --- what is upstream, below and beside does not count ----------------------------------------------------------------
+
+
+def test_another_model_upstream_does_not_count() -> None:
+    def model(first: nn.Module) -> nn.Module:
+        return nn.Sequential(first, nn.Linear(4, 4), nn.GELU())
+
+    expected = respond(model(nn.Linear(4, 4)), torch.ones(2, 4))
+    actual = respond(model(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.ones(2, 4), like=expected)
+    assert changed(actual, expected) == {"0", "0.0", "0.1"}
+
+
+def test_frozen_layers_upstream_do_not_count() -> None:
+    model = Net().eval()
+    model.embedding.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    named = changed(respond(model, X, like=net_responses()), net_responses())
+    assert not any(name.startswith(("blocks.1", "blocks.2")) for name in named)
+
+
+def test_a_container_hands_on_what_its_children_gave_untouched() -> None:
+    response = respond(nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.ones(2, 4))["(root)", 0]
+    handed = [(handed.where, handed.passed) for handed in response.handed]
+    assert handed == [("0 input", "input"), ("1 input", "0 output"), ("output", "1 output")]
+
+
+def test_the_hooks_that_note_the_calls_are_gone_when_a_layer_is_called_alone() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(self._forward_pre_hooks) + len(self._forward_hooks))
+            return super().forward(x)
+
+    seen: list[int] = []
+    respond(nn.Sequential(Counting(4, 4)), torch.ones(2, 4))
+    assert seen == [2, 1]  # the one hook that keeps torch from its fused paths
+
+
+def test_a_large_synthetic_tensor_has_no_two_equal_rows() -> None:
+    x = synthetic("2^0", (2000, 768), "input", torch.float32)
+    assert len(x.unique(dim=0)) == 2000
+    assert abs(x.mean().item()) < 0.01
+    assert abs(x.std().item() - 1) < 0.02
+
+
+def test_a_large_synthetic_row_has_no_equal_numbers_by_its_period() -> None:
+    (x,) = synthetic("2^0", (1, 400_000), "input", torch.float32)
+    pool = seeding.randn((400_000,), seed=0, name="input", device="cpu")
+    same = int((x[:10] == x[10:, None]).sum())
+    assert same <= int((pool[:10] == pool[10:, None]).sum()) + 1
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_fused_layer_is_called_alone_as_it_ran_unfused(gradient: bool) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    handed = [h.where for h in respond(model, torch.ones(2, 3, 8), gradient=gradient)["(root)", 0].handed]
+    assert "linear1 input" in handed
+    assert "norm2 input" in handed
+
+
+class Renamed(nn.Module):
+    """`Two`, its children under other names and in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second = self.right(x.clone())
+        return self.left(x) + second
+
+
+def test_a_child_gives_out_what_belongs_to_its_name_and_not_to_its_place_in_the_code() -> None:
+    names = {"left": "a", "right": "b"}
+    with seeding.seeded(0):
+        model = Two()
+    with seeding.seeded(0):
+        renamed = Renamed()
+    before = respond(model, torch.ones(2, 4))["(root)", 0]
+    now = respond(renamed, torch.ones(2, 4), names=names)["(root)", 0]
+    assert [h.where for h in before.handed] == ["a input", "b input", "output"]
+    assert [h.where for h in now.handed] == ["right input", "left input", "output"]
+    assert not differs(now.handed[-1].reading, before.handed[-1].reading)
+    assert not differs(now.gradient, before.gradient)
+    assert differs(respond(renamed, torch.ones(2, 4))["(root)", 0].handed[-1].reading, before.handed[-1].reading)
+
+
+def test_plain_arguments_of_children_count() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return factor * x
+
+    class Outer(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.scaled = Scaled()
+            self.factors = [factor]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x, factor=self.factors[0])
+
+    response = respond(Outer(0.5), torch.ones(2))["(root)", 0]
+    assert [(h.where, h.passed) for h in response.handed][:2] == [("scaled input", "input"), ("scaled factor", "=0.5")]
+    assert changed({("(root)", 0): respond(Outer(0.7), torch.ones(2))["(root)", 0]}, {("(root)", 0): response}) == {
+        "(root)"
+    }
+
+
+def test_random_numbers_drawn_elsewhere_do_not_count() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + sum(torch.rand(()) for _ in range(self.times))
+
+    expected = respond(nn.Sequential(Drawing(1), nn.Dropout()), torch.ones(8))
+    actual = respond(nn.Sequential(Drawing(2), nn.Dropout()), torch.ones(8), like=expected)
+    assert changed(actual, expected) == {"0"}
+
+
+# --- which calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_called_alike_a_hundred_times_is_called_once() -> None:
+    responses = respond(made("lstm", 0), ids(0))
+    assert [index for layer, index in responses if layer == "cell"] == [0, 1]  # without a state, and with one
+
+
+def test_a_call_with_another_shape_is_looked_at_too() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(self.act(x)[:1] + self.act(x[:1]))
+
+    responses = respond(Twice(), torch.ones(2, 4))
+    assert [(k, r.recipes["input"]) for k, r in responses.items() if k[0] == "act"] == [
+        (("act", 0), "2x4 const 1"),
+        (("act", 1), "1x4 const 1"),
+    ]
+
+
+def test_only_the_layers_asked_for_are_called() -> None:
+    model = Two()
+    found = isolate(model, lambda: model(torch.ones(2, 4)), layers=["b"])
+    assert list(found) == [("b", 0)]
+
+
+def test_a_layer_that_calls_itself_is_stubbed_in_its_own_call() -> None:
+    class Halving(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin() if len(x) == 1 else self(x[: len(x) // 2]) + 1
+
+    response = respond(Halving(), torch.randn(4))["(root)", 0]
+    assert [h.where for h in response.handed] == ["(root) input", "output"]
+    assert response.recipes["(root) output"].startswith("1 ")
+
+
+class Routed(nn.Module):
+    """A mixture of experts: the router's numbers say who gets what."""
+
+    def __init__(self, experts: int = 2, bias: float = 0.0) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, experts)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(experts))
+        with torch.no_grad():
+            self.router.bias[0] = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        chosen = self.router(x).argmax(-1)
+        for i, expert in enumerate(self.experts):
+            picked = (chosen == i).nonzero()[:, 0]
+            if len(picked):
+                out = out.index_add(0, picked, expert(x[picked]))
+        return out
+
+
+def test_experts_give_as_many_tokens_as_they_get() -> None:
+    response = respond(Routed(), torch.randn(32, 4))["(root)", 0]
+    assert response.reason is None
+
+
+def test_an_expert_that_the_run_did_not_call_cannot_be_answered_for() -> None:
+    response = respond(Routed(bias=100.0), torch.randn(32, 4), gradient=False)["(root)", 0]
+    assert response.reason == "calls experts.1, which it did not call in the run"
+
+
+# --- what code may do -------------------------------------------------------------------------------------------------
+
+
+def test_code_that_writes_into_its_input_is_judged_by_what_it_leaves() -> None:
+    class Into(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = torch.tensor(by)
+
+        def forward(self, x: torch.Tensor) -> None:
+            x.mul_(self.by)
+
+    expected = respond(Into(2.0), torch.randn(4))
+    assert [handed.where for handed in expected["(root)", 0].handed] == ["input after"]
+    assert changed(respond(Into(3.0), torch.randn(4), like=expected), expected) == {"(root)"}
+
+
+@pytest.mark.parametrize("module", [nn.ReLU(inplace=True), nn.Hardswish(inplace=True)], ids=["relu", "hardswish"])
+def test_an_activation_in_place_responds_like_the_other(module: nn.Module) -> None:
+    plain = type(module)()
+    x = torch.randn(8)
+    assert changed(respond(module, x.clone()), respond(plain, x)) == set()
+
+
+def test_code_that_writes_into_what_a_child_gave_is_followed() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.norm(x)
+            out += x
+            return out
+
+    response = respond(Residual(), torch.randn(3, 4))["(root)", 0]
+    assert (response.reason, [h.passed for h in response.handed]) == (None, ["input", None])
+    assert response.without_gradient == ()
+
+
+def test_what_a_layer_writes_into_its_buffers_is_part_of_its_response() -> None:
+    expected = respond(nn.BatchNorm1d(4), torch.randn(8, 4))
+    where = [h.where for h in expected["(root)", 0].handed]
+    assert where == ["running_mean after", "running_var after", "num_batches_tracked after", "output"]
+    actual = respond(nn.BatchNorm1d(4, momentum=0.2), torch.randn(8, 4), like=expected)
+    assert changed(actual, expected) == {"(root)"}
+
+
+def test_a_tensor_given_twice_stays_one_tensor() -> None:
+    class Same(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + 1 if a is b else a - 1
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = Same()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.same(x, x) + 0
+
+    with seeding.seeded(0):
+        response = respond(Outer(), torch.randn(4))["same", 0]
+    (handed,) = response.handed
+    assert list(response.recipes) == ["input[0]"]
+    drawn = synthetic(response.recipes["input[0]"].split()[1], (4,), "input[0]", torch.float32)
+    assert handed.reading is not None
+    assert handed.reading.statistics is not None
+    assert handed.reading.statistics.mean == pytest.approx(drawn.mean().item() + 1)
+
+
+def test_objects_with_tensors_in_them_are_copied() -> None:
+    assert {r.reason for r in responses_of("gpt2 with a cache").values()} == {None}
+
+
+def test_what_cannot_be_copied_is_the_reason() -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: torch.Tensor, lines: Any) -> torch.Tensor:
+            return x + next(lines)
+
+    response = respond(Drawing(), torch.ones(2), (n for n in (1, 2)))["(root)", 0]
+    assert response.reason == "takes an object that cannot be copied (TypeError: cannot pickle 'generator' object)"
+
+
+def test_what_a_layer_raises_alone_is_the_reason() -> None:
+    class Certain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool((x != x.round()).any()):
+                raise ValueError("x holds counts\nand nothing else")
+            return x
+
+    response = respond(Certain(), torch.tensor([1.0, 2.0]))["(root)", 0]
+    assert response.reason == "ValueError: x holds counts"
+
+
+def test_a_warning_is_no_news() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool((x != x.round()).any()):
+                warnings.warn("x holds no counts", stacklevel=1)
+            return x
+
+    assert respond(Odd(), torch.tensor([1.0, 2.0]))["(root)", 0].reason is None
+
+
+def test_an_interrupt_goes_through_and_leaves_the_model_as_it_was() -> None:
+    class Interrupted(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Interrupted.calls += 1
+            if Interrupted.calls == 2:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 2), Interrupted())
+    before = [(id(p), p.clone()) for p in model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        respond(model, torch.ones(1, 2))
+    assert all(id(p) == i and torch.equal(p, was) for p, (i, was) in zip(model.parameters(), before, strict=True))
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_hides_no_code(reentrant: bool) -> None:
+    class Checkpointed(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+        def part(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x).sin() * 2
+
+    response = respond(Checkpointed(), torch.randn(3, 4, requires_grad=True))["(root)", 0]
+    assert [h.where for h in response.handed] == ["a input", "output"]
+    assert (response.reason or "backward: RuntimeError").startswith("backward: ")
+    assert (response.gradient is None) == reentrant
+
+
+def test_atomic_layers_have_all_their_weights_made_up() -> None:
+    def model() -> nn.Module:
+        return nn.MultiheadAttention(8, 2, batch_first=True)
+
+    x = torch.randn(2, 5, 8)
+    a = respond(model(), x, x, x)["(root)", 0]
+    assert {"in_proj_weight", "out_proj.weight", "out_proj.bias"} <= a.recipes.keys()
+    other = model()
+    nn.init.normal_(other.out_proj.weight)
+    assert changed(respond(other, x, x, x, like={("(root)", 0): a}), {("(root)", 0): a}) == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_compiled_model_is_looked_through() -> None:
+    model = Two()
+    compiled: Any = torch.compile(model)
+    assert changed(respond(compiled, torch.ones(2, 4)), respond(model, torch.ones(2, 4))) == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_a_script_module_runs_within_its_container() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    assert respond(model, torch.ones(2, 4), gradient=False)["(root)", 0].handed[-1].reading is not None
+
+
+def test_a_layer_under_autocast_is_called_under_autocast() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.body(x)
+
+    responses = respond(Mixed(), torch.randn(2, 4))
+    assert {r.reason for r in responses.values()} == {None}
+    assert responses["body.1", 0].recipes["input"].startswith("2x4:bfloat16 ")
+
+
+def test_hooks_of_the_user_run_once() -> None:
+    model = nn.Sequential(nn.Tanh())
+    model[0].register_forward_pre_hook(lambda module, args: (args[0][1:],))
+    model[0].register_forward_hook(lambda module, args, output: output[1:])
+    responses = respond(model, torch.randn(8))
+    (handed,) = responses["0", 0].handed
+    assert handed.reading is not None
+    assert handed.reading.statistics is not None
+    assert (responses["0", 0].recipes["input"].split()[0], handed.reading.statistics.count) == ("8", 6)
+    assert responses["(root)", 0].recipes["0 output"].startswith("7 ")
+
+
+def test_an_open_watch_sees_nothing_of_it() -> None:
+    model = Two()
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(torch.ones(2, 4))
+        respond(model, torch.ones(2, 4))
+        assert (watch.record.forwards, watch.record.backwards) == (1, 0)
+        model(torch.ones(2, 4))
+        assert watch.record.forwards == 2
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.tensor([3.0, -4.0, 4.0]), "2^2"),
+        (torch.tensor([0.0, 4.0, 4.0]), "2^2+"),
+        (torch.tensor([0.1, 0.4]), "2^-2+ to 1"),
+        (torch.tensor([-0.1, -4.0]), "2^2-"),
+        (torch.tensor([3e30, -3e30]), "2^101"),
+        (torch.tensor([1.0, -math.nan, -1.0]), "2^0"),
+        (torch.zeros(3), "2^0"),
+        (torch.full((3,), 1.23456), "const 1.23"),
+        (torch.tensor(7.0), "2^3+"),
+        (torch.tensor([0.0, 1.0, 1.0]), "0 or 1"),
+        (torch.tensor([0.0, -math.inf]), "mask -inf"),
+        (torch.tensor([0.0, torch.finfo(torch.float32).min]), "mask -3.40282347e+38"),
+        (torch.tensor([1.0, -1.0], dtype=torch.complex64), "const 1"),
+        (torch.tensor([True, False]), "bool"),
+        (torch.tensor([True, True]), "true"),
+        (torch.tensor([5, 999, 3]), "0..511"),
+        (torch.tensor([0, 1, 0]), "0..1"),
+        (torch.tensor([900, 999, 950]), "900..999"),
+        (torch.arange(10), "0..9 sorted"),
+        (torch.tensor([-100, 5, 77, -100]), "-100 or 0..63"),
+        (torch.tensor([-3, 5, -1]), "-3..5"),
+        (torch.tensor([2, 2]), "const 2"),
+        (torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]), "const 1 with 0 first"),
+        (torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), "const 1 with 0 last"),
+        (torch.tensor([[False, False, False], [True, True, False]]), "false with true first"),
+        (torch.tensor([[5, 9, 62, 3, 40], [7, 8, 63, 1, 1]]), "0..63 with 1 last"),
+        (torch.tensor([[5, 9, -100, -100], [7, 8, 30, 63]]), "0..63 with -100 last"),
+        (torch.tensor([[0, 1, 1], [0, 0, 1]]), "0..1 sorted"),
+        (torch.linspace(-1, 1, 64).view(2, 32), "2^-1*"),
+    ],
+    ids=str,
+)
+def test_a_recipe_is_coarse_and_fits_its_own_tensor(tensor: torch.Tensor, kind: str) -> None:
+    assert kind_of(tensor) == kind
+    assert fits(kind, tensor.dtype)
+    made = synthetic(kind, tensor.shape, "input", tensor.dtype)
+    assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.zeros(3)], ids=["ones", "zeros"])
+def test_equal_weights_become_numbers_that_differ(value: torch.Tensor) -> None:
+    assert synthetic(kind_of(value, weight=True), (3,), "weight", torch.float32).unique().numel() == 3
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("mask -inf", 0.0), ("0 or 1", 1.0)])
+def test_no_row_of_a_mask_is_empty(kind: str, seen: float) -> None:
+    mask = synthetic(kind, (50, 4), "mask", torch.float32)
+    assert bool((mask == seen).any(-1).all())
+    assert mask.unique().numel() == 2
+
+
+@pytest.mark.parametrize("kind", ["", "2^999", "2^-3 to 1", "mask x", "const nan", "9..0", "0..99999999999999999999"])
+def test_a_recipe_that_is_none_fits_nothing(kind: str) -> None:
+    assert not any(fits(kind, dtype) for dtype in (torch.float32, torch.int64, torch.bool))
+
+
+def test_recipes_of_other_responses_are_used_where_they_fit() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    recipes = {
+        ("0", 0): {"input": "2 0..63", "weight": "2^3"},
+        ("1", 0): {"input": "2x4 2^9", "weight": "nonsense", "bias": "0..3"},
+    }
+    found = isolate(model, lambda: model(torch.tensor([1, 8])), recipes=recipes)
+    assert dict(found["0", 0].recipes) == {"weight": "2^3", "input": "2 0..7"}
+    assert found["1", 0].recipes["input"] == "2x4 2^9"
+    assert found["1", 0].recipes["weight"].startswith("2^-")
+
+
+def test_strides_of_the_real_tensors_are_kept() -> None:
+    seen: list[Any] = []
+
+    class Strides(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            seen.append((x.shape, x.stride(), y.shape, y.stride()))
+            return x.sum() + y.sum()
+
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    respond(Strides(), x, torch.randn(1, 5).expand(3, 5))
+    assert seen[0] == seen[1]
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_what_a_response_moves_by_under_rounding() -> None:
+    model = made("gpt2", 0)
+    inputs = MODELS["gpt2"][1](0)
+    repeats = [
+        isolate(model, lambda: model(**inputs), perturb=Perturbation(f"repeat {i}", far=False)) for i in range(2)
+    ]
+    measured = noisy(isolate(model, lambda: model(**inputs)), repeats)
+    noise = [h.reading.noise for r in measured.values() for h in r.handed if h.reading is not None]
+    assert all(n is not None and n < 1e-5 for n in noise)
+    assert max(n for n in noise if n is not None) > 1e-9
+
+
+def test_masks_and_integers_are_not_perturbed() -> None:
+    moved: list[str] = []
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return (x + mask)[index]
+
+    def perturb(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        moved.append(name)
+        return tensor
+
+    model = Masked()
+    isolate(model, lambda: model(torch.randn(2), torch.tensor([0.0, -math.inf]), torch.tensor([1])), perturb=perturb)
+    assert moved == ["input[0]"]
+
+
+def test_a_repeat_that_raised_makes_the_noise_infinite() -> None:
+    model = nn.Linear(4, 4)
+    base = isolate(model, lambda: model(torch.randn(2, 4)))
+    repeat: Mapping[Key, IsolatedResponse] = {("(root)", 0): IsolatedResponse(reason="ValueError")}
+    assert noisy(base, [repeat])["(root)", 0].handed[0].reading.noise == math.inf
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_own_code_runs_once_for_the_notes_and_once_alone() -> None:
+    calls: list[str] = []
+
+    class Counted(nn.Module):
+        def __init__(self, *children: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(children)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("x" * len(self.inner))
+            for child in self.inner:
+                x = F.relu(child(x))
+            return x
+
+    respond(Counted(Counted(), Counted(Counted())), torch.ones(2))
+    assert sorted(calls) == sorted(["xx", "", "x", ""] * 2)
+
+
+def test_tokens_and_their_mask_are_padded_alike() -> None:
+    ids = torch.tensor([[5, 9, 62, 3], [1, 1, 7, 8]])
+    tokens, mask = (synthetic(kind_of(x), (3, 12), "x", x.dtype) for x in (ids, (ids != 1).long()))
+    assert torch.equal(tokens[:, :6] == 1, mask[:, :6] == 0)
+    assert mask.sum(-1).tolist() == [12, 9, 6]
+
+
+class Padded(nn.Module):
+    """Finds its padding by the token, in a vocabulary where chance hardly ever meets it."""
+
+    def __init__(self, pad: int) -> None:
+        super().__init__()
+        self.pad = [pad]
+        self.embed, self.attn = nn.Embedding(5000, 4), nn.Identity()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        shown = ids != self.pad[0]
+        return self.attn(self.embed(ids) * shown[..., None]).sum(1)
+
+
+def test_padding_that_is_not_found_shows_alone() -> None:
+    ids = torch.randint(10, 5000, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[1, :5] = 3
+    assert changed(respond(Padded(4), ids), respond(Padded(3), ids)) == {"(root)"}
+
+
+def test_a_cap_on_scores_shows_alone() -> None:
+    class Capped(nn.Module):
+        def __init__(self, cap: float | None) -> None:
+            super().__init__()
+            self.cap = [cap]
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
+            cap = self.cap[0]
+            return (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(-1)
+
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) / 8
+    before = respond(Capped(50.0), x)
+    assert changed(respond(Capped(None), x, like=before), before) == {"(root)"}

@@ -1,0 +1,355 @@
+"""Noise: what harmless changes do to each number of a run, and what cannot be repeated at all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.runs.noise import (
+    Perturbation,
+    change,
+    first_difference,
+    moved,
+    readings,
+    with_noise,
+    with_nondeterminism,
+)
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.fixture
+def probe() -> Iterator[ModelProbe]:
+    with ModelProbe() as probe:
+        yield probe
+
+
+def measured(record: Record) -> Record:
+    assert record.rerun is not None
+    return record.rerun.measured(record)
+
+
+# --- moving numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) -> None:
+    x = torch.linspace(-2, 2, 64).to(dtype)[:, None].expand(64, 2)[:63]
+    change = (moved(x, "x", 1).to(torch.complex128) - x.to(torch.complex128)).abs()
+    units = change / x.to(torch.complex128).abs() / torch.finfo(dtype).eps
+    assert units.min() > 0.4
+    assert units.max() <= 1.0
+
+
+def test_a_name_tells_moves_apart_and_repeats_them() -> None:
+    x = torch.ones(1000)
+    assert torch.equal(moved(x, "a", 1), moved(x, "a", 1))
+    assert 400 < int((moved(x, "a", 1) != moved(x, "b", 1)).sum()) < 600
+
+
+@pytest.mark.parametrize("units", [1, 84, 300])
+def test_zeros_and_what_is_not_finite_or_huge_stays(units: int) -> None:
+    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(torch.float32).min, 3e38])
+    assert moved(x, "x", units).numpy().tobytes() == x.numpy().tobytes()
+
+
+def test_an_element_of_any_layout_moves_in_its_place() -> None:
+    x = torch.arange(1.0, 7.0).view(2, 3).t()
+    assert torch.allclose(moved(x, "x", 1), x)
+
+
+@pytest.mark.parametrize(
+    "stays",
+    [
+        torch.tensor([[0.0, torch.finfo(torch.float32).min]]),
+        torch.tensor([0.5, -math.inf]),
+        torch.tensor([0.5, math.nan]),
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.tensor([3, 4]),
+        torch.tensor([True]),
+        torch.ones(2, dtype=torch.bfloat16),
+    ],
+    ids=["mask at the smallest", "mask of infinities", "not a number", "zeros and ones", "ids", "bools", "bfloat16"],
+)
+def test_inputs_that_are_no_quantities_are_not_moved(stays: torch.Tensor) -> None:
+    assert Perturbation("repeat", far=True).input(stays, "input") is stays
+
+
+def test_what_is_tied_moves_together_and_what_is_frozen_moves_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    before = model[0].bias.clone()
+    Perturbation("repeat", far=False).parameters(model)
+    assert model[1].weight is model[0].weight
+    assert not torch.equal(model[0].bias, before)
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(True)
+
+
+@contextlib.contextmanager
+def other_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("harmless", [without_onednn, other_threads], ids=["no oneDNN", "threads"])
+@pytest.mark.parametrize("kind", ["gpt2", "resnet"])
+def test_harmless_changes_stay_within_a_few_times_the_noise(
+    probe: ModelProbe, kind: str, harmless: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    if kind == "gpt2":
+        model = probe.build(lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)))
+        inputs = {"input_ids": probe.randint(0, 64, (2, 16)), "use_cache": False}
+    else:
+        config = ResNetConfig(depths=[1, 1], hidden_sizes=[16, 32], embedding_size=8)
+        model, inputs = probe.build(lambda: ResNetModel(config)), {"pixel_values": probe.randn(2, 3, 32, 32)}
+    record = measured(probe.run(model, loss="random", mode="train", kwargs=inputs))
+    assert record.noise == "measured"
+    with harmless():
+        other = readings(probe.run(model, loss="random", mode="train", kwargs=inputs))
+    for key, reading in readings(record).items():
+        moved_by = change(reading, other[key])
+        assert moved_by is None or moved_by <= max(4 * (reading.noise or 0.0), 2e-6), key
+
+
+def test_the_noise_of_a_forward_is_of_the_size_of_rounding(probe: ModelProbe) -> None:
+    record = measured(probe.run(probe.build(lambda: nn.Linear(64, 64)), probe.randn(8, 64)))
+    assert 1e-8 < (record["(root)"].output.forward.noise or 0.0) < 1e-6
+
+
+class Gate(nn.Module):
+    """One of its sixteen gates lies as near to the other side as rounding may bring it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(1, 16)
+        self.relu = nn.ReLU()
+        nn.init.constant_(self.fc.weight, 1.0)
+        nn.init.constant_(self.fc.bias, 1.0)
+        with torch.no_grad():
+            self.fc.bias[3] = -0.7 * (1 + 1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.fc(x))
+
+
+def test_a_gate_near_zero_shows_in_the_noise_of_gradients_alone(probe: ModelProbe) -> None:
+    record = measured(probe.run(Gate(), torch.tensor([[0.7]]), loss=lambda out: out.sum()))
+    gradient = next(p.gradient for p in record["fc"].parameters if p.name == "bias")
+    assert gradient is not None
+    assert (gradient.noise or 0.0) > 0.1
+    assert (record["relu"].output.forward.noise or 0.0) < 1e-5
+
+
+def test_indices_that_tip_over_have_the_share_that_does_as_noise(probe: ModelProbe) -> None:
+    class Route(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.argmax(-1)
+
+    close, clear = torch.tensor([[0.3, 0.7, 0.7 * (1 + 1e-7)]]), torch.tensor([[0.3, 0.9, 0.5]])
+    x = torch.cat([close.expand(50, 3), clear.expand(50, 3)])
+    noise = measured(probe.run(Route(), x))["(root)"].output.forward.noise
+    assert noise is not None
+    assert 0.02 < noise < 0.5
+
+
+def test_indices_that_hold_have_no_noise(probe: ModelProbe) -> None:
+    class Route(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.argmax(-1)
+
+    assert measured(probe.run(Route(), probe.randn(4, 3)))["(root)"].output.forward.noise == 0.0
+
+
+def test_parameters_have_no_noise_but_their_gradients_and_what_a_run_leaves(probe: ModelProbe) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+    record = measured(probe.run(model, probe.randn(16, 8), loss="random", mode="train"))
+    assert all(p.reading.noise is None for p in (*record["1"].parameters, *record["1"].buffers))
+    assert all(p.gradient and p.gradient.noise for p in record["0"].parameters)
+    mean, _, count = (buffer.after for buffer in record["1"].buffers)
+    assert mean is not None
+    assert 0 < (mean.noise or 0.0) < 1e-5
+    assert count is not None
+    assert count.noise == 0.0
+
+
+def test_without_a_loss_the_forward_is_measured(probe: ModelProbe) -> None:
+    record = measured(probe.run(probe.build(lambda: nn.Linear(8, 4)), probe.randn(2, 8)))
+    assert record.noise == "measured"
+    assert record["(root)"].output.forward.noise
+
+
+def test_responses_of_single_layers_have_noise_too(probe: ModelProbe) -> None:
+    record = probe.run(probe.build(lambda: nn.Sequential(nn.Linear(8, 4))), probe.randn(2, 8), loss="random")
+    assert record.rerun is not None
+    response = measured(record.rerun.isolated(record))["0"].calls[0].response
+    assert response is not None
+    (handed,) = response.handed
+    assert handed.reading is not None
+    assert 0 < (handed.reading.noise or 0.0) < 1e-6
+    assert response.gradient is not None
+    assert response.gradient.noise
+
+
+def test_all_random_numbers_are_the_same_in_each_repeat(probe: ModelProbe) -> None:
+    class Random(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape) + float(np.random.rand())  # noqa: NPY002 - the state that users draw from
+
+    model = nn.Sequential(nn.Dropout(0.5), Random())
+    assert measured(probe.run(model, probe.randn(4, 8), mode="train")).noise == "measured"
+
+
+def test_measuring_leaves_no_trace(probe: ModelProbe) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))).eval()
+    x = probe.randn(16, 8)
+    model(x).sum().backward()
+
+    def everything() -> list[bytes]:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        tensors = [*model.parameters(), *model.buffers(), *gradients, x, torch.get_rng_state()]
+        return [t.detach().numpy().tobytes() for t in tensors]
+
+    before = everything()
+    record = probe.run(model, x, loss="random", mode="train")
+    record = measured(record.rerun.isolated(record) if record.rerun else record)
+    assert record.noise == "measured"
+    assert everything() == before
+    assert not any(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_repeat_runs_in_the_contexts_of_the_run(probe: ModelProbe) -> None:
+    model = probe.build(lambda: nn.Linear(8, 4))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        record = probe.run(model, probe.randn(2, 8))
+    assert record["(root)"].output.dtype == "bfloat16"
+    assert measured(record).noise == "measured"
+
+
+# --- what cannot be repeated --------------------------------------------------------------------------------------
+
+
+class Unseeded(nn.Module):
+    generator = np.random.default_rng()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(self.generator.random())
+
+
+class Counted(nn.Module):
+    count = itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + next(self.count)
+
+
+@pytest.mark.parametrize("culprit", [Unseeded, Counted])
+def test_a_layer_that_cannot_be_repeated_is_named(probe: ModelProbe, culprit: type[nn.Module]) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(4, 4), culprit(), nn.Linear(4, 4)))
+    record = measured(probe.run(model, probe.randn(2, 4), loss="random"))
+    assert record.noise == "not repeatable"
+    assert record.notes == ("not repeatable: 1 output differs when the run is repeated with the same seed",)
+    assert record["0"].output.forward.noise is None
+    assert (record["1"].output.forward.noise or 0.0) > 1e-3
+
+
+def test_a_gradient_that_cannot_be_repeated_is_named(probe: ModelProbe) -> None:
+    count = itertools.count(1)
+    model = probe.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    record = measured(probe.run(model, probe.randn(2, 4), loss=lambda out: out.sum() * next(count)))
+    assert record.noise == "not repeatable"
+    (note,) = record.notes
+    assert note.startswith("not repeatable: gradient of (root) output differs")
+
+
+def test_a_repeat_that_raises_is_told(probe: ModelProbe) -> None:
+    class Strict(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.equal(x, torch.full_like(x, 0.1)):
+                raise ValueError("only tenths")
+            return x
+
+    record = measured(probe.run(Strict(), torch.full((3,), 0.1)))
+    assert record.noise is None
+    assert record.notes == ("no noise was measured: a repeat raised ValueError: only tenths",)
+
+
+# --- records written by hand --------------------------------------------------------------------------------------
+
+
+def reading(*fingerprint: float, count: int = 4, digest: str | None = None) -> Reading:
+    return Reading(statistics=Statistics(count=count, mean=0.5), fingerprint=fingerprint, digest=digest)
+
+
+def record(forward: Reading, backward: Reading | None = None, outputs: int = 1) -> Record:
+    values = [
+        Value(path="output", shape=(4,), dtype="float32", device="cpu", forward=forward, backward=backward)
+    ] * outputs
+    call = Call(root="a", root_training=False, index=0, started=0, finished=1, outputs=tuple(values))
+    return Record(model="Net", layers={"a": Layer(name="a", type="Linear", calls=(call,))}, forwards=1)
+
+
+def test_noise_is_the_most_that_any_repeat_moved() -> None:
+    repeats = [record(reading(1.0)), record(reading(1.5)), record(reading(0.75))]
+    assert with_noise(record(reading(1.0)), repeats)["a"].output.forward.noise == 0.5
+
+
+def test_gradients_go_by_the_far_repeats_and_values_by_the_near_ones() -> None:
+    near, far = record(reading(1.1), reading(9.0)), record(reading(9.0), reading(1.25))
+    value = with_noise(record(reading(1.0), reading(1.0)), [near], [far])["a"].output
+    assert value.forward.noise == pytest.approx(0.1)
+    assert value.backward is not None
+    assert value.backward.noise == 0.25
+
+
+def test_a_value_that_is_missing_or_of_another_size_in_a_repeat_has_infinite_noise() -> None:
+    base = record(reading(1.0), reading(1.0))
+    value = with_noise(base, [record(reading(1.0, count=5))], [record(reading(1.0))])["a"].output
+    assert value.forward.noise == math.inf
+    assert value.backward is not None
+    assert value.backward.noise == math.inf
+
+
+def test_integers_that_differ_have_a_share_of_at_least_one_element() -> None:
+    a, b = reading(1.0, digest="0" * 16), reading(1.0, digest="f" * 16)
+    assert change(a, a) == 0.0
+    assert change(a, b) == 0.25
+
+
+def test_what_has_no_numbers_has_no_noise() -> None:
+    meta = Reading(reason="meta tensor")
+    assert with_noise(record(meta), [record(meta)])["a"].output.forward.noise is None
+
+
+def test_plain_repeats_give_noise_where_they_differ_alone() -> None:
+    base = record(reading(1.0), reading(1.0))
+    value = with_nondeterminism(base, [record(reading(1.0), reading(1.5)), base])["a"].output
+    assert value.forward.noise is None
+    assert value.backward is not None
+    assert value.backward.noise == 0.5
+
+
+def test_equal_records_have_no_first_difference_though_they_hold_nan() -> None:
+    assert first_difference(record(reading(math.nan)), record(reading(float("nan")))) is None

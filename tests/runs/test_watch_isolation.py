@@ -1,0 +1,334 @@
+"""Records of a watch: each layer called alone as in the forwards that it saw, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from pytest_modelprobe import ModelProbe, Record, Watch, assert_same_behavior
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.diagnosis import diagnose
+from pytest_modelprobe.files import decode, encode
+from pytest_modelprobe.report.comparison import text
+
+
+def stored(record: Record) -> Record:
+    """Return what a snapshot of the record holds."""
+    assert record.rerun is not None
+    return decode(*encode(record.rerun.measured(record.rerun.isolated(record))), where="snapshot").record
+
+
+def failure(actual: Record, expected: Record) -> str:
+    """Return what a comparison with a snapshot says; empty: nothing differs."""
+    found = compare(actual, expected)
+    if found.same:
+        return ""
+    assert actual.rerun is not None
+    return text(diagnose(compare(actual.rerun.isolated(actual, like=found.expected), expected)))
+
+
+class Block(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.norm, self.fc, self._by = nn.BatchNorm1d(8), nn.Linear(8, 8), [by]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self._by[0] * self.fc(self.norm(x)).relu()
+
+
+def net(*by: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), *map(Block, by), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def train(probe: ModelProbe, model: nn.Module, steps: int = 4) -> Watch:
+    watch = probe.watch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    x, y = probe.randn(16, 4), probe.randint(0, 3, (16,))
+    torch.manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return watch
+
+
+def test_the_first_step_of_a_training_names_the_layer_whose_code_changed() -> None:
+    probe = ModelProbe()
+    expected = stored(train(probe, probe.build(lambda: net(1, 1, 1))).first)
+    again = train(probe, probe.build(lambda: net(1, 1, 1)))
+    assert failure(again.first, expected) == ""
+    changed = train(probe, probe.build(lambda: net(1, 1.5, 1)))
+    assert failure(changed.first, expected).startswith("layer '2' (Block): own code changed ")
+
+
+def test_two_changes_in_a_training_are_told_apart() -> None:
+    probe = ModelProbe()
+    expected = stored(train(probe, probe.build(lambda: net(1, 1, 1, 1))).first)
+    said = failure(train(probe, probe.build(lambda: net(1, 1.5, 1, 2.5))).first, expected)
+    assert said.startswith("layers '*': own code changed after fc x2: "), said
+    assert "possibl" not in said.lower()
+
+
+def test_each_call_answers_as_before_although_the_weights_are_others() -> None:
+    probe = ModelProbe()
+    models = [probe.build(lambda: net(1, 1)) for _ in range(2)]
+    few, many = (train(probe, model, steps).first for model, steps in zip(models, (1, 6), strict=True))
+    expected = few.rerun.isolated(few)
+    actual = many.rerun.isolated(many, like=expected)
+    responses = [[call.response for _, call in record.calls] for record in (actual, expected)]
+    assert None not in responses[0]
+    assert responses[0] == responses[1]
+
+
+def gpt2(by: float = 1.0) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    if by != 1:
+        mlp = model.transformer.h[1].mlp
+        kind = type(mlp)
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = kind.forward(self, x)
+            return y * by if x.shape[1] == 1 else y
+
+        mlp.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return model
+
+
+def decode_with_a_cache(probe: ModelProbe, model: nn.Module) -> Watch:
+    watch = probe.watch(model.eval())
+    ids, cache = probe.randint(0, 50, (2, 6)), transformers.DynamicCache()
+    with torch.no_grad():
+        for _ in range(4):
+            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            ids = logits[:, -1:].argmax(-1)
+    return watch
+
+
+def test_a_decoding_loop_names_the_layer_whose_code_changed_for_later_calls_alone() -> None:
+    probe = ModelProbe()
+    watch = decode_with_a_cache(probe, probe.build(gpt2))
+    expected = stored(watch.record)
+    assert failure(decode_with_a_cache(probe, probe.build(gpt2)).record, expected) == ""
+    changed = decode_with_a_cache(probe, probe.build(lambda: gpt2(1.5)))
+    assert failure(changed.record, expected).startswith("transformer.h.1.mlp: own code changed after dropout: ")
+    assert failure(changed.first, stored(watch.first)) == ""
+
+
+def test_asking_of_a_watch_disturbs_no_training() -> None:
+    probe = ModelProbe()
+    x, y = probe.randn(16, 4), probe.randint(0, 3, (16,))
+    states = []
+    for asked in (False, True):
+        model = probe.build(lambda: net(1, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        watch = probe.watch(model) if asked else None
+        torch.manual_seed(0)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(x), y)
+            if watch is not None:  # between forward and backward, and again before the step
+                watch.first.rerun.isolated(watch.first)
+            loss.backward()
+            if watch is not None:
+                seen = watch.record
+                assert all(call.response for _, call in seen.rerun.isolated(seen).calls)
+                assert (watch.record.forwards, watch.record.backwards) == (seen.forwards, seen.backwards)
+            gradients = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        states.append([*model.state_dict().values(), *gradients, *moments, torch.get_rng_state()])
+    assert all(map(torch.equal, *states))
+
+
+class Quantizer(nn.Module):
+    """Learns its codes through ``.data``, from what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.codes.data.lerp_(x.detach().mean(0), 0.5)
+        return x + self.codes
+
+
+def test_a_layer_that_learned_other_buffers_is_not_blamed_for_them() -> None:
+    probe = ModelProbe()
+    models = (
+        probe.build(lambda by=by: nn.Sequential(nn.Linear(4, 8), Block(by), Quantizer(), nn.Linear(8, 3)))
+        for by in (1, 1.5)
+    )
+    expected, actual = (train(probe, model).first for model in models)
+    said = failure(actual, stored(expected))
+    assert said.startswith("layer '1' (Block): own code changed ")
+    assert "2: own code" not in said
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw last, in an attribute or an object."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x if self._kept is None else self._kept
+        if isinstance(self._kept, Shelf):
+            before, self._kept.tensor = self._kept.tensor, x.detach()
+        else:
+            self._kept = x.detach()
+        return x + before
+
+
+class Shelf:
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(2, 8)
+
+
+def test_a_layer_that_keeps_other_tensors_is_not_judged() -> None:
+    probe = ModelProbe()
+    model = nn.Sequential(Block(1.0), Remembering(None))
+    watch = probe.watch(model)
+    for _ in range(2):
+        model(probe.randn(2, 8))
+    kept = model[1]._kept
+    record = watch.record.rerun.isolated(watch.record)
+    assert model[1]._kept is kept
+    assert record["1"].calls[0].response.reason == "tensors that it keeps were changed since"
+    assert record["0"].calls[0].response.reason is None
+
+
+def test_a_model_that_keeps_tensors_in_an_object_is_not_run_again() -> None:
+    probe = ModelProbe()
+    model = nn.Sequential(Block(1.0), Remembering(Shelf()))
+    watch = probe.watch(model)
+    model(probe.randn(2, 8))
+    kept = model[1]._kept.tensor
+    record = watch.record.rerun.isolated(watch.record)
+    assert record.notes[-1] == (
+        "no layer was called alone: 1 holds tensors in an object that cannot be put back (Shelf)"
+    )
+    assert model[1]._kept.tensor is kept
+
+
+def test_inputs_that_are_overwritten_later_are_those_of_the_forward() -> None:
+    probe = ModelProbe()
+    model = nn.Embedding(4, 2)
+    watch = probe.watch(model)
+    ids = torch.tensor([0, 3])
+    model(ids)
+    ids.fill_(1_000_000)
+    record = watch.record.rerun.isolated(watch.record)
+    assert record["(root)"].calls[0].response.reason is None
+    assert ids.tolist() == [1_000_000] * 2
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_watch_that_cannot_be_asked_any_more_says_so_in_the_failure(gone: bool) -> None:
+    x = torch.ones(2, 8)
+    models = [nn.Sequential(Block(1.0), Block(1.0)).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1][0]._by = [2.0]
+    records = []
+    watches = [Watch(model, isolate=gone) for model in models]
+    for watch, model in zip(watches, models, strict=True):
+        model(x)
+        records.append(watch.record)
+    if gone:
+        watches.clear()
+        del watch
+    with pytest.raises(AssertionError) as raised:
+        assert_same_behavior(*records)
+    note = "No layer was called alone: the watch is gone: keep it in a variable until the record is compared."
+    assert (note in str(raised.value)) == gone
+
+
+def test_a_run_whose_probe_nobody_keeps_says_so_in_the_failure() -> None:
+    old, new = (nn.Sequential(Block(by), Block(1.0)).eval() for by in (1.0, 2.0))
+    new.load_state_dict(old.state_dict())
+    x = torch.ones(2, 8)
+    actual, expected = ModelProbe().run(new, x), ModelProbe().run(old, x)
+    gc.collect()
+    with pytest.raises(AssertionError) as raised:
+        assert_same_behavior(actual, expected)
+    assert "No layer was called alone: the probe of the record is closed or gone, or made 8 runs since" in str(
+        raised.value
+    )
+    assert "No noise was measured: the probe of the record is closed or gone, or made 8 runs since" in str(raised.value)
+
+
+def test_one_of_several_processes_runs_no_forward_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    with Watch(model) as watch:
+        model(torch.ones(1, 2))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert watch.record.rerun.isolated(watch.record).notes == (
+        "no layer was called alone: the model is one of 4, which may wait for each other in a forward",
+    )
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_forward_runs_again_as_it_ran(mode: Any) -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: net(1, 1)).eval()
+    with mode():
+        x = torch.ones(3, 4) / 3
+        watch = probe.watch(model)
+        model(x)
+    expected = stored(watch.record)
+    assert {call.response.reason for _, call in expected.calls} == {None}
+    model[2]._by[0] = 2.0
+    watch = probe.watch(model)
+    with mode():
+        model(x)
+    assert "2: own code changed after fc" in failure(watch.record, expected)
+
+
+def test_parts_of_a_model_that_run_by_themselves_are_run_again_by_themselves() -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: net(1, 1)).eval()
+    watch = probe.watch(model)
+    model[1](probe.randn(2, 8))
+    model(probe.randn(3, 4))
+    record = watch.record.rerun.isolated(watch.record)
+    roots = {call.root: call.response for call in record["1"].calls}
+    assert set(roots) == {"1", "(root)"}
+    shapes = {root: response.recipes["input"].partition(" ")[0] for root, response in roots.items()}
+    assert shapes == {"1": "2x8", "(root)": "3x8"}
+
+
+def test_inputs_that_cannot_be_copied_are_told() -> None:
+    class Stubborn:
+        def __deepcopy__(self, memo: object) -> Any:
+            raise TypeError("not me")
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor, other: object) -> torch.Tensor:
+            return x * 2
+
+    model = Net()
+    with Watch(model) as watch:
+        model(torch.ones(2), Stubborn())
+    record = watch.record.rerun.isolated(watch.record)
+    assert record.notes == (
+        "no layer was called alone in forward 1 of (root): an input cannot be copied: TypeError: not me",
+    )
+
+
+def test_a_copy_of_a_watched_model_is_watched_no_more_and_nothing_else_is_kept() -> None:
+    model = net(1)
+    with Watch(model) as watch:
+        model(torch.ones(2, 4))
+        copy.deepcopy(model)(torch.ones(3, 4))
+    assert watch.record.forwards == 1

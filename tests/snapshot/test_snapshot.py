@@ -1,0 +1,1530 @@
+"""`modelprobe_snapshot` as its users meet it: first run, update, failure, and what is left over."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import pytest_modelprobe.probe
+import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.snapshot.options import Accepted
+from pytest_modelprobe.snapshot.preconditions import active_dropout, is_training, nonfinite
+from pytest_modelprobe.snapshot.unused import Module, Test, unused_files
+
+MODELS = """
+import torch
+from torch import nn
+
+class TinyNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16, eps=1e-5)
+        self.drop = nn.Dropout(0.0)
+        self.fc2 = nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.fc2(self.drop(torch.relu(self.norm(self.fc1(x)))))
+"""
+
+TEST = """
+from models import TinyNet
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet)
+    assert modelprobe.run(model, modelprobe.randn(4, 8), loss="random") == modelprobe_snapshot
+"""
+
+# Records by hand, for what is not about models.
+RECORDS = """
+import pytest
+from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+
+def record(eps=1e-5, mean=0.5, device="cpu", **more):
+    reading = Reading(statistics=Statistics(count=8, min=-1.0, max=2.0, mean=mean, deviations=8.0))
+    output = Value(path="output", shape=(4, 2), dtype="float32", device=device, forward=reading)
+    call = Call(root="norm", root_training=False, index=0, started=0, finished=1, outputs=(output,), **more)
+    norm = Layer(name="norm", type="LayerNorm", attributes={"eps": eps}, calls=(call,))
+    return Record(model="Net", layers={"norm": norm}, forwards=1, device=device)
+"""
+
+TWO = """
+from records import *
+
+def test_x(modelprobe_snapshot):
+    assert record() == modelprobe_snapshot
+
+def test_y(modelprobe_snapshot):
+    assert record() == modelprobe_snapshot
+"""
+
+
+def one(body: str, arguments: str = "modelprobe_snapshot", before: str = "") -> str:
+    """Return a module with one test."""
+    lines = "\n    ".join(body.splitlines())
+    return f"from records import *\n{before}\ndef test_x({arguments}):\n    {lines}\n"
+
+
+SAME = one("assert record() == modelprobe_snapshot")
+CHANGED = one("assert record(eps=1e-3) == modelprobe_snapshot")
+FAILURE = "*AssertionError: output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001"
+
+
+class Project:
+    """A project of a user's: a module of models, a module of tests, its snapshots."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self.pytester = pytester
+        self.snapshots = pytester.path / "__modelprobe__"
+        self.test = TEST
+        self.written = 0
+        self.models(MODELS)
+        self.write("records", RECORDS)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.pytester.path / f"{name}.py"
+        path.write_text(text)
+        self.written += 10  # Python takes two versions of one size for one if they are of the same second
+        os.utime(path, (time.time() + self.written,) * 2)
+        importlib.invalidate_caches()
+
+    def models(self, text: str) -> None:
+        self.write("models", text)
+
+    def change(self, old: str, new: str) -> None:
+        """Change something in the models."""
+        assert old in MODELS
+        self.models(MODELS.replace(old, new))
+
+    def run(self, *args: str, test: str | None = None, name: str = "test_net") -> pytest.RunResult:
+        if test is not None:
+            self.test = test
+        self.write(name, self.test)
+        return self.pytester.runpytest_inprocess("-p", "pytest_modelprobe.plugin", "-p", "no:cacheprovider", *args)
+
+    def update(self, *args: str, test: str | None = None, name: str = "test_net") -> pytest.RunResult:
+        return self.run("--snapshot-update", *args, test=test, name=name)
+
+    def names(self) -> list[str]:
+        return sorted(path.relative_to(self.snapshots).as_posix() for path in self.snapshots.rglob("*.json"))
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: (self.snapshots / name).read_bytes() for name in self.names()}
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a second less a run
+    pytester.syspathinsert()
+    return Project(pytester)
+
+
+# --- the way of a snapshot ----------------------------------------------------------------------------------------
+
+
+def test_the_first_run_shows_what_was_recorded_and_how_to_keep_it(project: Project) -> None:
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: no snapshot yet for test_x: 5 layers recorded, nothing dead, all finite",
+            "E       layer   type *output *mean *",
+            "E       fc1     Linear *(4, 16)*",
+            "E       Right? pytest test_net.py::test_x --snapshot-update, and commit what it writes.",
+        ]
+    )
+    assert not project.snapshots.exists()
+
+
+def test_an_update_creates_two_files_and_the_next_run_passes(project: Project) -> None:
+    result = project.update()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["created __modelprobe__/test_net/test_x.arch.json: 5 layers"])
+    result.stdout.fnmatch_lines(["1 snapshot generated."])
+    assert project.names() == ["test_net/test_x.arch.json", "test_net/test_x.probe.json"]
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("=* modelprobe =*")
+    result.stdout.fnmatch_lines(["1 snapshot passed."])
+
+
+def test_what_is_written_is_measured_and_each_layer_called_alone(project: Project) -> None:
+    project.update()
+    numbers = json.loads(project.contents()["test_net/test_x.probe.json"])
+    assert numbers["noise"] == "measured"
+    assert numbers["responses"]
+
+
+def test_what_is_dead_is_said_when_a_snapshot_is_created(project: Project) -> None:
+    project.change("self.drop(torch.relu(", "self.drop(0 * torch.relu(")
+    project.update().stdout.fnmatch_lines(["created *test_x.arch.json: 5 layers: dead: *"])
+
+
+CHANGES = {
+    "attribute": ("eps=1e-5", "eps=1e-3", "norm.eps 1e-05 → 0.001: output changed by *; 1 cause*"),
+    "architecture": ("nn.LayerNorm(16, eps=1e-5)", "nn.BatchNorm1d(16)", "norm: LayerNorm → BatchNorm1d*"),
+    "computation": ("torch.relu(", "torch.tanh(", "(root): own code changed*"),
+    "weights": ("self.fc2 = ", "nn.init.zeros_(self.fc1.bias); self.fc2 = ", "fc1: weights changed by *(bias)*"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
+    project.update()
+    old, new, message = CHANGES[kind]
+    reason = ' --modelprobe-reason="..."' if kind in ("attribute", "architecture") else ""  # as the gate will ask for
+    project.change(old, new)
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"E       AssertionError: {message}",
+            "E       cause *class *changed by *",
+            f"E       Intended? pytest test_net.py::test_x --snapshot-update{reason}",
+            "E       Since when? git bisect run pytest test_net.py::test_x",
+            "E       To see its tensors: modelprobe.run(..., keep=*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
+
+
+def test_another_input_or_seed_is_the_cause(project: Project) -> None:
+    project.update()
+    result = project.run(test=TEST.replace("randn(4, 8)", "randn(4, 8, name='y')"))
+    result.stdout.fnmatch_lines(["E       AssertionError: input changed by *"])
+    result = project.run("--modelprobe-seed=1", test=TEST)
+    result.stdout.fnmatch_lines(["E       AssertionError: seed 0 → 1*"])
+
+
+def test_an_update_within_tolerance_writes_nothing(project: Project) -> None:
+    project.update()
+    before = project.contents()
+    project.change("torch.relu(self.norm(self.fc1(x)))", "torch.relu(self.norm(self.fc1(x * 1.0000001)))")
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_an_update_changes_the_lines_of_what_changed(project: Project) -> None:
+    project.update()
+    before = project.contents()["test_net/test_x.arch.json"].splitlines()
+    project.change("eps=1e-5", "eps=1e-3")
+    result = project.update()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "updated __modelprobe__/test_net/test_x.arch.json: norm.eps 1e-05 → 0.001: *",
+            "  cause *class *",
+            "for the pull request:",
+            "  Model snapshots: 1 updated. norm.eps 1e-05 → 0.001.",
+        ]
+    )
+    after = project.contents()["test_net/test_x.arch.json"].splitlines()
+    assert [line for line in after if line not in before] == [line for line in after if b"0.001" in line]
+    project.run().assert_outcomes(passed=1)
+
+
+def test_an_update_of_new_snapshots_only_leaves_the_others(project: Project) -> None:
+    project.update()
+    before = project.contents()
+    project.change("eps=1e-5", "eps=1e-3")
+    more = TEST + TEST[TEST.index("def ") :].replace("test_x", "test_new")
+    project.run("--snapshot-update-new-only", test=more).assert_outcomes(passed=1, failed=1)
+    assert {name: text for name, text in project.contents().items() if "test_x" in name} == before
+    assert "test_net/test_new.arch.json" in project.names()
+
+
+# --- both sides, other types --------------------------------------------------------------------------------------
+
+
+def test_a_record_may_stand_on_either_side_and_be_unequal(project: Project) -> None:
+    project.update(test=SAME)
+    body = "assert modelprobe_snapshot == record()\nassert not (record(eps=2.0) == modelprobe_snapshot(name='x'))"
+    project.run(test=one(body)).assert_outcomes(passed=1)
+    project.run(test=one("assert record(eps=2.0) != modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
+WRONG = {
+    "3": "TypeError: modelprobe_snapshot compares records, and this is a int: write modelprobe.run(model, ...) == *",
+    "modelprobe": "TypeError: *this is a ModelProbe: write modelprobe.record == modelprobe_snapshot",
+    "modelprobe.watch(Linear(2, 2))": "TypeError: *this is a Watch: say which forwards: watch.first == *",
+}
+
+
+@pytest.mark.parametrize("other", WRONG)
+def test_what_is_no_record_is_an_error_with_the_way_out(project: Project, other: str) -> None:
+    test = one(
+        f"assert {other} == modelprobe_snapshot", "modelprobe, modelprobe_snapshot", "from torch.nn import Linear"
+    )
+    result = project.run(test=test)
+    result.stdout.fnmatch_lines([f"E       {WRONG[other]}"])
+    result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
+
+
+TWO_BLOCKS = """
+import torch
+from torch import nn
+
+class A(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.relu(self.fc(x))
+
+class B(A):
+    def forward(self, x):
+        return x - torch.tanh(self.fc(x))
+
+class TinyNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), A(), B())
+"""
+
+
+def test_the_first_step_of_a_training_loop_names_whose_code_changed(project: Project) -> None:
+    project.models(TWO_BLOCKS)
+    project.test = """
+import torch
+from models import TinyNet
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet)
+    watch = modelprobe.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(modelprobe.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.first == modelprobe_snapshot
+"""
+    project.update().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+    project.models(TWO_BLOCKS.replace("relu", "sigmoid").replace("tanh", "sin"))
+    result = project.run()
+    result.stdout.fnmatch_lines(["E*AssertionError: layers '[*]': own code changed after fc x2: by *"])
+    result.stdout.no_fnmatch_line("E*ossibl*")
+
+
+GATED = """
+import torch
+from torch import nn
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return x + self.gate * torch.relu(self.fc(x))
+
+class TinyNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), Gated(), Gated())
+"""
+
+
+@pytest.mark.parametrize("loss", ["None", "'random'"])
+def test_what_changes_behind_a_gate_that_is_shut_is_named(project: Project, loss: str) -> None:
+    project.models(GATED)
+    project.test = TEST.replace("'random'", loss).replace('"random"', loss)
+    project.update().assert_outcomes(passed=1)
+    before = project.contents()
+    project.run().assert_outcomes(passed=1)
+    project.models(GATED.replace("self.gate * torch.relu(", "self.gate * torch.sigmoid("))
+    project.run().stdout.fnmatch_lines(["E*AssertionError: *layers '[*]': own code changed after fc x2*"])
+    project.models(GATED)
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_a_training_loop_cannot_be_compared(project: Project) -> None:
+    before = "import torch"
+    body = """
+model = torch.nn.Linear(2, 2)
+watch = modelprobe.watch(model)
+for _ in range(2):
+    model(modelprobe.randn(3, 2)).sum().backward()
+assert watch.first == modelprobe_snapshot(compare="architecture")
+assert watch.record == modelprobe_snapshot
+"""
+    result = project.update(test=one(body.strip(), "modelprobe, modelprobe_snapshot", before))
+    result.stdout.fnmatch_lines(
+        ["E       *UsageError: a record of 2 forwards and 2 backwards is not the same elsewhere*"]
+    )
+    assert project.names() == ["test_net/test_x.arch.json"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("name=''", "name= is a text of 1 to 60 characters; got ''"),
+        ("name='2'", "name='2' is what the snapshots of 2 themselves end in: give another"),
+        ("name='cuda'", "name='cuda' is what the snapshots of cuda themselves end in: give another"),
+        ("compare='shapes'", "compare= is 'all', 'architecture' or 'behavior'; got 'shapes'"),
+        ("allow='nan'", "allow= takes 'dropout', 'nonfinite' and 'nondeterministic'; got 'nan'"),
+        ("tolerance='x'", "tolerance= is a positive number, or one for each glob of layers; got 'x'"),
+        ("tolerance=True", "tolerance= is a positive number, or one for each glob of layers; got True"),
+        ("tolerance={'norm': -1}", "tolerance= is a positive number, or one for each glob of layers; got -1"),
+        ("tolerance={1: 2}", "tolerance= is a positive number, or one for each glob of layers; got 1 for a glob"),
+        ("tolerance={'': 2}", "An empty glob matches no layer: *"),
+    ],
+)
+def test_an_option_that_is_none_is_an_error(project: Project, call: str, message: str) -> None:
+    test = one(f"modelprobe_snapshot({call})")
+    for run in (project.run, project.update):
+        result = run(test=test)
+        result.stdout.fnmatch_lines([f"E       pytest_modelprobe.exceptions.*Error: {message}"])
+        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
+
+
+def test_a_tolerance_for_no_layer_is_an_error_also_where_there_is_no_snapshot_yet(project: Project) -> None:
+    test = one("assert record() == modelprobe_snapshot(tolerance={'nrm.*': 10})")
+    for run in (project.update, project.run):
+        result = run(test=test)
+        result.stdout.fnmatch_lines(["E *SelectionError: tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'"])
+        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
+    assert not project.snapshots.exists()
+
+
+def test_a_wrong_option_of_the_marker_is_an_error_too(project: Project) -> None:
+    test = one("assert record() == modelprobe_snapshot", before="@pytest.mark.modelprobe(tolerance='x')")
+    result = project.update(test=test)
+    result.stdout.fnmatch_lines(["E *UsageError: tolerance= is a positive number, *; got 'x'"])
+    result.assert_outcomes(errors=1)
+
+
+def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
+    body = "assert repr(modelprobe_snapshot) == '<modelprobe_snapshot of test_x>'\nhash(modelprobe_snapshot)"
+    project.run(test=one(body)).stdout.fnmatch_lines(["E       TypeError: unhashable type: 'ModelProbeSnapshot'"])
+
+
+# --- a comparison without assert ----------------------------------------------------------------------------------
+
+UNASSERTED = {
+    "alone": "record(eps=1e-3) == modelprobe_snapshot",
+    "on the other side": "modelprobe_snapshot == record(eps=1e-3)",
+    "in a variable": "same = record(eps=1e-3) == modelprobe_snapshot",
+    "in a tuple": "assert (record(eps=1e-3) == modelprobe_snapshot, 'a tuple is true')",
+    "before another": "record(eps=1e-3) == modelprobe_snapshot\nassert record() == modelprobe_snapshot(name='b')",
+}
+
+
+@pytest.mark.parametrize("body", UNASSERTED.values(), ids=UNASSERTED)
+@pytest.mark.filterwarnings("ignore:assertion is always true:")
+def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Project, body: str) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot\nassert record() == modelprobe_snapshot(name='b')"))
+    result = project.run("-rf", test=one(body))
+    result.assert_outcomes(failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "compared in line 4 but not asserted: write assert ... == modelprobe_snapshot",
+            "output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+            '*Intended? pytest test_net.py::test_x --snapshot-update --modelprobe-reason="..."',
+            "FAILED test_net.py::test_x - Failed: compared in line 4 but not asserted*",
+        ]
+    )
+
+
+def test_all_comparisons_that_were_not_asserted_are_told(project: Project) -> None:
+    result = project.run(test=one("record() == modelprobe_snapshot\nrecord() == modelprobe_snapshot"))
+    result.stdout.fnmatch_lines(["compared in line 4 and line 5 but not asserted*", "*for test_x:*", "*for test_x.2:*"])
+
+
+ASKED = [
+    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
+    "assert record(eps=1e-3) != modelprobe_snapshot",
+    "assert not record(eps=1e-3) == modelprobe_snapshot",
+    "assert (record(eps=1e-3) == modelprobe_snapshot) == False",
+    "assert [record(eps=1e-3) == modelprobe_snapshot] == [False]",
+    "assert record(eps=1e-3) not in [modelprobe_snapshot]",
+    "assert {record(eps=1e-3) == modelprobe_snapshot} == {False}",
+    "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "record(eps=1e-3) == modelprobe_snapshot\nassert 'norm.eps' in modelprobe_snapshot.failure",
+    "assert (record() == modelprobe_snapshot) is True",
+    "record() == modelprobe_snapshot",
+    "assert repr(record(eps=1e-3) == modelprobe_snapshot) == 'False'",
+]
+
+
+@pytest.mark.parametrize("body", ASKED)
+def test_a_test_that_asks_what_came_of_a_comparison_decides_itself(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    project.run(test=one(body)).assert_outcomes(passed=1)
+
+
+def test_a_comparison_that_is_not_asserted_and_writes_is_fine(project: Project) -> None:
+    project.update(test=one("record() == modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
+def test_a_test_that_fails_otherwise_says_that_alone(project: Project) -> None:
+    project.update(test=SAME)
+    body = "record(eps=1e-3) == modelprobe_snapshot\nassert 1 == 2"
+    result = project.run(test=one(body))
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*not asserted*")
+
+
+def test_an_expected_failure_may_be_one_that_is_not_asserted(project: Project) -> None:
+    test = one("record() == modelprobe_snapshot", before="@pytest.mark.xfail(strict=True)")
+    project.run(test=test).assert_outcomes(xfailed=1)
+
+
+def test_what_another_fixture_compares_is_asserted_too(project: Project) -> None:
+    late = "@pytest.fixture\ndef late(modelprobe_snapshot):\n    yield\n    record() == modelprobe_snapshot\n"
+    project.run(test=one("pass", "late", before=late)).assert_outcomes(passed=1, errors=1)
+
+
+# --- the text, whoever asserts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--assert=plain", "--assert=rewrite", "--tb=short"])
+def test_the_text_is_whole_whatever_becomes_of_assert(project: Project, option: str) -> None:
+    project.update(test=SAME)
+    result = project.run(option, test=CHANGED)
+    result.stdout.fnmatch_lines([FAILURE, "*cause*class*changed by*", "*Intended? pytest test_net.py::test_x *"])
+    result.stdout.no_fnmatch_line("*Full diff*")
+    result.stdout.no_fnmatch_line("*lines hidden*")
+
+
+def test_the_text_is_whole_in_a_helper_without_rewriting(project: Project) -> None:
+    project.write("helper", "def check(record, snapshot):\n    assert record == snapshot\n")
+    project.update(test=SAME)
+    project.run(test=one("import helper\nhelper.check(record(eps=1e-3), modelprobe_snapshot)")).stdout.fnmatch_lines(
+        [
+            "E       AssertionError: output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+            "E       cause *",
+        ]
+    )
+
+
+def test_the_text_is_there_for_those_who_catch_the_error(project: Project) -> None:
+    project.update(test=SAME)
+    body = "with pytest.raises(AssertionError, match='norm.eps 1e-05 → 0.001'):\n    "
+    project.run(test=one(body + "assert record(eps=1e-3) == modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
+def test_a_message_of_the_users_own_stays(project: Project) -> None:
+    project.update(test=SAME)
+    result = project.run(test=CHANGED.replace("== modelprobe_snapshot", "== modelprobe_snapshot, 'as ever'"))
+    result.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: as ever",
+            "E       output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
+        ]
+    )
+
+
+def test_another_assertion_keeps_its_own_text(project: Project) -> None:
+    project.update(test=SAME)
+    project.write("helper", "def check(this):\n    assert this\n")
+    body = "import helper\nrecord(eps=1e-3) == modelprobe_snapshot\nhelper.check([])"
+    project.run(test=one(body)).stdout.no_fnmatch_line("*norm.eps*")
+
+
+def test_another_assertion_of_the_same_function_does_too(project: Project) -> None:
+    project.update(test=SAME)
+    result = project.run(test=one("record(eps=1e-3) == modelprobe_snapshot\nassert 1 == 2"))
+    result.stdout.fnmatch_lines(["E       assert 1 == 2"])
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def test_several_comparisons_are_numbered_or_named(project: Project) -> None:
+    lines = ["assert record() == modelprobe_snapshot"] * 2 + ["assert record() == modelprobe_snapshot(name='wide')"] * 2
+    project.update(test=one("\n".join(lines))).assert_outcomes(passed=1)
+    assert [name for name in project.names() if "arch" in name] == [
+        "test_net/test_x.2.arch.json",
+        "test_net/test_x.arch.json",
+        "test_net/test_x.wide.arch.json",
+    ]
+    project.run().assert_outcomes(passed=1)
+
+
+def test_many_that_are_created_are_counted(project: Project) -> None:
+    result = project.update(test=one("for _ in range(13):\n    assert record() == modelprobe_snapshot"))
+    result.stdout.fnmatch_lines(["created 3 more, in which nothing is dead and all is finite"])
+
+
+def test_two_records_under_one_name_are_not_both_written(project: Project) -> None:
+    lines = [f"assert record(eps={eps}) == modelprobe_snapshot(name='a')" for eps in (1, 2)]
+    result = project.update(test=one("\n".join(lines)))
+    result.stdout.fnmatch_lines(
+        ["*AssertionError: not written again: the test compares two different records under one*"]
+    )
+
+
+def test_the_users_ids_are_part_of_the_name_and_classes_too(project: Project) -> None:
+    project.update(
+        test="""
+from records import *
+
+class TestNet:
+    @pytest.mark.parametrize("size", ["big", "a:b"])
+    def test_x(self, size, modelprobe_snapshot):
+        assert record() == modelprobe_snapshot
+"""
+    ).assert_outcomes(passed=2)
+    assert [name for name in project.names() if "arch" in name] == [
+        "test_net/TestNet.test_x[a%3Ab].arch.json",
+        "test_net/TestNet.test_x[big].arch.json",
+    ]
+
+
+def test_an_id_that_pytest_numbered_is_an_error(project: Project) -> None:
+    parametrize = "@pytest.mark.parametrize('config', [object(), object()]{})"
+    test = one("assert record() == modelprobe_snapshot", "config, modelprobe_snapshot", parametrize.format(""))
+    result = project.update(test=test)
+    result.stdout.fnmatch_lines(
+        ["E *UsageError: config0 in test_x?config0? is an id that pytest numbered itself*ids=*"]
+    )
+    result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
+    assert not project.snapshots.exists()
+    project.update(test=test.replace(parametrize.format(""), parametrize.format(", ids=['a', 'b']"))).assert_outcomes(
+        passed=2
+    )
+
+
+def test_names_that_differ_in_case_alone_are_an_error_for_both(project: Project) -> None:
+    result = project.update(test=TWO.replace("test_y", "test_X"))
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *UsageError: test_net.py::test_X and test_net.py::test_x would share test_X.arch.json where*rename one*"]
+    )
+
+
+def test_the_numbers_of_another_device_have_a_file_of_their_own(project: Project) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    on_cuda = one("assert record(device='cuda:0', mean=0.6) == modelprobe_snapshot")
+    project.run(test=on_cuda).stdout.fnmatch_lines(["*AssertionError: no snapshot yet for test_x on cuda: 1 layer *"])
+    project.update(test=on_cuda).assert_outcomes(passed=1)
+    assert project.contents().keys() - before.keys() == {"test_net/test_x.cuda.probe.json"}
+    assert before.items() <= project.contents().items()
+    project.run(test=on_cuda).assert_outcomes(passed=1)
+    project.run(test=SAME).assert_outcomes(passed=1)
+
+
+def test_the_id_of_the_device_is_no_part_of_the_name(project: Project) -> None:
+    test = one("assert record() == modelprobe_snapshot(name=size)", "size, modelprobe, modelprobe_snapshot")
+    test = test.replace("def ", "@pytest.mark.parametrize('size', ['cpu-s', 'b'])\ndef ")
+    project.update("--modelprobe-device=cpu", "--modelprobe-device=cpu:0", test=test).assert_outcomes(passed=4)
+    assert [name for name in project.names() if "arch" in name] == [
+        "test_net/test_x[b].b.arch.json",
+        "test_net/test_x[cpu-s].cpu-s.arch.json",
+    ]
+
+
+UNTRUSTED = ["a::b", "%0A", "a|b", "<script>", "\\x1b[31m", "../../x", "con", "x" * 300, "a b'c"]
+
+
+@pytest.mark.parametrize("name", UNTRUSTED)
+def test_ids_of_others_are_harmless(project: Project, name: str) -> None:
+    test = one("assert record() == modelprobe_snapshot", "size, modelprobe_snapshot")
+    test = test.replace(
+        "def ", f"@pytest.mark.parametrize('size', [0], ids=[{name!r}.replace('\\\\x1b', chr(27))])\ndef "
+    )
+    result = project.run(test=test)
+    result.assert_outcomes(failed=1)
+    assert "\x1b[31m" not in result.stdout.str()
+    project.update().assert_outcomes(passed=1)
+    assert len(project.names()) == 2
+    assert {Path(name).parent.as_posix() for name in project.names()} == {"test_net"}
+    project.run().assert_outcomes(passed=1)
+
+
+# --- an update that is not to be ----------------------------------------------------------------------------------
+
+
+def test_values_that_are_not_finite_are_not_recorded(project: Project) -> None:
+    body = "assert modelprobe.run(Linear(2, 2), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot"
+    test = one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Linear")
+    result = project.update(test=test)
+    result.stdout.fnmatch_lines(['*AssertionError: not written, for *NaN*; mend it, or say *allow="nonfinite")'])
+    assert not project.snapshots.exists()
+    project.update(test=test.replace("snapshot\n", "snapshot(allow='nonfinite')\n")).assert_outcomes(passed=1)
+
+
+def test_active_dropout_is_not_recorded(project: Project) -> None:
+    body = "assert modelprobe.run(Dropout(0.1), modelprobe.randn(3, 2)) == modelprobe_snapshot"
+    test = one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Dropout")
+    result = project.update(test=test)
+    result.stdout.fnmatch_lines(["*AssertionError: not written, for dropout was active: (root) (Dropout, 0.1); *eval*"])
+    project.update(test=test.replace("Dropout(0.1)", "Dropout(0.1).eval()")).assert_outcomes(passed=1)
+
+
+DRAWS = """
+import numpy
+import torch
+from torch import nn
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.noise = Noise()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.noise(self.fc(x)))
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.from_numpy(numpy.random.default_rng().normal(size=x.shape)).float()
+"""
+
+
+def test_a_model_that_does_not_repeat_is_not_recorded(project: Project) -> None:
+    body = "assert modelprobe.run(Draws().eval(), modelprobe.randn(3, 4)) == modelprobe_snapshot"
+    test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
+    said = "*AssertionError: not written, for the run is not repeatable: noise output is another when it runs again *"
+    project.update(test=test).stdout.fnmatch_lines([said])
+    assert not project.snapshots.exists()
+
+
+def test_what_is_allowed_not_to_repeat_is_not_compared_and_the_rest_is(project: Project) -> None:
+    body = (
+        "torch.manual_seed(0)\n"
+        "model, x = Draws().eval(), modelprobe.randn(3, 4)\n"
+        "assert modelprobe.run(model, x) == modelprobe_snapshot(allow='nondeterministic')"
+    )
+    test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
+    project.update(test=test).assert_outcomes(passed=1)
+    result = project.run(test=test)
+    result.assert_outcomes(passed=1)
+    counted = "* values could not be compared: there are no numbers of them that repeat."
+    result.stdout.fnmatch_lines([f"{counted} They are of 1 snapshot."])
+    result = project.run(test=test.replace("modelprobe.randn", "2 * modelprobe.randn"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E*{counted}"])
+    project.run(test=test.replace("(allow='nondeterministic')", "")).assert_outcomes(failed=1)
+
+
+REFUSED = {
+    "nondeterministic": (
+        "assert modelprobe.run(Draws(), modelprobe.randn(3, 4)) == modelprobe_snapshot",
+        'Draw random numbers from the global generators, or say modelprobe_snapshot(allow="nondeterministic"), *',
+    ),
+    "nonfinite": (
+        "assert modelprobe.run(ReLU(), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot",
+        'Mend it, or say modelprobe_snapshot(allow="nonfinite"), and run the update again.',
+    ),
+    "dropout": (
+        "assert modelprobe.run(Dropout(0.1), modelprobe.randn(3, 2)) == modelprobe_snapshot",
+        'Run in eval mode, set p to 0, or say modelprobe_snapshot(allow="dropout"), and run the update again.',
+    ),
+    "name": (
+        "for eps in (1, 2):\n    assert record(eps=eps) == modelprobe_snapshot(name='a')",
+        "Give each record its own name=, and run the update again.",
+    ),
+    "ci": (
+        "assert record() == modelprobe_snapshot",
+        "Update where you develop and commit the files, or give --modelprobe-allow-update-in-ci.",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_was_refused_is_told_the_way_out_and_not_the_same_command(
+    project: Project, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "ci":
+        monkeypatch.setenv("CI", "true")
+    body, way_out = REFUSED[why]
+    before = f"{DRAWS}\nfrom torch.nn import Dropout, ReLU"
+    result = project.update(test=one(body, "modelprobe, modelprobe_snapshot", before))
+    result.stdout.fnmatch_lines(["*AssertionError: not written*", f"E * {way_out}"])
+    result.stdout.no_fnmatch_line("*pytest test_net.py::test_x --snapshot-update*")
+
+
+def test_nothing_is_written_in_ci_unless_allowed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    result = project.update(test=SAME)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: not written, for CI is set: *--modelprobe-allow-update-in-ci"])
+    assert not project.snapshots.exists()
+    project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
+    project.update(test=CHANGED).assert_outcomes(failed=1)
+
+
+def test_a_reason_is_written_where_the_architecture_changed(project: Project) -> None:
+    project.update(test=TWO)
+    project.update("--modelprobe-reason=wider norm", test=TWO.replace("record()", "record(eps=1e-3)", 1))
+    x, y = (json.loads(project.contents()[f"test_net/test_{name}.arch.json"]) for name in "xy")
+    assert x["reason"] == "wider norm"
+    assert len(x["supersedes"]) == 24
+    assert "reason" not in y
+    project.run().assert_outcomes(passed=2)
+
+
+NOWHERE = (
+    "no architecture changed in this run: the reason was written nowhere; to give a reason for a change that is "
+    "already in the files, check out the files of the base first"
+)
+
+
+def test_a_reason_that_went_into_no_file_is_said_to_have_done_so(project: Project) -> None:
+    project.update("--modelprobe-reason=as ever", test=SAME).stdout.fnmatch_lines([NOWHERE])
+    before = project.contents()
+    project.update("--modelprobe-reason=as ever").stdout.fnmatch_lines([NOWHERE])
+    assert project.contents() == before
+    project.update("--modelprobe-reason=as ever", "-k", "nothing").stdout.fnmatch_lines([NOWHERE])
+    project.update("--modelprobe-reason=wider", test=CHANGED).stdout.no_fnmatch_line("no architecture changed*")
+
+
+@pytest.mark.parametrize("option", ["--collect-only", "--modelprobe-accept=weights"])
+def test_nothing_is_said_of_a_reason_where_nothing_ran_or_the_update_was_refused(project: Project, option: str) -> None:
+    project.update(test=SAME)
+    result = project.update("--modelprobe-reason=wider", option, test=CHANGED)
+    result.stdout.no_fnmatch_line("no architecture changed*")
+
+
+@pytest.mark.parametrize("reason", ["", "  "])
+def test_an_empty_reason_is_a_usage_error(project: Project, reason: str) -> None:
+    result = project.update(f"--modelprobe-reason={reason}", test=SAME)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --modelprobe-reason is empty: say why the architecture changes, or leave it out"]
+    )
+
+
+def test_an_update_accepts_only_some_causes(project: Project) -> None:
+    project.update(test=TWO)
+    test = TWO.replace("record()", "record(eps=1e-3)", 1).replace("== record()", "== record()")
+    before = project.contents()
+    result = project.update("--modelprobe-accept=computation<1e-3", test=test)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*AssertionError: not written: norm.eps 1e-05 → 0.001 (attribute) is not covered by --modelprobe-accept=*"]
+    )
+    assert project.contents() == before
+    project.update("--modelprobe-accept=computation<1e-3", "--modelprobe-accept=attribute").assert_outcomes(passed=2)
+    assert project.contents() != before
+
+
+INERT = MODELS.replace("self.drop =", "self.norm.added = 3; self.drop =")
+
+
+def test_an_attribute_that_came_fails_nothing_and_an_update_writes_it(project: Project) -> None:
+    project.update()
+    before = project.contents()
+    project.models(INERT)
+    project.run().assert_outcomes(passed=1)
+    result = project.update("--modelprobe-accept=structure")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["updated *: nothing changed", "*Also new: norm.added 3."])
+    after = project.contents()
+    assert {name for name in after if after[name] != before[name]} == set(after)
+    assert b"added" in after["test_net/test_x.arch.json"]
+    project.run().assert_outcomes(passed=1)
+    assert project.update().ret == 0
+    assert project.contents() == after
+
+
+def test_an_attribute_that_came_is_not_written_in_ci_and_fails_nothing_there(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.update()
+    before = project.contents()
+    project.models(INERT)
+    monkeypatch.setenv("CI", "true")
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_an_update_accepts_structure_only_where_the_numbers_are_the_same(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Identity()"))
+    project.update("--modelprobe-accept=structure").assert_outcomes(passed=1)
+    before = project.contents()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Tanh()"))
+    result = project.update("--modelprobe-accept=structure")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*not written: * is not covered by --modelprobe-accept='structure': the output changed by *"]
+    )
+    assert project.contents() == before
+
+
+def test_a_small_limit_accepts_what_has_no_size_where_the_output_is_the_same(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Identity()"))
+    project.update("--modelprobe-accept=any<1e-4").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("text", ["structure<1e-3", "color<1", "any<x", "any<-1", "<1", ""])
+def test_what_cannot_be_accepted_is_a_usage_error(project: Project, text: str) -> None:
+    result = project.update(f"--modelprobe-accept={text}", test=SAME)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-accept={text}: give a kind of cause and a limit, as in *any"])
+
+
+@pytest.mark.parametrize("option", ["reason=x", "accept=any"])
+def test_what_is_about_an_update_needs_one(project: Project, option: str) -> None:
+    result = project.run(f"--modelprobe-{option}", test=SAME)
+    result.stderr.fnmatch_lines(["ERROR: --modelprobe-*is about what an update writes: add --snapshot-update"])
+
+
+# --- other names --------------------------------------------------------------------------------------------------
+
+RENAME = """
+from models import TinyNet
+
+RENAME = {"head": "fc2"}
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet, rename=RENAME)
+    record = modelprobe.run(model, modelprobe.randn(4, 8), loss="random")
+    assert record == modelprobe_snapshot(rename=RENAME)
+"""
+
+
+def test_a_layer_that_a_test_says_was_renamed_is_the_same_with_the_same_weights(project: Project) -> None:
+    project.update()
+    project.models(MODELS.replace("fc2", "head"))
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*AssertionError: fc2 renamed to head: output changed by *",
+            "*Only other names? modelprobe_snapshot(rename={'head': 'fc2'}), and modelprobe.build(..., rename=...)*",
+        ]
+    )
+    project.run(test=RENAME).assert_outcomes(passed=1)
+    result = project.update()
+    result.stdout.fnmatch_lines(["*updated __modelprobe__/test_net/test_x.arch.json: fc2 is called head*"])
+    assert b'"head":' in project.contents()["test_net/test_x.arch.json"]
+    before = project.contents()
+    project.update().assert_outcomes(passed=1)
+    assert project.contents() == before
+
+
+def test_a_rename_says_nothing_of_a_snapshot_with_the_new_names(project: Project) -> None:
+    project.models(MODELS.replace("fc2", "head"))
+    project.update(test=RENAME)
+    project.run().assert_outcomes(passed=1)
+
+
+def test_a_rename_of_no_layer_is_an_error(project: Project) -> None:
+    project.update()
+    result = project.run(test=RENAME.replace('"head": "fc2"', '"heads": "fc9"'))
+    result.stdout.fnmatch_lines(["*SelectionError: rename: 'heads' matches no layer of the actual TinyNet"])
+
+
+@pytest.mark.parametrize("given", ["'fc'", "{'a': 1}"])
+def test_a_rename_that_is_no_mapping_of_names_is_an_error(project: Project, given: str) -> None:
+    result = project.run(test=one(f"assert record() == modelprobe_snapshot(rename={given})"))
+    result.stdout.fnmatch_lines(["*UsageError: rename= is glob of the layers now → glob of their names in the snap*"])
+
+
+# --- what is compared ---------------------------------------------------------------------------------------------
+
+
+def test_tolerance_multiplies_what_may_change(project: Project) -> None:
+    project.update(test=SAME)
+    test = one("assert record(mean=0.501) == modelprobe_snapshot")
+    project.run(test=test).assert_outcomes(failed=1)
+    for tolerance in ("1e6", "{'norm': 1e6}"):
+        project.run(test=test.replace("snapshot\n", f"snapshot(tolerance={tolerance})\n")).assert_outcomes(passed=1)
+    marked = test.replace("def ", "@pytest.mark.modelprobe(tolerance=1e6)\ndef ")
+    project.run(test=marked).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("how", ["option", "ini"])
+def test_the_run_may_compare_a_part_and_says_so(project: Project, how: str) -> None:
+    part = "compare=architecture" if how == "option" else "compare = architecture"
+    if how == "ini":
+        project.pytester.makeini(f"[pytest]\nmodelprobe_{part}")
+    option = [f"--modelprobe-{part}"] if how == "option" else []
+    project.update(test=SAME)
+    result = project.run(*option, test=one("assert record(mean=9.0) == modelprobe_snapshot"))
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["the behavior of 1 snapshot was not compared (*modelprobe*compare*architecture)"])
+    project.run(*option, test=CHANGED).assert_outcomes(failed=1)
+    if how == "ini":
+        project.run(
+            "--modelprobe-compare=all", test=one("assert record(mean=9.0) == modelprobe_snapshot")
+        ).assert_outcomes(failed=1)
+
+
+def test_a_test_that_compares_less_than_its_snapshot_says_fails_until_that_is_written(project: Project) -> None:
+    project.update(test=SAME)
+    less = CHANGED.replace("modelprobe_snapshot\n", "modelprobe_snapshot(compare='behavior')\n")
+    result = project.run(test=less)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*test_x compares the behavior alone, and its snapshot says that it compares all", "E*Intended? *update*"]
+    )
+    project.update().assert_outcomes(passed=1)
+    assert b'"compared": "behavior"' in project.contents()["test_net/test_x.probe.json"]
+    project.run().assert_outcomes(passed=1)
+    project.update(test=SAME).assert_outcomes(passed=1)
+    assert b'"compared"' not in project.contents()["test_net/test_x.probe.json"]
+
+
+def test_an_ini_file_hides_nothing_until_the_snapshots_say_it(project: Project) -> None:
+    project.update(test=SAME)
+    project.pytester.makeini("[pytest]\naddopts = --modelprobe-compare=behavior")
+    result = project.run(test=CHANGED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*test_x compares the behavior alone (--modelprobe-compare=behavior), and its *"])
+
+
+def test_what_nothing_is_compared_of_fails(project: Project) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot(compare='behavior')"))
+    project.pytester.makeini("[pytest]\nmodelprobe_compare = architecture")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*nothing is compared: the test asks for the behavior alone, and modelprobe_compare = architecture; *"]
+    )
+
+
+def test_a_test_may_compare_a_part(project: Project) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot(compare='architecture')"))
+    project.run(test=one("assert record(mean=9.0) == modelprobe_snapshot(compare='architecture')")).assert_outcomes(
+        passed=1
+    )
+    marked = "@pytest.mark.modelprobe(compare='behavior')\ndef "
+    project.update(test=SAME.replace("def ", marked))
+    project.run(test=CHANGED.replace("def ", marked)).assert_outcomes(passed=1)
+    result = project.run("--modelprobe-compare=architecture")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["the behavior of 1 snapshot was not compared*"])
+
+
+def test_what_compares_the_architecture_keeps_no_numbers(project: Project) -> None:
+    project.update(test=one("assert record() == modelprobe_snapshot(compare='architecture')"))
+    assert project.names() == ["test_net/test_x.arch.json"]
+    project.run().assert_outcomes(passed=1)
+    project.run(test=SAME).stdout.fnmatch_lines(["*AssertionError: no snapshot yet for test_x: 1 layer *"])
+    project.update(test=SAME)
+    assert len(project.names()) == 2
+    project.run().assert_outcomes(passed=1)
+
+
+# --- damaged files ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_conflict_markers_is_one_sentence(project: Project) -> None:
+    project.update(test=SAME)
+    path = project.snapshots / "test_net" / "test_x.arch.json"
+    text = path.read_text()
+    path.write_text(f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> topic\n")
+    for run in (project.run, project.update):
+        result = run()
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["*AssertionError: *test_x.arch.json holds the conflict markers*"])
+
+
+def test_numbers_of_an_older_architecture_are_recorded_anew(project: Project) -> None:
+    changed = TEST.replace("modelprobe.build(TinyNet)", "modelprobe.build(TinyNet); model.norm.eps = 1e-3")
+    project.update()
+    probe = project.snapshots / "test_net" / "test_x.probe.json"
+    old = probe.read_bytes()
+    project.update(test=changed)
+    probe.write_bytes(old)
+    project.run().stdout.fnmatch_lines(["*AssertionError: *do not belong together*--snapshot-update*"])
+    project.update().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+
+
+def test_a_record_without_numbers_does_not_pass_for_one_with_numbers(project: Project) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    bare = one("assert modelprobe.architecture(Linear(2, 2)) == modelprobe_snapshot", "modelprobe, modelprobe_snapshot")
+    for run in (project.run, project.update):
+        result = run(test=f"from torch.nn import Linear\n{bare}")
+        result.stdout.fnmatch_lines(
+            ["*AssertionError: *test_x.arch.json has numbers, and the record is of the structure*"]
+        )
+    assert project.contents() == before
+
+
+def test_a_record_of_structure_alone_has_one_file(project: Project) -> None:
+    body = "assert modelprobe.architecture(Linear(2, 2)) == modelprobe_snapshot"
+    project.update(test=one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Linear"))
+    assert project.names() == ["test_net/test_x.arch.json"]
+    project.run().assert_outcomes(passed=1)
+    result = project.run(test=project.test.replace("Linear(2, 2)", "Linear(2, 3)"))
+    result.assert_outcomes(failed=1)
+
+
+# --- a test that was renamed --------------------------------------------------------------------------------------
+
+
+def test_a_renamed_test_is_told_how_to_take_its_snapshot_along(project: Project) -> None:
+    project.update(test=TWO)
+    result = project.run(
+        test=TWO.replace("test_y", "test_z").replace("    assert record() == m", "    assert record(eps=2.0) == m", 1)
+    )
+    result.stdout.fnmatch_lines(
+        [
+            "E       A snapshot without a test holds just this. Was the test renamed? Then take it along:",
+            "E       git mv __modelprobe__/test_net/test_y.arch.json __modelprobe__/test_net/test_z.arch.json",
+            "E       git mv __modelprobe__/test_net/test_y.probe.json __modelprobe__/test_net/test_z.probe.json",
+        ]
+    )
+
+
+def test_a_renamed_module_is_told_too(project: Project) -> None:
+    project.update(test=SAME)
+    (project.pytester.path / "test_net.py").unlink()
+    project.run(name="test_other").stdout.fnmatch_lines(
+        [
+            "E       mkdir __modelprobe__/test_other",
+            "E       git mv __modelprobe__/test_net/test_x.arch.json __modelprobe__/test_other/test_x.arch.json",
+        ]
+    )
+
+
+def test_a_snapshot_of_another_test_is_not_offered(project: Project) -> None:
+    project.update(test=SAME)
+    project.run(test=TWO).stdout.no_fnmatch_line("*git mv*")
+    project.run("test_net.py::test_y").stdout.no_fnmatch_line("*git mv*")
+
+
+# --- what no test uses --------------------------------------------------------------------------------------------
+
+FEWER = TWO[: TWO.index("def test_y")]
+
+
+def test_what_no_test_uses_fails_the_run_and_an_update_deletes_it(project: Project) -> None:
+    project.update(test=TWO)
+    result = project.run(test=FEWER)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "2 snapshot files unused, --snapshot-update deletes them:",
+            "  __modelprobe__/test_net/test_y.probe.json",
+            "  __modelprobe__/test_net/test_y.arch.json",
+        ]
+    )
+    assert project.run("--snapshot-warn-unused").ret == 0
+    result = project.update()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["deleted 2 snapshot files, for no test uses them:", "for the pull request:"])
+    assert project.names() == ["test_net/test_x.arch.json", "test_net/test_x.probe.json"]
+
+
+IN_A_CHILD = """
+import os
+from records import *
+
+def in_a_child(act):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def compare(actual, snapshot):
+    assert actual == snapshot
+
+@pytest.mark.parametrize("n", ["a", "b"])
+def test_x(modelprobe_snapshot, n):
+    for name in ("first", "second"):
+        in_a_child(lambda: compare(record(), modelprobe_snapshot(name=name)))
+"""
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no process")
+
+
+@forks
+@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "xdist"])
+def test_what_a_forked_process_compares_is_in_use(project: Project, arguments: list[str]) -> None:
+    project.update(*arguments, test=IN_A_CHILD).assert_outcomes(passed=2)
+    before = project.contents()
+    assert len(before) == 8
+    for run in (project.update, project.run):
+        result = run(*arguments)
+        result.assert_outcomes(passed=2)
+        assert result.ret == 0
+        result.stdout.no_fnmatch_line("*unused*")
+        assert project.contents() == before
+    result = project.update(*arguments, test=IN_A_CHILD.replace('"first", "second"', '"first",'))
+    result.stdout.fnmatch_lines(["deleted 4 snapshot files, for no test uses them:"])
+
+
+@forks
+def test_what_a_forked_process_finds_changed_fails_the_test(project: Project) -> None:
+    project.update(test=IN_A_CHILD)
+    result = project.run(test=IN_A_CHILD.replace("compare(record()", "compare(record(eps=1e-3)"))
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["compared in a forked process, and not equal:", f"*{FAILURE[17:]}*"])
+
+
+FORKED = """
+import os, json, pytest
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        reports = runtestprotocol(item, log=False)
+        data = [item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports]
+        os.write(writing, json.dumps(data).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = json.load(pipe)
+    os.waitpid(child, 0)
+    for data in told:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+
+
+@forks
+def test_snapshots_of_tests_that_each_run_in_a_forked_process_are_in_use(project: Project) -> None:
+    project.write("conftest", FORKED)
+    project.update(test=TWO).assert_outcomes(passed=2)
+    before = project.contents()
+    result = project.update()
+    result.assert_outcomes(passed=2)
+    assert project.contents() == before
+
+
+def test_the_directory_goes_with_the_last_snapshot(project: Project) -> None:
+    project.update(test=TWO)
+    project.update(test="def test_other(): pass")
+    assert not project.snapshots.exists()
+
+
+def test_a_module_that_is_gone_leaves_its_snapshots_unused(project: Project) -> None:
+    project.update(test=TWO)
+    project.update(test=SAME, name="test_other")
+    (project.pytester.path / "test_net.py").unlink()
+    project.update(name="test_other")
+    assert {Path(name).parent.name for name in project.names()} == {"test_other"}
+
+
+# How tests may be left out → the module of tests, and arguments.
+IN_USE = {
+    "-k": (TWO, ["-k", "test_x"]),
+    "--deselect": (TWO, ["--deselect", "test_net.py::test_y"]),
+    "a selection": (TWO, ["test_net.py::test_x"]),
+    "another module": (TWO, ["test_other.py"]),
+    "--ignore": (TWO, ["--ignore=test_net.py"]),
+    "skip": (TWO.replace("def test_y", "@pytest.mark.skip\ndef test_y"), []),
+    "skip inside": (TWO.replace("    assert record() == m", "    pytest.skip('x')\n    assert record() == m"), []),
+    "xfail": (TWO.replace("def test_y", "@pytest.mark.xfail(run=False)\ndef test_y"), []),
+    "importorskip": ("import pytest\npytest.importorskip('nowhere')\n" + TWO, []),
+    "module skip": ("import pytest\npytest.skip('x', allow_module_level=True)\n" + TWO, []),
+    "collect only": (FEWER, ["--collect-only"]),
+    "setup only": (TWO, ["--setup-only"]),
+}
+
+
+@pytest.mark.parametrize("how", IN_USE)
+def test_what_a_test_left_out_uses_stays_unmentioned(project: Project, how: str) -> None:
+    project.update(test=TWO)
+    project.write("test_other", "def test_other(): pass")
+    before = project.contents()
+    test, args = IN_USE[how]
+    for run in (project.run, project.update):
+        result = run(*args, test=test)
+        assert result.ret == 0
+        result.stdout.no_fnmatch_line("*unused*")
+        assert project.contents() == before
+
+
+def test_what_passed_the_last_time_is_in_use(project: Project) -> None:
+    project.update(test=TWO)
+    before = project.contents()
+    project.run("-p", "cacheprovider", test=TWO.replace("record()", "record(eps=2.0)", 1))
+    result = project.update("-p", "cacheprovider", "--lf", test=TWO)
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*unused*")
+    assert project.contents() == before
+
+
+# How a run may end early → what to put into a module from which test_y is gone, and why its snapshot is kept.
+BROKEN = {
+    "failed": ("\ndef test_z(): assert False", [], "tests failed"),
+    "stopped": ("\ndef test_z(): assert False\ndef test_zz(): pass", ["-x"], "tests failed"),
+    "exit": ("\ndef test_z(): pytest.exit('x', returncode=0)", [], "the run was stopped"),
+    "error": ("\ndef test_z(nowhere): pass", [], "tests failed"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_nothing_is_deleted_after_a_run_that_did_not_end_well(project: Project, how: str) -> None:
+    project.update(test=TWO)
+    before = project.contents()
+    more, args, why = BROKEN[how]
+    result = project.update(*args, test=FEWER + more)
+    assert project.contents() == before
+    result.stdout.fnmatch_lines([f"2 snapshot files unused, and kept: {why}:", "  *test_y.probe.json"])
+
+
+def test_an_interrupted_run_deletes_nothing(project: Project) -> None:
+    project.update(test=TWO)
+    before = project.contents()
+    project.write("test_net", FEWER + "\ndef test_z(): raise KeyboardInterrupt")
+    result = project.pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert project.contents() == before
+
+
+def test_a_failed_test_that_did_not_come_to_its_snapshot_still_uses_it(project: Project) -> None:
+    project.update(test=TWO)
+    result = project.update(
+        test=TWO.replace("    assert record() == m", "    assert False\n    assert record() == m", 1)
+    )
+    result.stdout.no_fnmatch_line("*unused*")
+
+
+def test_a_comparison_that_a_test_no_longer_makes_is_unused(project: Project) -> None:
+    project.update(test=one("\n".join(["assert record() == modelprobe_snapshot"] * 2)))
+    project.run(test=SAME).stdout.fnmatch_lines(["2 snapshot files unused*", "  *test_x.2.probe.json"])
+
+
+def test_files_of_others_stay(project: Project) -> None:
+    project.update(test=TWO)
+    foreign = [project.snapshots / name for name in ("README.md", "test_net/notes.json", "test_net/.hidden.arch.json")]
+    for path in foreign:
+        path.write_text("{}")
+    project.update(test="def test_other(): pass")
+    assert [path for path in foreign if path.exists()] == foreign
+
+
+def test_ci_deletes_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.update(test=TWO)
+    monkeypatch.setenv("CI", "1")
+    result = project.update(test=FEWER)
+    result.stdout.fnmatch_lines(["2 snapshot files unused, and kept: CI is set:"])
+    assert len(project.names()) == 4
+
+
+@pytest.mark.parametrize("option", ["--snapshot-no-cleanup", "--snapshot-disable-unused"])
+def test_options_of_syrupys_about_unused_snapshots_hold(project: Project, option: str) -> None:
+    project.update(test=TWO)
+    project.update(option, test=FEWER).assert_outcomes(passed=1)
+    assert len(project.names()) == 4
+
+
+def test_snapshots_of_syrupys_own_are_its_business(project: Project) -> None:
+    test = TWO + "\ndef test_amber(snapshot):\n    assert 1 == snapshot\n"
+    project.update(test=test).assert_outcomes(passed=3)
+    result = project.run(test=TWO)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*1 snapshot unused.*"])
+    assert len(project.names()) == 4
+
+
+# --- which files are left over, by hand ---------------------------------------------------------------------------
+
+
+def left(folder: Path, *tests: Test, gone: bool = False, used: str = "", ran: str = "cpu") -> dict[str, str | None]:
+    module = Module(folder, gone=gone, tests=tests)
+    found = unused_files(module, {folder / name for name in used.split()}, ran.split())
+    return {path.name: why for path, why in found}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.arch.json", "a.probe.json", "a.cuda.probe.json"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+ALL = {"a.probe.json": None, "a.cuda.probe.json": None, "a.arch.json": None}
+
+
+def test_numbers_of_a_device_that_did_not_run_are_kept(folder: Path) -> None:
+    kept = "cuda did not run"
+    assert left(folder) == {"a.probe.json": None, "a.cuda.probe.json": kept, "a.arch.json": kept}
+    assert left(folder, ran="cpu cuda") == ALL
+    assert left(folder, gone=True) == ALL
+
+
+def test_numbers_of_a_device_that_did_not_run_are_not_mentioned_where_the_test_is_there(folder: Path) -> None:
+    assert left(folder, Test("a", "cpu", passed=True), used="a.arch.json a.probe.json") == {}
+
+
+def test_the_architecture_stays_with_numbers_that_stay(folder: Path) -> None:
+    assert left(folder, Test("a", "cpu", passed=True)) == {"a.probe.json": None}
+
+
+def test_numbers_of_a_device_that_the_test_left_are_unused(folder: Path) -> None:
+    used = "a.arch.json a.probe.json"
+    tests = Test("a", "cpu", passed=True), Test("b", "cuda", passed=True)
+    assert left(folder, *tests, used=used, ran="cpu cuda") == {"a.cuda.probe.json": None}
+
+
+def test_a_skip_on_one_device_says_nothing_of_another(folder: Path) -> None:
+    tests = Test("a", "cpu", passed=True), Test("a", "cuda", passed=False)
+    assert left(folder, *tests, used="a.arch.json a.probe.json", ran="cpu cuda") == {}
+    assert left(folder, *tests, ran="cpu cuda") == {"a.probe.json": None}
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def test_the_actual_files_can_be_copied_over(project: Project) -> None:
+    project.update(test=TWO)
+    actual = project.pytester.path / "actual"
+    project.run(f"--modelprobe-actual={actual}", test=TWO.replace("record()", "record(eps=1e-3)", 1))
+    found = sorted(path.relative_to(actual).as_posix() for path in actual.rglob("*.json"))
+    assert found == [f"__modelprobe__/test_net/test_x.{kind}.json" for kind in ("arch", "probe")]
+    for name in found:
+        (project.pytester.path / name).write_bytes((actual / name).read_bytes())
+    project.run().assert_outcomes(passed=2)
+
+
+def test_the_actual_files_are_what_an_update_writes(project: Project) -> None:
+    project.update()
+    project.change("eps=1e-5", "eps=1e-3")
+    project.run("--modelprobe-actual=actual")
+    project.update()
+    actual = project.pytester.path / "actual" / "__modelprobe__"
+    assert {name: (actual / name).read_bytes() for name in project.names()} == project.contents()
+
+
+def test_results_are_written_as_json(project: Project) -> None:
+    project.update(test=TWO)
+    project.run("--modelprobe-json=out/results.json", test=TWO.replace("record()", "record(eps=float('inf'))", 1))
+    data = json.loads((project.pytester.path / "out" / "results.json").read_text())
+    assert [(r["test"], r["verdict"]) for r in data["results"]] == [
+        ("test_net.py::test_x", "changed"),
+        ("test_net.py::test_y", "same"),
+    ]
+    (cause,) = data["results"][0]["causes"]
+    expected = {"kind": "attribute", "layer": "norm", "what": "eps", "actual": "inf", "expected": 1e-05, "layers": 1}
+    assert expected.items() <= cause.items()
+    assert data["results"][0]["snapshot"] == "__modelprobe__/test_net/test_x.arch.json"
+
+
+def test_a_cause_of_several_tests_is_said_once(project: Project) -> None:
+    project.update(test=TWO)
+    result = project.run(test=TWO.replace("record()", "record(eps=1e-3)"))
+    result.stdout.fnmatch_lines(["2 tests: norm.eps 1e-05 → 0.001: test_net.py::test_x, test_net.py::test_y"])
+
+
+def test_tests_are_named_by_their_ids_whole_and_told_apart_by_their_files(project: Project) -> None:
+    parametrize = "@pytest.mark.parametrize('name', ['facebook/opt-125m', 'a::b/c'])"
+    test = one("assert record() == modelprobe_snapshot", "name, modelprobe_snapshot", parametrize)
+    for name in ("a/test_net", "b/test_net", "b/test_other"):
+        (project.pytester.path / name).parent.mkdir(exist_ok=True)
+        project.write(name, test)
+    options = "-p", "no:cacheprovider", "--import-mode=importlib"
+    project.update(*options, test=SAME).assert_outcomes(passed=7)
+    for name in ("a/test_net", "b/test_net", "b/test_other"):
+        project.write(name, test.replace("record()", "record(eps=1e-3)"))
+    result = project.run(*options)
+    named = [
+        f"{end}.py::test_x?{name}?"
+        for end in ("a/test_net", "b/test_net", "test_other")
+        for name in ("facebook/opt-125m", "a::b/c")
+    ]
+    result.stdout.fnmatch_lines([f"6 tests: norm.eps 1e-05 → 0.001: {', '.join(named)}"])
+
+
+# --- with others --------------------------------------------------------------------------------------------------
+
+
+def test_without_syrupy_it_says_so(project: Project) -> None:
+    result = project.run("-p", "no:syrupy", test=SAME)
+    result.stdout.fnmatch_lines(
+        ["E *UsageError: modelprobe_snapshot needs the plugin syrupy: run without -p no:syrupy"]
+    )
+
+
+def test_another_snapshot_fixture_is_named(project: Project) -> None:
+    before = "import collections\n@pytest.fixture\ndef snapshot(): return collections.Counter()"
+    result = project.run(test=one("pass", before=before))
+    result.stdout.fnmatch_lines(
+        ["E *UsageError: modelprobe_snapshot needs syrupy's fixture snapshot, and here *collections*"]
+    )
+
+
+@pytest.mark.parametrize("dist", ["load", "loadscope"])
+def test_workers_of_xdist_share_the_work_and_the_controller_tells(project: Project, dist: str) -> None:
+    project.update(test=TWO)
+    test = FEWER + "\ndef test_z(modelprobe_snapshot):\n    assert record() == modelprobe_snapshot\n"
+    xdist = ("-p", "xdist", "-n2", f"--dist={dist}")
+    project.write("test_net", test)
+    base = ("-p", "pytest_modelprobe.plugin", "-p", "no:cacheprovider")
+    result = project.pytester.runpytest_subprocess(*base, *xdist, "--snapshot-update", "--modelprobe-json=out.json")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        ["created *test_z.arch.json: 1 layer", "deleted 2 snapshot files, for no test uses them:"]
+    )
+    assert [name for name in project.names() if "arch" in name] == [
+        "test_net/test_x.arch.json",
+        "test_net/test_z.arch.json",
+    ]
+    assert len(json.loads((project.pytester.path / "out.json").read_text())["results"]) == 2
+
+
+def test_tests_run_again_are_counted_once(project: Project) -> None:
+    test = one("TRIES.append(1)\nassert record() == modelprobe_snapshot\nassert len(TRIES) == 2", before="TRIES = []")
+    project.write("test_net", test)
+    args = ("-p", "pytest_modelprobe.plugin", "-p", "pytest_rerunfailures", "--reruns=1", "--snapshot-update")
+    result = project.pytester.runpytest_subprocess(*args, "--modelprobe-json=out.json")
+    result.stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
+    assert len(project.names()) == 2
+    assert len(json.loads((project.pytester.path / "out.json").read_text())["results"]) == 1
+
+
+# --- what lasts ---------------------------------------------------------------------------------------------------
+
+
+def layer(kind: str, *, training: bool = True, **more: object) -> Record:
+    call = Call(root="a", root_training=training, index=0, training=training)
+    attributes = {key: value for key, value in more.items() if isinstance(value, (int, float))}
+    return Record(model="Net", layers={"a": Layer(name="a", type=kind, attributes=attributes, calls=(call,))})
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (layer("torch.nn.Dropout", p=0.1), "a (Dropout, 0.1)"),
+        (layer("torch.nn.MultiheadAttention", dropout=0.2), "a (MultiheadAttention, 0.2)"),
+        (layer("torch.nn.Dropout", p=0.0), None),
+        (layer("torch.nn.Dropout", p=0.1, training=False), None),
+        (layer("models.Block", dropout=0.2), None),
+        (Record(model="Net", layers={"a": Layer(name="a", type="torch.nn.Dropout", attributes={"p": 0.1})}), None),
+    ],
+)
+def test_dropout_is_active_where_it_drops(record: Record, said: str | None) -> None:
+    assert active_dropout(record) == said
+
+
+def test_a_mask_of_minus_infinity_is_finite_enough() -> None:
+    mask = Value(
+        path="input",
+        shape=(2,),
+        dtype="float32",
+        device="cpu",
+        forward=Reading(statistics=Statistics(count=2, neginf=1, min=0.0, max=0.0, mean=0.0)),
+    )
+    call = Call(root="a", root_training=False, index=0, started=0, finished=1, inputs=(mask,))
+    assert nonfinite(Record(model="Net", layers={"a": Layer(name="a", type="A", calls=(call,))}, forwards=1)) is None
+
+
+def test_forwards_without_backward_are_no_training() -> None:
+    assert not is_training(Record(model="Net", forwards=3))
+    assert is_training(Record(model="Net", forwards=3, backwards=3))
+
+
+def test_a_cause_without_size_is_covered_by_no_limit() -> None:
+    assert not Accepted("any", 1e3).covers("attribute", None)
+    assert Accepted("any").covers("attribute", None)

@@ -1,0 +1,745 @@
+"""The statistics of a tensor, against the same numbers computed by numpy in float64."""
+
+import contextlib
+import functools
+import math
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe.record.records import Statistics
+from pytest_modelprobe.statistics import SmallTensors, ambient_modes_disabled, collect, merge, reduce, reduce_on_device
+from pytest_modelprobe.statistics.fingerprint import project
+from pytest_modelprobe.statistics.small import SMALL
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EIGHT_BITS = sorted((d for n, d in vars(torch).items() if n.startswith("float8_")), key=str)
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_prototypes():
+    """Complex32, nested and quantized tensors warn that they exist."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch|tests")
+        warnings.filterwarnings("ignore", message=".*(prototype|experimental|deprecated|Sparse).*")
+        yield
+
+
+def read(tensor, **options):
+    (reading,) = collect([reduce(tensor, **options)])
+    return reading
+
+
+def read_on_device(tensor, **options):
+    (reading,) = collect([reduce_on_device(tensor, **options)])
+    return reading
+
+
+def numbers(tensor):
+    """The elements as numpy reads them, in float64."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.to(torch.complex64)
+    if tensor.dtype in (torch.bfloat16, *EIGHT_BITS):
+        tensor = tensor.float()
+    array = tensor.numpy()
+    return np.abs(array).astype(np.float64) if tensor.is_complex() else array.astype(np.float64)
+
+
+def check(statistics, values, *, exactly=1e-15):
+    """Compare with the moments and counts of values in float64; mean and std to 1e-6 of the rms."""
+    values = values.reshape(-1)
+    finite = values[np.isfinite(values)]
+    assert statistics.count == values.size
+    assert statistics.nan == np.isnan(values).sum()
+    assert statistics.posinf == np.isposinf(values).sum()
+    assert statistics.neginf == np.isneginf(values).sum()
+    assert statistics.zeros == (values == 0).sum()
+    if not finite.size:
+        assert statistics.min is statistics.max is statistics.mean is None
+        return
+    with np.errstate(over="ignore"):
+        rms = np.sqrt(np.mean((finite / (np.abs(finite).max() or 1)) ** 2)) * np.abs(finite).max()
+    assert statistics.min == pytest.approx(finite.min(), rel=exactly)
+    assert statistics.max == pytest.approx(finite.max(), rel=exactly)
+    assert statistics.mean == pytest.approx((finite / finite.size).sum(), rel=0, abs=1e-6 * rms)
+    if rms < 1e150:
+        assert statistics.std == pytest.approx(finite.std(), rel=0, abs=1e-6 * rms)
+
+
+def check_units(units, values, axis):
+    values = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
+    assert units.axis == axis
+    np.testing.assert_array_equal(units.low, values.min(1))
+    np.testing.assert_array_equal(units.high, values.max(1))
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- what the numbers are ------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_becomes_plain_numbers():
+    reading = read(torch.tensor([[1.0, 0.0, -3.0], [5.0, 0.0, 7.0]]), axis=-1)
+
+    assert reading.statistics == Statistics(
+        count=6, zeros=2, min=-3.0, max=7.0, mean=5 / 3, deviations=reading.statistics.deviations
+    )
+    assert reading.statistics.std == pytest.approx(np.std([1, 0, -3, 5, 0, 7]))
+    assert reading.units.low == (1.0, 0.0, -3.0)
+    assert reading.units.high == (5.0, 0.0, 7.0)
+    assert reading.units.dead == 1
+    assert {type(v) for v in (*reading.units.low, reading.statistics.min, reading.statistics.mean)} == {float}
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("size", [40, 20_000, 1_300_000])
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHT_BITS], ids=str)
+def test_floating_dtypes(dtype, size, read):
+    tensor = draw(size // 4, 4).relu().to(dtype)
+
+    reading = read(tensor, axis=-1)
+
+    check(reading.statistics, numbers(tensor))
+    check_units(reading.units, numbers(tensor), -1)
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_complex_elements_count_by_magnitude(dtype, read):
+    tensor = torch.complex(draw(60, 4), draw(60, 4, seed=1)).to(dtype)
+    tensor[0] = 0
+
+    check(read(tensor).statistics, numbers(tensor), exactly=1e-6)  # torch and numpy round a root differently
+    if dtype != torch.complex32:
+        check(read(tensor.conj()).statistics, numbers(tensor), exactly=1e-6)
+        check(read(tensor.conj().imag).statistics, numbers(tensor.conj().imag))  # with the negative bit
+        assert read(torch.tensor(1 + 2j).conj().imag).statistics.mean == -2
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool], ids=str)
+def test_integers_and_bools(dtype, read):
+    tensor = torch.arange(12_000).remainder(100).reshape(-1, 4).to(dtype)
+
+    reading = read(tensor, axis=-1)
+
+    check(reading.statistics, numbers(tensor))
+    check_units(reading.units, numbers(tensor), -1)
+
+
+def test_the_range_of_integers_is_exact():
+    tensor = torch.tensor([2**62 + 1, -(2**62) - 3])
+    assert (read(tensor).statistics.min, read(tensor).statistics.max) == (-(2**62) - 3, 2**62 + 1)
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_an_empty_tensor_has_counts_and_no_units(shape, read):
+    assert read(torch.empty(shape), axis=-1).statistics == Statistics(count=0)
+    assert read(torch.empty(shape), axis=-1).units is None
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+def test_a_zero_dimensional_tensor(read):
+    reading = read(torch.tensor(2.5), axis=-1)
+    assert reading.statistics == Statistics(count=1, min=2.5, max=2.5, mean=2.5)
+    assert reading.units is None
+
+
+# --- accuracy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1_000, 1_300_000])
+@pytest.mark.parametrize("ratio", [0, 3, 30, 1e3])
+def test_std_where_the_mean_is_large_against_it(ratio, size):
+    tensor = draw(size) + ratio
+
+    result = read(tensor).statistics
+
+    check(result, numbers(tensor))
+    assert result.std == pytest.approx(numbers(tensor).std(), rel=1e-5)
+
+
+def test_a_mean_that_differs_between_blocks():
+    tensor = draw(2_600_000) * 1e-2 + torch.arange(2_600_000) / 1e5
+
+    assert read(tensor).statistics.std == pytest.approx(numbers(tensor).std(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.0123])
+def test_magnitudes_that_all_round_the_same_way(value):
+    """A float32 dot product of these is wrong by 5e-5."""
+    tensor = torch.full((1 << 18,), value)
+    tensor[::2] *= -1
+
+    assert read(tensor).statistics.std == pytest.approx(numbers(tensor).std(), rel=1e-6)
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("size", [100, 20_000])
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e30, 3e37])
+def test_magnitudes_whose_squares_float32_does_not_hold(magnitude, size, read):
+    tensor = draw(size) * magnitude
+
+    check(read(tensor).statistics, numbers(tensor))
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_magnitudes_whose_squares_float64_does_not_hold(size):
+    tensor = draw(size).double().clamp(-1, 1) * 1e308
+
+    result = read(tensor).statistics
+
+    check(result, numbers(tensor))
+    assert result.std == math.inf
+    assert read(torch.tensor([1e200, 1e-200], dtype=torch.float64)).statistics.mean == 5e199
+
+
+def test_a_constant_has_no_deviation():
+    assert read(torch.full((70_000,), 0.1)).statistics.std == 0
+    assert read(torch.full((70,), 0.1)).statistics.std == 0
+
+
+def test_fifty_million_elements():
+    tensor = torch.empty(50_000_000).uniform_(0.0, 2.0, generator=torch.Generator().manual_seed(0))
+
+    result = read(tensor).statistics
+
+    parts = [part.double().numpy() for part in tensor.split(1 << 20)]
+    mean = sum(part.sum() for part in parts) / result.count
+    std = math.sqrt(sum(((part - mean) ** 2).sum() for part in parts) / result.count)
+    assert result.mean == pytest.approx(mean, rel=1e-7)
+    assert result.std == pytest.approx(std, rel=1e-7)
+
+
+# --- what is not finite --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("size", [40, 20_000])
+def test_what_is_not_finite_is_counted_apart(size, read):
+    tensor = draw(size) + 100
+    tensor[[0, 7, 8]] = torch.tensor([math.nan, math.inf, -math.inf])
+    tensor[[11, 12]] = torch.tensor([-math.inf, 0.0])
+
+    result = read(tensor, index=3).statistics
+
+    check(result, numbers(tensor))
+    assert (result.first_nan, result.first_posinf, result.first_neginf) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_finite_at_all(value, read):
+    result = read(torch.full((9_000,), value)).statistics
+    assert result.nonfinite == result.count == 9_000
+    assert result.mean is result.min is result.max is None
+
+
+@pytest.mark.parametrize("size", [3, 9_000])
+@pytest.mark.filterwarnings("error")
+def test_a_signalling_nan_does_not_warn(size):
+    tensor = torch.full((size,), 0x7FA00000, dtype=torch.int32).view(torch.float32)
+    assert read(tensor).statistics.nan == size
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+def test_a_unit_with_a_nan_says_so(read):
+    units = read(torch.tensor([[1.0, math.nan, -math.inf], [2.0, 3.0, 4.0]]), axis=-1).units
+    assert (units.low[0], units.high[0]) == (1.0, 2.0)
+    assert math.isnan(units.low[1])
+    assert math.isnan(units.high[1])
+    assert (units.low[2], units.high[2]) == (-math.inf, 4.0)
+
+
+# --- memory layouts ------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "permuted": lambda x: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
+    "slice of the last": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "slice of the second": lambda x: torch.cat([x, x], 1)[:, ::2],
+    "slices": lambda x: x[:, 1:, ::2, 1:],
+    "expanded batch": lambda x: x[:1].expand(x.shape),
+    "expanded units": lambda x: x[:, :1].expand(x.shape),
+    "expanded scalar": lambda x: x[0, 0, 0, 0].expand(x.shape),
+    "overlapping": lambda x: x.reshape(-1).as_strided((4, 3, 5, 2), (7, 2, 1, 1)),
+    "unit of one": lambda x: x[:, :1],
+}
+
+
+@pytest.mark.parametrize("read", [read, read_on_device])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (8, 6, 40, 50), (1, 3, 520, 510), (2, 800, 20, 20)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, shape, read):
+    tensor = LAYOUTS[layout](draw(*shape).relu())
+
+    for axis in (-3, -1):
+        reading = read(tensor, axis=axis)
+        check(reading.statistics, numbers(tensor))
+        check_units(reading.units, numbers(tensor), axis)
+    check(read(tensor).statistics, numbers(tensor))
+
+
+def test_a_long_row_of_units():
+    tensor = draw(3, 1_300_000)
+    check_units(read(tensor, axis=-1).units, numbers(tensor), -1)
+
+
+def test_an_axis_that_the_tensor_does_not_have_gives_no_units():
+    assert read(torch.ones(3), axis=-2).units is None
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from([*FLOATS, torch.complex64, torch.int32, torch.bool]))
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    scale = draw(st.sampled_from([0, 1e-3, 1, 50]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    tensor = (torch.randn(shape, generator=generator) * scale + draw(st.sampled_from([0, 1, 40]))).to(dtype)
+    if dtype.is_floating_point and tensor.numel():
+        special = st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1.0])
+        for value in draw(st.lists(special, max_size=4)):
+            tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = value
+    if tensor.dim():
+        tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+        step = draw(st.sampled_from([1, 1, 2]))
+        tensor = tensor[..., ::step]
+        if draw(st.booleans()):
+            tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
+    return tensor
+
+
+@given(tensors(), st.integers(-4, -1), st.sampled_from([read, read_on_device]))
+@settings(max_examples=150, deadline=None)
+def test_any_tensor(tensor, axis, read):
+    tensor = tensor.abs() if tensor.is_complex() else tensor
+    reading = read(tensor, axis=axis)
+    check(reading.statistics, numbers(tensor))
+    if reading.units is not None:
+        check_units(reading.units, numbers(tensor), axis)
+    else:
+        assert not tensor.numel() or -axis > tensor.dim()
+
+
+# --- small tensors, reduced together --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(tensors(), st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_together_small_tensors_are_what_each_is_alone(given):
+    small = SmallTensors()
+    together = collect([reduce(x, axis=-1, index=i, fingerprint=f, small=small) for x, i, f in given])
+    for reading, (tensor, index, fingerprint) in zip(together, given, strict=True):
+        assert repr(reading) == repr(read(tensor, axis=-1, index=index, fingerprint=fingerprint))  # NaN equals nothing
+        check(reading.statistics, numbers(tensor))
+
+
+@pytest.mark.parametrize("size", [7, 400, 3000])
+def test_what_waits_beside_a_small_tensor_changes_no_bit_of_it(size):
+    given = [draw(size, seed=seed).double() / 3 for seed in range(9)]
+    for count in (1, 2, 5, 9):
+        small = SmallTensors()
+        assert collect([reduce(x, axis=-1, small=small) for x in given[:count]]) == [
+            read(x, axis=-1) for x in given[:count]
+        ]
+
+
+def test_an_interrupt_leaves_small_tensors_waiting(monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    small = SmallTensors()
+    waiting = reduce(torch.ones(3), small=small)
+    with monkeypatch.context() as context:
+        context.setattr(statistics.small, "_reduce", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            small.settle()
+    assert collect([waiting])[0].statistics.mean == 1
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf, 1e200])
+def test_one_that_needs_care_leaves_those_beside_it_alone(damage):
+    small = SmallTensors()
+    given = [draw(3, 40).double() + n for n in range(5)]
+    given[2][1, 7] = damage
+    together = collect([reduce(x, axis=-1, index=4, small=small) for x in given])
+    for reading, tensor in zip(together, given, strict=True):
+        check(reading.statistics, numbers(tensor))
+        check_units(reading.units, numbers(tensor), -1)
+        assert reading.fingerprint == pytest.approx(tuple(project(tensor, 4)), rel=1e-6)
+    assert together[2].statistics.first_nan == (4 if math.isnan(damage) else None)
+
+
+def test_a_small_tensor_that_changes_while_it_waits_counts_as_it_was():
+    small, tensor = SmallTensors(), torch.ones(3)
+    waiting = reduce(tensor, small=small)
+    tensor.zero_()
+    assert collect([waiting])[0].statistics.mean == 1
+
+
+def test_no_more_than_so_many_elements_wait():
+    small = SmallTensors()
+    waiting = [reduce(torch.ones(SMALL), small=small) for _ in range(200)]
+    assert sum(SMALL for one in waiting if one.waiting) <= 2**18
+    waiting = [reduce(torch.ones(1), small=small) for _ in range(5000)]
+    assert sum(1 for one in waiting if one.waiting) <= 2**12
+
+
+def test_threads_may_add_while_others_settle():
+    small, found = SmallTensors(), []
+
+    def work(number):
+        for i in range(300):
+            waiting = reduce(torch.full((5,), float(1000 * number + i)), small=small)
+            if i % 3 == 0:
+                found.append((collect([waiting])[0].statistics.mean, 1000 * number + i))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 400
+    assert all(mean == number for mean, number in found)
+
+
+# --- merging -------------------------------------------------------------------------------------------------------
+
+
+@given(tensors(), st.data(), st.sampled_from([reduce, reduce_on_device]))
+@settings(max_examples=100, deadline=None)
+def test_any_split_of_a_batch_merges_to_the_same(tensor, data, reduce):
+    tensor = torch.atleast_1d(tensor.abs() if tensor.is_complex() else tensor)
+    cuts = sorted(data.draw(st.lists(st.integers(0, tensor.shape[0]), max_size=3)))
+    parts = torch.tensor_split(tensor, cuts)
+
+    merged = functools.reduce(merge, [reduce(part, axis=-1, index=i) for i, part in enumerate(parts)])
+
+    (reading,) = collect([merged])
+    assert reading.tensors == len(parts)
+    check(reading.statistics, numbers(tensor))
+    nan = [i for i, part in enumerate(parts) if tensor.dtype.is_floating_point and part.isnan().any()]
+    assert reading.statistics.first_nan == (nan[0] if nan else None)
+    if tensor.dim() > 1 and tensor.numel():
+        check_units(reading.units, numbers(tensor), -1)
+
+
+@pytest.mark.parametrize("reduce", [reduce, reduce_on_device])
+def test_units_have_their_range_over_all_that_was_merged(reduce):
+    tensor = draw(60, 9)
+    for part in (tensor, tensor.flip(0)):
+        merged = functools.reduce(merge, [reduce(rows, axis=-1) for rows in part.split(20)])
+        check_units(collect([merged])[0].units, numbers(tensor), -1)
+
+
+@pytest.mark.parametrize("reduce", [reduce, reduce_on_device])
+def test_another_number_of_units_drops_the_units_and_keeps_the_moments(reduce):
+    merged = merge(reduce(torch.ones(2, 3), axis=-1), reduce(torch.ones(2, 4), axis=-1))
+    (reading,) = collect([merge(merged, reduce(torch.ones(2, 3), axis=-1))])
+    assert reading.statistics.count == 20
+    assert reading.units is None
+    assert reading.reason == "number of units varies"
+
+
+def test_a_tensor_without_numbers_leaves_none_for_the_others():
+    (reading,) = collect([merge(reduce(torch.ones(3)), reduce(torch.ones(3, device="meta")))])
+    assert reading.statistics is None
+    assert reading.reason == "meta tensor"
+    assert reading.tensors == 2
+
+
+def test_reductions_of_two_devices_merge():
+    tensor = draw(4, 3)
+    merged = merge(reduce(tensor[:1], axis=-1), reduce_on_device(tensor[1:], axis=-1))
+    (reading,) = collect([merged])
+    check(reading.statistics, numbers(tensor))
+    assert reading.reason == "units on several devices"
+
+
+def test_a_device_without_float64_is_combined_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(statistics.device, "_WITH_FLOAT64", set())
+    monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
+    tensor = draw(5_000, 3) + 30
+    merged = functools.reduce(merge, [reduce_on_device(part, axis=-1) for part in tensor.split(1700)])
+    assert merged.rows.dtype == torch.float32
+    (reading,) = collect([merged])
+    check(reading.statistics, numbers(tensor))
+    check_units(reading.units, numbers(tensor), -1)
+
+
+def test_collecting_keeps_the_order_and_copies_once_per_device(monkeypatch):
+    copies = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or cpu(tensor))
+    tensors = [draw(4, n, seed=n) for n in (3, 2, 5)]
+    ways = [reduce_on_device, reduce, reduce_on_device]
+
+    readings = collect([way(t, axis=-1) for way, t in zip(ways, tensors, strict=True)])
+
+    for tensor, reading in zip(tensors, readings, strict=True):
+        check(reading.statistics, numbers(tensor))
+        check_units(reading.units, numbers(tensor), -1)
+    assert len(copies) == 1
+
+
+def test_collecting_one_reduction_twice():
+    one = reduce_on_device(torch.ones(3))
+    assert collect([one, one]) == collect([one]) * 2
+    assert collect([]) == []
+
+
+# --- nothing is read from a device ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHT_BITS, torch.complex64, torch.int64, torch.bool], ids=str)
+def test_the_device_path_runs_where_there_is_nothing_to_read(dtype):
+    def reduced(tensor):
+        one = reduce_on_device(tensor, axis=-1)
+        return merge(one, reduce_on_device(tensor, axis=-1, index=1))
+
+    meta = reduced(torch.empty(40, 3, dtype=dtype, device="meta"))
+    assert meta.rows.shape == (1, 12)
+    assert meta.low.shape == (3,)
+    with FakeTensorMode():
+        one = statistics.device.on_device(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
+        assert type(one.rows).__name__ == "FakeTensor"
+        assert statistics.device.combined(torch.cat([one.rows, one.rows])).shape == (1, 12)
+
+
+def test_large_tensors_go_through_a_device_in_chunks(monkeypatch):
+    monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
+    tensor = draw(2_500, 2) + 100
+    check(read_on_device(tensor).statistics, numbers(tensor))
+    assert reduce_on_device(tensor).rows.shape == (1, 12)
+
+
+# --- tensors without numbers ---------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class Tagged(torch.Tensor):
+    """A subclass that is a plain tensor, and would not have its functions called."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+def freed():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.ones(3, device="meta"), "meta tensor"),
+        (fake, "fake tensor"),
+        (lambda: torch.eye(3).to_sparse(), "sparse tensor"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse tensor"),
+        (lambda: torch.eye(3).to_sparse_csc(), "sparse tensor"),
+        (lambda: torch.eye(4).to_sparse_bsr((2, 2)), "sparse tensor"),
+        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), "sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "nested tensor",
+        ),
+        (lambda: torch.ones(4, dtype=torch.uint8).view(torch.bits8), "bits8 tensor"),
+        (lambda: torch.ones(4, dtype=torch.uint8).view(torch.uint4), "uint4 tensor"),
+        (lambda: Wrapper(torch.ones(3)), "Wrapper tensor"),
+        (lambda: torch.nn.LazyLinear(2).weight, "uninitialized parameter"),
+        (freed, "tensor without storage"),
+    ],
+)
+def test_a_tensor_that_cannot_be_read_gives_the_reason(make, reason):
+    reading = read(make(), axis=-1)
+    assert reading.reason == reason
+    assert reading.statistics is None
+
+
+def test_reading_in_a_transform_under_autocast_leaves_transforms_as_they_are():
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.func.vmap(lambda x: (read(x), x)[1])(torch.ones(2, 3))
+    seen = []
+    torch.func.jvp(lambda x: (seen.append(read(x).reason), x)[1], (torch.ones(3),), (torch.ones(3),))
+    assert seen == ["tensor of a torch.func transform"]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.vmap(f)(x),
+        lambda f, x: torch.func.grad(f)(x[0]),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    ],
+)
+def test_inside_a_transform_its_own_tensors_have_no_numbers_and_others_do(transform):
+    outside = draw(40, 3)
+    seen = []
+
+    def function(x):
+        seen.extend([read(x), read(outside, axis=-1), collect([reduce_on_device(outside, axis=-1)])[0]])
+        return x.sum()
+
+    transform(function, torch.ones(2, 3))
+    assert seen[0].reason == "tensor of a torch.func transform"
+    for reading in seen[1:]:
+        check(reading.statistics, numbers(outside))
+        check_units(reading.units, numbers(outside), -1)
+
+
+def test_a_subclass_that_holds_its_own_elements_is_read():
+    check(read(draw(3).as_subclass(Tagged)).statistics, numbers(draw(3)))
+    check(read(torch.nn.Parameter(draw(3))).statistics, numbers(draw(3)))
+
+
+def test_of_a_distributed_tensor_the_local_shard_is_read(tmp_path):
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        tensor = distributed.distribute_tensor(draw(6, 3), mesh, [distributed.Shard(0)])
+        reading = read(tensor.requires_grad_(), axis=-1)
+    finally:
+        torch.distributed.destroy_process_group()
+    check(reading.statistics, numbers(draw(6, 3)))
+    check_units(reading.units, numbers(draw(6, 3)), -1)
+
+
+# --- contexts ------------------------------------------------------------------------------------------------------
+
+
+class Refuse(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was seen by the mode")
+
+
+class RefuseDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was seen by the mode")
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def everything():
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), RefuseDispatch():
+        yield
+
+
+CONTEXTS = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "default device": lambda: torch.device("meta"),
+    "default dtype": default_dtype,
+    "function mode": Refuse,
+    "dispatch mode": RefuseDispatch,
+    "fake tensor mode": FakeTensorMode,
+    "forward-mode gradients": forward_ad.dual_level,
+    "everything": everything,
+}
+
+
+@pytest.mark.parametrize("way", [reduce, reduce_on_device])
+@pytest.mark.parametrize("size", [40, 20_000])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_no_context_reaches_the_arithmetic(context, size, way):
+    tensor = draw(size, 3, seed=4).requires_grad_()
+    with CONTEXTS[context]():
+        one = merge(way(tensor, axis=-1), way(tensor, axis=-1))
+    with CONTEXTS[context]():
+        (reading,) = collect([one])
+
+    check(reading.statistics, np.stack([numbers(tensor)] * 2))
+    check_units(reading.units, numbers(tensor), -1)
+    assert not isinstance(one.rows, torch.Tensor) or not (one.rows.is_inference() or one.rows.requires_grad)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_no_context_reaches_small_tensors_that_need_care(context):
+    small = SmallTensors()
+    waiting = reduce(torch.tensor([1.0, math.nan]), axis=-1, small=small)
+    with CONTEXTS[context]():
+        (reading,) = collect([waiting])
+    assert (reading.statistics.nan, reading.statistics.mean) == (1, 1)
+
+
+@pytest.mark.parametrize("size", [40, 20_000])
+def test_an_inference_tensor_is_read_outside(size):
+    with torch.inference_mode():
+        tensor = draw(size)
+    check(read(tensor).statistics, numbers(tensor))
+
+
+@pytest.mark.parametrize("size", [40, 20_000])
+def test_a_dual_tensor_is_read(size):
+    with forward_ad.dual_level():
+        tensor = forward_ad.make_dual(draw(size), torch.ones(size))
+        check(read(tensor).statistics, numbers(draw(size)))
+
+
+def test_it_leaves_every_state_as_it_was():
+    tensor = draw(20_000, 2).requires_grad_()
+    tensor_state = tensor._version, tensor.is_leaf
+    before = torch.get_rng_state()
+
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"):
+        with ambient_modes_disabled():
+            assert (torch.eye(2) @ torch.eye(2)).dtype == torch.float32
+            assert torch.ones(2).device.type == "cpu"
+            assert not torch.ones(2).is_inference()
+        reduce(tensor, axis=-1)
+        assert torch.ones(1).is_meta
+        assert torch.ones(1).is_inference()
+        assert torch.is_autocast_enabled("cpu")
+        eye = torch.eye(2, device="cpu")
+        assert (eye @ eye).dtype == torch.bfloat16
+
+    assert (tensor._version, tensor.is_leaf) == tensor_state
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_context_nothing_is_entered():
+    assert ambient_modes_disabled() is ambient_modes_disabled()
