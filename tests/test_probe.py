@@ -36,9 +36,9 @@ from pytest_modelprobe import (
     assert_finite,
     assert_grad_flow,
     checks,
-    seeding,
 )
 from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record.records import IsolatedResponse, Reading, Record, Rerun
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce

@@ -534,7 +534,7 @@ def test_the_origin_is_named_with_the_operation_and_the_calls_before_it() -> Non
         "c       Identity     -0.7616      0.9993      -0.7616       0.9993   -\n"
         "log     Log          -0.7616      0.9993      -0.7719   -0.0006709   1 NaN of 6 elements\n"
         "\n"
-        f"It began in torch.log at test_assert_activations.py:{line}, input min -0.7616, max 0.9993."
+        f"It began in torch.log at test_activations.py:{line}, input min -0.7616, max 0.9993."
     )
 
 
