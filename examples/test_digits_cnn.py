@@ -119,7 +119,7 @@ def test_the_gradient_still_reaches_every_layer_after_training(record):
 
 
 def test_each_layer_is_used_once(record):
-    assert_called(record, times=1)
+    assert_called(record, per_forward=1)
 
 
 def test_shapes_share_the_batch_and_the_pool_halves_the_image(record):

@@ -74,7 +74,7 @@ def test_the_loss_falls_by_half(modelprobe, model, batches):
 def test_each_layer_is_called_once_in_each_step(modelprobe, model, batches):
     watch = modelprobe.watch(model)
     train(model, batches)
-    assert_called(watch, times=1)
+    assert_called(watch, per_forward=1)
     assert (watch.record.forwards, watch.record.backwards) == (STEPS, STEPS)
 
 

@@ -71,7 +71,7 @@ def test_gpt2_keeps_the_width_of_its_residual_stream(modelprobe, gpt2, tokens):
 
 def test_gpt2_runs_each_block_once_and_all_are_alive(modelprobe, gpt2, tokens):
     record = modelprobe.run(gpt2, tokens)
-    assert_called(record, "transformer.h.*", times=1)
+    assert_called(record, "transformer.h.*", per_forward=1)
     assert_no_dead_layers(record)
 
 

@@ -211,7 +211,7 @@ def _dtype_kind(name: str) -> str:
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def assert_called(subject: Subject, layers: Selector | None = None, *, times: int | None = None) -> None:
+def assert_called(subject: Subject, layers: Selector | None = None, *, per_forward: int | None = None) -> None:
     """Assert that layers are called in the forward.
 
     Containers that only hold others (`ModuleList`, or any module whose children are called but which is not) count as
@@ -222,24 +222,27 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, times: in
         layers: Which layers. By default all but those of which nothing is lost if they are never called: they have no
             weights, or other code uses these, and no layer of their class in the same place of another block is called.
             A failure names them too; ``"**"`` asks for all.
-        times: How often in each forward, of those of its root and mode that call it; None: at least once in one.
+        per_forward: The number of calls in each forward, of those of its root and mode that call it; None: at least one
+            call in one forward.
 
     Raises:
         AssertionError: A layer was not called, or another number of times.
         NothingObservedError: The model was never run.
-        UsageError: ``times`` is no number of calls.
+        UsageError: ``per_forward`` is no number of calls.
 
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
     >>> record = ModelProbe().run(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(4, 2))
-    >>> assert_called(record, "0", times=1)
+    >>> assert_called(record, "0", per_forward=1)
     """
     __tracebackhide__ = True
-    if times is not None and (not isinstance(times, int) or isinstance(times, bool) or times < 0):
-        raise UsageError(f"times is a number of calls in a forward, from 0; got {times!r}")
+    if per_forward is not None and (
+        not isinstance(per_forward, int) or isinstance(per_forward, bool) or per_forward < 0
+    ):
+        raise UsageError(f"per_forward is the number of calls in each forward, 0 or more; got {per_forward!r}")
     record = record_of(subject)
-    spared = [] if layers is not None or times == 0 else _spared(record)
+    spared = [] if layers is not None or per_forward == 0 else _spared(record)
     names = {layer.name for layer in spared}
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
     forwards, around = _forwards(record), _around_called(record)
@@ -247,11 +250,11 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, times: in
     for layer in looked_at:
         fewest, most = _times(layer, forwards)
         actual = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        if not most and times != 0 and (layer.name in around or _only_holds(layer)):
+        if not most and per_forward != 0 and (layer.name in around or _only_holds(layer)):
             continue
-        if times is not None and (fewest, most) != (times, times):
-            rows.append([layer.name, layer.type_name, actual, f"{times:,}"])
-        elif times is None and not most:
+        if per_forward is not None and (fewest, most) != (per_forward, per_forward):
+            rows.append([layer.name, layer.type_name, actual, f"{per_forward:,}"])
+        elif per_forward is None and not most:
             rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
         raise AssertionError(_called_text(record, rows, looked_at, spared))

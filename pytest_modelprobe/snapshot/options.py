@@ -56,7 +56,7 @@ class Policy:
     reason: str | None = None
     accept: tuple[Accepted, ...] = ()
     accept_from: str = ""
-    actual: Path | None = None
+    output: Path | None = None
     json: Path | None = None
     writes: bool = True
     """Whether an update may write: not while ``CI`` is set, unless it was allowed."""
@@ -82,7 +82,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "than LIMIT; KIND alone: whatever the size; structure: only where the numbers are the same; may be repeated",
     )
     group.addoption(
-        "--modelprobe-actual",
+        "--modelprobe-output",
         metavar="DIR",
         default=None,
         help="write the snapshots that failed or are new there as they would be now: cp -r DIR/. . takes them over",
@@ -119,7 +119,7 @@ def policy_of(config: pytest.Config) -> Policy:
         reason=reason,
         accept=tuple(_accepted(text) for text in accept),
         accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
-        actual=_path(config, "--modelprobe-actual"),
+        output=_path(config, "--modelprobe-output"),
         json=_path(config, "--modelprobe-json"),
         writes=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
     )

@@ -417,8 +417,8 @@ class Comparer:
             new = self._texts(outcome, record, old)
             outcome.verdict = "updated" if is_known else "created"
             outcome.declared = bool(self._policy.reason) and old is not None
-        elif self._policy.actual:
-            folder, root = self._policy.actual, self._item.config.rootpath
+        elif self._policy.output:
+            folder, root = self._policy.output, self._item.config.rootpath
             there = Place(*(folder / _below(path, root) for path in outcome.place))
             write(there.arch, self._texts(outcome, self._measured(outcome, expected), old), there.probe)
         outcome.text = self._text(outcome, refusal)

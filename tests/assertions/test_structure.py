@@ -231,7 +231,7 @@ def test_nothing_to_compare_is_an_error(dtypes: Any) -> None:
 
 def test_called_layers_pass() -> None:
     assert_called(two_layers())
-    assert_called(two_layers(), "fc*", times=1)
+    assert_called(two_layers(), "fc*", per_forward=1)
 
 
 def test_a_layer_that_is_never_called_is_named() -> None:
@@ -248,15 +248,19 @@ def test_a_layer_that_is_never_called_is_named() -> None:
 
 def test_another_number_of_calls_is_told() -> None:
     record = run(Net(lambda m, x: m.b(m.a(m.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
-    assert_called(record, "a", times=2)
-    assert failure_of(assert_called, record, "b", times=2).startswith("b was called 1 time in a forward, not 2; 1 of 1")
-    assert failure_of(assert_called, record, "a", times=1).startswith("a was called 2 times in a forward, not 1; 1 of ")
+    assert_called(record, "a", per_forward=2)
+    assert failure_of(assert_called, record, "b", per_forward=2).startswith(
+        "b was called 1 time in a forward, not 2; 1 of 1"
+    )
+    assert failure_of(assert_called, record, "a", per_forward=1).startswith(
+        "a was called 2 times in a forward, not 1; 1 of "
+    )
 
 
 def test_never_can_be_asserted() -> None:
     record = run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
-    assert_called(record, "b", times=0)
-    assert failure_of(assert_called, record, "a", times=0).startswith("a was called 1 time in a forward, not 0;")
+    assert_called(record, "b", per_forward=0)
+    assert failure_of(assert_called, record, "a", per_forward=0).startswith("a was called 1 time in a forward, not 0;")
 
 
 def test_calls_are_counted_in_each_forward() -> None:
@@ -268,7 +272,9 @@ def test_calls_are_counted_in_each_forward() -> None:
     with Watch(Net(forward, a=nn.Linear(6, 6))) as watch:
         watch.model(X)
         watch.model(X[:2])
-    assert failure_of(assert_called, watch, "a", times=4).startswith("a was called 2 to 4 times in a forward, not 4;")
+    assert failure_of(assert_called, watch, "a", per_forward=4).startswith(
+        "a was called 2 to 4 times in a forward, not 4;"
+    )
 
 
 def test_a_layer_that_only_some_forwards_call_is_called_0_to_1_times() -> None:
@@ -276,7 +282,7 @@ def test_a_layer_that_only_some_forwards_call_is_called_0_to_1_times() -> None:
         watch.model(X)
         watch.model(X[:2])
     assert_called(watch, "a")
-    assert "a was called 0 to 1 times in a forward, not 1;" in failure_of(assert_called, watch, "a", times=1)
+    assert "a was called 0 to 1 times in a forward, not 1;" in failure_of(assert_called, watch, "a", per_forward=1)
 
 
 def test_forwards_in_two_modes_are_counted_apart() -> None:
@@ -284,7 +290,7 @@ def test_forwards_in_two_modes_are_counted_apart() -> None:
     with Watch(model) as watch:
         model.train()(X)
         model.eval()(X)
-    assert "a was called 1 to 2 times in a forward, not 2;" in failure_of(assert_called, watch, "a", times=2)
+    assert "a was called 1 to 2 times in a forward, not 2;" in failure_of(assert_called, watch, "a", per_forward=2)
 
 
 @pytest.mark.parametrize("times", [None, 1])
@@ -298,7 +304,7 @@ def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[0]["a"](x)
 
-    assert_called(run(Holder()), times=times)
+    assert_called(run(Holder()), per_forward=times)
 
 
 def test_an_empty_sequential_must_be_called() -> None:
@@ -308,7 +314,7 @@ def test_an_empty_sequential_must_be_called() -> None:
 
 def test_pseudo_layers_count() -> None:
     record = run(Net(lambda m, x: F.relu(F.relu(m.a(x))), a=nn.Linear(6, 6)), functionals=True)
-    assert_called(record, "relu", times=2)
+    assert_called(record, "relu", per_forward=2)
 
 
 def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
@@ -340,7 +346,7 @@ class Attending(nn.Module):
 def test_layers_that_lose_nothing_by_it_need_not_be_called() -> None:
     record = run(nn.Sequential(Attending(), Attending()), loss="random")
     assert_called(record)
-    assert_called(record, times=1)
+    assert_called(record, per_forward=1)
     assert failure_of(assert_called, record, "**").startswith("0.dropout was never called in 1 forward; 4 of 7 layers")
 
 
@@ -358,8 +364,8 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
 
 @pytest.mark.parametrize("times", [-1, True, 1.0, "2"])
 def test_what_is_no_number_of_calls_is_refused(times: Any) -> None:
-    with pytest.raises(UsageError, match="times is a number of calls in a forward, from 0; got"):
-        assert_called(two_layers(), times=times)
+    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
+        assert_called(two_layers(), per_forward=times)
 
 
 def test_a_model_that_was_never_run_is_an_error() -> None:

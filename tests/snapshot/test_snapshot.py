@@ -1381,7 +1381,7 @@ def test_a_skip_on_one_device_says_nothing_of_another(folder: Path) -> None:
 def test_the_actual_files_can_be_copied_over(project: Project) -> None:
     project.update(test=TWO)
     actual = project.pytester.path / "actual"
-    project.run(f"--modelprobe-actual={actual}", test=TWO.replace("record()", "record(eps=1e-3)", 1))
+    project.run(f"--modelprobe-output={actual}", test=TWO.replace("record()", "record(eps=1e-3)", 1))
     found = sorted(path.relative_to(actual).as_posix() for path in actual.rglob("*.json"))
     assert found == [f"__modelprobe__/test_net/test_x.{kind}.json" for kind in ("arch", "probe")]
     for name in found:
@@ -1392,7 +1392,7 @@ def test_the_actual_files_can_be_copied_over(project: Project) -> None:
 def test_the_actual_files_are_what_an_update_writes(project: Project) -> None:
     project.update()
     project.change("eps=1e-5", "eps=1e-3")
-    project.run("--modelprobe-actual=actual")
+    project.run("--modelprobe-output=actual")
     project.update()
     actual = project.pytester.path / "actual" / "__modelprobe__"
     assert {name: (actual / name).read_bytes() for name in project.names()} == project.contents()

@@ -44,7 +44,7 @@ def test_run(modelprobe: ModelProbe) -> None:
     assert_all_params_have_grad(record, ignore="*.mask_token")
     assert_shapes(record, {"fc1": "batch 16", "fc2": ("batch", 2), "head": {"output.logits": "batch 10"}})
     assert_dtypes(record, {"**": torch.float32})
-    assert_called(record, "fc1", times=1)
+    assert_called(record, "fc1", per_forward=1)
     assert_no_leftover_hooks(model)
 
 
