@@ -22,6 +22,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
@@ -61,6 +62,18 @@ graph_task: Callable[[], int] = _private(
     "torch._C._current_graph_task_id", cannot="a forward cannot be told from a backward pass"
 )
 """Return the number of the backward pass that runs in this thread, -1 where none does."""
+
+_will_run: Callable[[Any], bool] = _private("torch._C._will_engine_execute_node", lambda node: True)
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Return whether the pass that runs adds to ``.grad``; `torch.autograd.grad` does not. True if that is unknown."""
+    try:
+        with torch.inference_mode(False):  # in which a leaf has no node
+            return _will_run(get_gradient_edge(leaf).node)
+    except RuntimeError:  # it is not told of leaves under torch.autograd.grad
+        return False
+
 
 tracing_state: Callable[[], object] = _private(
     "torch._C._get_tracing_state", lambda: cast(Any, torch.jit).is_tracing() or None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pytest_modelprobe._torch import accumulates
 from pytest_modelprobe.record import Training
 
 
@@ -59,6 +60,7 @@ class Steps:
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepping = False
         self._task = self._discarded_in = -1
+        self._adds = True  # whether the newest pass adds to ``.grad``
         self._left: bool | None = None  # whether gradients of the last step are still there in the newest pass
         # Since the last step of an optimizer:
         self._forwards = 0
@@ -99,10 +101,13 @@ class Steps:
         self._in_evaluation |= not training
 
     def arrives(self, parameter: nn.Parameter, held: Accumulated, task: int) -> None:
-        """Take in that a gradient is about to be added to ``.grad``."""
+        """Take in that a gradient is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
         if task != self._task:
             self._task, self._left = task, None
-            self._passes += 1
+            self._adds = accumulates(parameter)
+            self._passes += self._adds
+        if not self._adds:
+            return
         if parameter.grad is None or (held.used and not self._is_left(parameter.grad)):
             # Thrown away, unless another step came between: what reached this model by the way is nobody's loss.
             if held.passes and not held.used and held.total == self._total and task != self._discarded_in:

@@ -106,6 +106,36 @@ def test_gradients_may_be_accumulated_between_steps(passes: int, at_the_end: boo
     assert training.accumulated == (STEPS if passes > 1 else 0)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_gradients_that_autograd_gives_out_are_added_to_nothing(norm: bool) -> None:
+    model = net(norm=norm)
+    optimizer, parameters = sgd(model), [*model.parameters()]
+    with watched(model) as watch:
+        for _ in range(STEPS):
+            given = torch.autograd.grad(loss(model), parameters, create_graph=True)
+            optimizer.zero_grad()
+            (loss(model) + sum(gradient.square().sum() for gradient in given)).backward()
+            optimizer.step()
+        for _ in range(STEPS):
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss(model), parameters), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    assert (watch.record.training.steps, watch.record.training.passes) == (2 * STEPS, STEPS)
+
+
+def test_a_backward_in_inference_mode_is_counted_as_any_other() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with watched(model) as watch:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            value = loss(model)
+            with torch.inference_mode():
+                value.backward()
+            optimizer.step()
+    assert (watch.record.training.steps, watch.record.training.passes) == (STEPS, STEPS)
+
+
 def test_a_closure_that_runs_the_model_many_times_is_sound() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
