@@ -161,6 +161,8 @@ class Structure:
                 )
             )
             values.append((self._values(line.get("inputs", {})), self._values(line.get("outputs", {}))))
+            if any(worded.origin is not None for _, worded in values[-1][1]):
+                raise FormatError("what a call gives out comes from nowhere else")
         return calls, values
 
     def _place(self) -> None:

@@ -467,6 +467,12 @@ def _evidence(comparison: Comparison) -> Iterator[Difference]:
         x, y = getattr(now, what), getattr(before, what)
         if x != y:
             yield Difference(layer=ROOT, kind="run", what=what, actual=str(x or None), expected=str(y or None))
+    for name, owner in now.layers.items():
+        then = {own.name: own.gradient for own in _owned(before.layers.get(name))}
+        for own in _owned(owner):
+            x, y = ("there" if g is not None else None for g in (own.gradient, then.get(own.name)))
+            if x != y:  # of what is not trained no comparison looks at it
+                yield Difference(layer=name, kind="run", what=f"gradient of {own.name}", actual=x, expected=y)
     for (layer, _, side, path), moved in comparison.changes.items():
         if moved.differs:  # as of an input, which is told of the output that it is
             yield Difference(layer=layer, kind="run", what=f"{side} {path}", change=moved.change)
@@ -481,6 +487,10 @@ def _evidence(comparison: Comparison) -> Iterator[Difference]:
         x, y = _answer(pair.actual.response), _answer(pair.expected.response)
         if x != y:
             yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+
+
+def _owned(layer: Layer | None) -> tuple[Parameter, ...]:
+    return () if layer is None else (*layer.parameters, *layer.buffers)
 
 
 def _answer(response: IsolatedResponse | None) -> tuple[object, ...] | None:

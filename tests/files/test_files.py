@@ -1341,6 +1341,8 @@ SWAPPED = {  # what was `format` → where, and what of it
     "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
     "how many units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead", 0), 1),
     "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
+    "where an output is from": ("shared", ARCH, ("layers", "early", "calls", 1), lambda x: f"{x} from early"),
+    "a gradient of a counter": ("tied", PROBE, ("layers", "norm", ".num_batches_tracked", 1), [0.0]),
     "the gradient of an input": ("shared", PROBE, ("layers", "late", "<input", 1), GONE),
 }
 
