@@ -3,25 +3,34 @@
     python benchmarks/kills.py                 # 200 runs of pytest, 40 with two workers of xdist, 40 times two at once
     python benchmarks/kills.py 50 10 10
 
-Each run is a fork of this process, which has torch imported already, and dies together with its workers. Old and new
-differ in structure and in numbers, so that both files of each snapshot are rewritten, back and forth. Two at once, each
-with two workers, write the old and the new into the same files.
+Each run is a fork of this process, which has torch imported already, and so is each of its workers: to import torch
+takes longer than all that an update does. They die together. Old and new differ in structure and in numbers, so that
+both files of each snapshot are rewritten, back and forth. Two at once, each with two workers, write the old and the new
+into the same files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - once, for all forks
+import syrupy  # noqa: F401 - all once, for all forks
+import torch  # noqa: F401
+import xdist.plugin  # noqa: F401
 
 import pytest_modelprobe.probe
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401
@@ -40,14 +49,71 @@ def test_net(modelprobe, modelprobe_snapshot, n):
     assert modelprobe.run(model, modelprobe.randn(3, 4), loss="random", isolate=False) == modelprobe_snapshot
 """
 
-ARGUMENTS = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--snapshot-update")
+PLUGINS = ("xdist", "syrupy", "pytest_modelprobe.plugin")
+"""No others are loaded: that takes as long as the update itself."""
+
+ARGUMENTS = ("-q", *(f"-p{name}" for name in PLUGINS), "-p", "no:cacheprovider", "--assert=plain", "--snapshot-update")
+
+
+INTERPRETER = """#!{python} -IS
+import json, os, socket
+with socket.socket(socket.AF_UNIX) as there:
+    there.connect({address!r})
+    asked = os.getpgrp(), os.getcwd(), dict(os.environ)
+    socket.send_fds(there, [json.dumps(asked).encode()], [0, 1])
+    there.recv(1)  # it has ended
+"""
+"""What xdist starts as the interpreter of a worker: it hands on what it reads and writes, and waits."""
+
+
+@contextlib.contextmanager
+def forked_workers(folder: Path) -> Iterator[Path]:
+    """Fork a worker of this process, which has torch, wherever xdist starts the interpreter that is yielded."""
+    interpreter, address = folder / "interpreter", str(folder / "socket")
+    interpreter.write_text(INTERPRETER.format(python=sys.executable, address=address), "utf-8")
+    interpreter.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.bind(address)
+        asked.listen(64)
+        server = os.fork()
+        if server == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            while True:
+                connection = asked.accept()[0]
+                if os.fork() == 0:
+                    _work(connection)
+                connection.close()
+    try:
+        yield interpreter
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def _work(connection: socket.socket) -> None:
+    """Be the worker that is asked for, and die with those that asked for it."""
+    message, received, *_ = socket.recv_fds(connection, 1 << 20, 2)
+    group, folder, environment = json.loads(message)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        os.setpgid(0, group)
+        os.chdir(folder)
+        os.environ.update(environment)
+        for descriptor, place in zip(received, (0, 1), strict=True):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # as xdist begins it
+    except BaseException:  # noqa: BLE001 - no fork goes on as the server
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def update(folder: Path, side: str, *arguments: str) -> int:
     """Start an update in a process group of its own."""
     child = os.fork()
     if child == 0:
-        os.setsid()
+        os.setpgid(0, 0)
         os.chdir(folder)
         os.environ["SIDE"] = side
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -93,11 +159,13 @@ def wait_for_writing(folder: Path, child: int) -> None:
         time.sleep(0.0005)
 
 
-def kill_loop(folder: Path, times: int, longest: float, at_once: int, *arguments: str) -> Counter[str]:
+def kill_loop(folder: Path, times: int, at_once: int, *arguments: str) -> Counter[str]:
     """Kill updates, one or more at once, and count in what state they left the snapshots."""
     sides = {}
-    for side in ("old", "new"):
+    for side in ("old", "new", "old", "new"):  # the first imports more than those after it
+        start = time.monotonic()
         assert os.waitstatus_to_exitcode(os.waitpid(update(folder, side, *arguments), 0)[1]) == 0
+        longest = time.monotonic() - start
         sides[side] = texts(folder)
     assert len(sides["old"]) == 2
     draw, left = random.Random(0), Counter[str]()
@@ -128,17 +196,20 @@ def kill_loop(folder: Path, times: int, longest: float, at_once: int, *arguments
 
 def main(plain: int = 200, workers: int = 40, pairs: int = 40) -> None:
     os.environ.pop("CI", None)
-    xdist = ("-n", "2")
-    for times, at_once, arguments, longest in ((plain, 1, (), 6.0), (workers, 1, xdist, 20.0), (pairs, 2, xdist, 20.0)):
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    gc.freeze()  # what is there already, no fork looks through
+    for times, at_once, shared in ((plain, 1, False), (workers, 1, True), (pairs, 2, True)):
         if not times:
             continue
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as other:
             folder = Path(name)
             (folder / "test_net.py").write_text(TEST, "utf-8")
             subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-            start = time.monotonic()
-            found = kill_loop(folder, times, longest, at_once, *arguments)
-            how = " ".join(arguments) or "in one process"
+            with forked_workers(Path(other)) as interpreter:
+                spread = ("-d", "--tx", f"2*popen//python={interpreter}") if shared else ()
+                start = time.monotonic()
+                found = kill_loop(folder, times, at_once, *spread)
+            how = "with two workers" if shared else "in one process"
             how += ", two at once" * (at_once > 1)
             print(f"{times} updates {how}: {dict(found)}; {time.monotonic() - start:.0f} s", flush=True)
 
