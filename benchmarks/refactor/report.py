@@ -11,6 +11,14 @@ VERDICTS = ["first line", "table", "possible", "missed"]
 AIMS = {"bug": 0.95, "bug, refactoring": 0.90, "bug, other weights": 0.80, "bug, refactoring, other weights": 0.80}
 
 
+REASONS = [
+    "Why, as far as it was read: most are one case. The refactoring adds or removes a child of the very layer that has",
+    "the bug: what such a layer answers alone differs for that already, so its code is not judged. Of a layer that",
+    "gets other arguments than before, a change of its code is possible only. With other weights besides, the run",
+    "itself tells nothing of code.",
+]
+
+
 def report(results: Mapping[str, list[Row]], machine: str) -> str:
     """Return the whole document."""
     refactorings = {kind: rows for kind, rows in results.items() if kind not in AIMS}
@@ -61,6 +69,7 @@ def report(results: Mapping[str, list[Row]], machine: str) -> str:
             "## Not in the first line", (r for rows in bugs.values() for r in rows if r["verdict"] != VERDICTS[0])
         ),
     ]
+    lines += ["", *REASONS]
     if unseen:
         titles = ", ".join(f"{row['edits'][-1]} ({row['model']})" for row in unseen)
         lines += ["", f"Not counted, for neither outputs nor gradients changed: {titles}."]
