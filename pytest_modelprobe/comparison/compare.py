@@ -293,6 +293,7 @@ class _Comparer:
     ) -> Iterator[Difference]:
         mine, theirs = {p.name: p for p in actual}, {p.name: p for p in expected}
 
+        @functools.cache
         def scale() -> float:
             return max((_norm(p.gradient) for p in expected), default=0.0)
 
@@ -361,7 +362,8 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_described(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_described(value))
-        scales = functools.partial(_scale, e), functools.partial(_scale, e, of="backward")
+        # Asked for of each value that differs, and the same for all.
+        scales = functools.cache(lambda: _scale(e)), functools.cache(lambda: _scale(e, of="backward"))
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
         outputs, added, removed = _paired(a.outputs, e.outputs)
@@ -405,7 +407,13 @@ class _Comparer:
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
     def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
-        """Whether two sources name one tensor: a container's output may be that of its last child, or not any more."""
+        """Whether two sources name one tensor: a container's output may be that of its last child, or not any more.
+
+        One that names nothing, as after an edit of the file, is no other name of anything.
+        """
+        place = pair.actual.root, pair.actual.root_training, a.source or ""
+        if a.source is not None and place not in self._outputs_now:
+            return False
 
         def found(outputs: Mapping[tuple[str, bool, str], Value], call: Call, value: Value, source: str | None) -> bool:
             made = outputs.get((call.root, call.root_training, source or ""))

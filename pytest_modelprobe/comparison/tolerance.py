@@ -123,18 +123,21 @@ def change(
         return Change(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
-    found, shown = estimated_change(x, y, norm), _shown(a, e, 0.0)
+    found, least = estimated_change(x, y, norm), 0.0
     if found == 0 and not _agree(actual, expected):
         return Change(math.inf, expected.noise, limit)
-    if found > limit or shown > _SHOWN * limit:
-        least = _NOTHING * scale()
-        if norm < least:
-            norm, found = least, estimated_change(x, y, least)
-            shown = _shown(a, e, least)
+    if found > limit or _shown(a, e, 0.0) > _SHOWN * limit:
+        scaled = scale()
+        if norm < _NOTHING * scaled:
+            norm = least = _NOTHING * scaled
+            found = estimated_change(x, y, norm)
         if norm:  # what is nearly nothing is all noise: that is judged against the scale
-            nothing = MULTIPLE * max(least, rounding * scale()) / norm
+            nothing = MULTIPLE * max(_NOTHING, rounding) * scaled / norm
             limit = max(floor, min(noise, max(most, nothing))) * times
-    return Change(shown if found <= limit and shown > _SHOWN * limit else found, expected.noise, limit)
+    if found <= limit:  # else it is enough
+        shown = _shown(a, e, least)
+        found = shown if shown > _SHOWN * limit else found
+    return Change(found, expected.noise, limit)
 
 
 def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -1191,6 +1193,39 @@ def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
     assert "in_chans 3 is new" in found.causes[0].hints
 
 
+class Buffered(Scaling):
+    """Holds a table that it does not use."""
+
+    def __init__(self, scale: float = 1.0, *, persistent: bool = False, trainable: bool = True) -> None:
+        super().__init__(scale)
+        self.gain = nn.Parameter(torch.ones(()), requires_grad=trainable)
+        self.register_buffer("table", torch.arange(7), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().forward(x)
+
+
+@pytest.mark.parametrize("drop", ["old", "new"])
+def test_a_table_that_came_or_went_does_not_excuse_the_code_beside_it(drop: str) -> None:
+    def make(scale: float, *, bare: bool) -> nn.Module:
+        model = Buffered(scale)
+        if bare:
+            del model.table
+        return model
+
+    found = refactored(lambda: make(1.1, bare=drop == "old"), lambda: make(1.5, bare=drop == "new"))
+    assert said(found.causes[0]) == "(root): own code changed between a and b"
+    assert found.causes[0].change is not None
+    assert [cause.change for cause in found.causes[1:]] == [None]
+
+
+@pytest.mark.parametrize("option", [{"persistent": True}, {"trainable": False}])
+def test_what_is_saved_or_trained_does_not_excuse_the_code_beside_it(option: Any) -> None:
+    found = refactored(Buffered, lambda: Buffered(1.5, **option))
+    assert said(found.causes[0]) == "(root): own code changed between a and b"
+    assert [cause.change for cause in found.causes[1:]] == [None]
+
+
 def test_statements_in_another_order_are_no_change_of_code() -> None:
     then = recorded(PROBE.build(Scaling), PROBE.randn(4, 8))
     assert compare(recorded(PROBE.build(lambda: Scaling(swapped=True)), PROBE.randn(4, 8)), then).same
@@ -1935,3 +1970,37 @@ def test_a_norm_computed_in_half_precision_is_named(dtype: torch.dtype) -> None:
     assert first_line(diagnosis).startswith("layer '0' (Norm): own code changed: by 0.")
     again = diagnose(compare(recorded(old, x, like=expected), expected))
     assert again.comparison.same
+
+
+def work(run: Callable[[], object]) -> int:
+    """Return how many functions are called."""
+    times = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal times
+        times += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return times
+
+
+def row(layers: int, seed: int, width: int = 2) -> Record:
+    """Return a record of many layers that one container calls."""
+    torch.manual_seed(seed)
+    sizes = [2, *[width] * (layers - 1), 2]
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+    with ModelProbe(device="cpu") as probe:
+        return probe.run(model, torch.ones(2, 2), loss="random")
+
+
+@pytest.mark.parametrize("width", [2, 3], ids=["weights", "shapes"])
+def test_twice_as_many_layers_take_no_more_than_twice_the_work(width: int) -> None:
+    few, many = (compare(row(layers, 1, width), row(layers, 0)) for layers in (40, 80))
+    diagnose(few)  # what is made once is made by now
+    few, many = (compare(row(layers, 1, width), row(layers, 0)) for layers in (40, 80))
+    assert work(lambda: diagnose(many)) < 2.3 * work(lambda: diagnose(few))

@@ -13,7 +13,7 @@ from pytest_modelprobe.record import ROOT, Plain, Step
 from .built import built
 from .built import moved as built_in_run
 from .causes import DRIFT, Cause, cause_of, in_order
-from .evidence import Evidence, Inputs, child_of
+from .evidence import Alike, Evidence, Inputs, child_of
 from .hints import hints
 from .places import between, parent, relative
 
@@ -144,10 +144,8 @@ def _shaped_otherwise(
     pair = evidence.pair(step)
     if above is None or pair is None:
         return
-    siblings = evidence.inside(step.parent)
-    before = [evidence.pair(sibling) for sibling in siblings[: siblings.index(step)]]
     found = evidence.of_call(pair, "interface", side="input")
-    yield from _made_of_the_same(evidence, above, before, found)
+    yield from _made_of_the_same(evidence, above, evidence.before[step], found)
 
 
 def _given_out(evidence: Evidence) -> Iterator[Cause]:
@@ -156,23 +154,20 @@ def _given_out(evidence: Evidence) -> Iterator[Cause]:
         pair = evidence.pair(step)
         found = [] if pair is None else evidence.of_call(pair, "interface", side="output")
         if pair is not None and found:
-            inside = [evidence.pair(child) for child in evidence.inside(step)]
-            for difference, doubts in _made_of_the_same(evidence, pair, inside, found):
+            for difference, doubts in _made_of_the_same(evidence, pair, evidence.all_inside(step), found):
                 yield dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
 
 
 def _made_of_the_same(
-    evidence: Evidence, pair: Pair, before: Sequence[Pair | None], found: Sequence[Difference]
+    evidence: Evidence, pair: Pair, before: Alike, found: Sequence[Difference]
 ) -> Iterator[tuple[Difference, tuple[str, ...]]]:
     """Yield what a call makes in another shape, if all that it had for it is of the same: what it got, what it called.
 
     Each comes with the doubts that there are.
     """
-    if not evidence.same_structure(pair):
+    if not found or not before.shapes or not evidence.same_structure(pair):
         return
-    if any(p is None or evidence.of_call(p, "interface", "path", "context") for p in before):
-        return
-    same = evidence.inputs(pair).match and all(p and evidence.change(p, "output") is None for p in before)
+    same = evidence.inputs(pair).match and before.numbers
     for difference in found:
         sides = (_sizes(difference.actual), _sizes(difference.expected))
         yield difference, () if same or sides[0][1:] != sides[1][1:] else (_BY_NUMBERS,)
@@ -192,7 +187,7 @@ def _fed_by_another(evidence: Evidence, difference: Difference, container: Step)
     now, then = difference.actual, difference.expected
     if now is None or then is None:
         return False  # computed, or equal to an output by chance: the numbers tell
-    children = {step.layer.name for step in evidence.inside(container)}
+    children = evidence.calls_inside(container)
 
     def child(source: Plain) -> str:
         name = _maker(source)
@@ -201,7 +196,8 @@ def _fed_by_another(evidence: Evidence, difference: Difference, container: Step)
         return name
 
     came = not evidence.added.isdisjoint({_maker(now), _maker(then)})
-    went = any(str(then).startswith(name) for name in evidence.gone)
+    words = str(then).split(" ")
+    went = any(" ".join(words[:i]) in evidence.gone for i in range(1, len(words) + 1))
     return child(now) != child(then) and not (came or went)
 
 
@@ -267,7 +263,8 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
     if all(map(_is_argument, found)):
         return dataclasses.replace(cause_of("computation", found), witness="isolated")
     order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
-    first = min(found, key=lambda d: order.index(d.what) if d.what in order else len(order))
+    rank = {where: i for i, where in enumerate(order)}
+    first = min(found, key=lambda d: rank.get(d.what, len(order)))
     made = built(evidence, pair, first)
     if made is not None:
         cause = dataclasses.replace(cause_of("computation", [first, *(d for d in found if d is not first)]), noise=None)

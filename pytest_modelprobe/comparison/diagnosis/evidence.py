@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,16 @@ class Inputs:
     """Whether all of it is."""
     units: float = 0.0
     """The largest change, in units of what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What calls are, held against what they were."""
+
+    shapes: bool = True
+    """Whether all were there, with what they take and give of the same shape and dtype, under the same name."""
+    numbers: bool = True
+    """Whether they gave out the same too."""
 
 
 class Evidence:
@@ -96,11 +107,43 @@ class Evidence:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
 
+    @functools.cached_property
+    def before(self) -> dict[Step, Alike]:
+        """Step → what the calls are that the same call made before it, held against what they were."""
+        found = {}
+        for inside in self._inside.values():
+            alike = Alike()
+            for step in inside:
+                found[step] = alike
+                alike = self._with(alike, step)
+        return found
+
+    def all_inside(self, step: Step | None) -> Alike:
+        """Return what the calls are that a call makes, held against what they were."""
+        return functools.reduce(self._with, self.inside(step), Alike())
+
+    def _with(self, alike: Alike, step: Step) -> Alike:
+        pair = self.pair(step)
+        if pair is None or not alike.shapes or self.of_call(pair, "interface", "path", "context"):
+            return Alike(shapes=False, numbers=False)
+        return Alike(numbers=alike.numbers and self.change(pair, "output") is None)
+
+    @functools.cached_property
+    def _made(self) -> dict[Step | None, dict[str, list[Step]]]:
+        """Call → layer → the calls of it that it makes itself."""
+        found: dict[Step | None, dict[str, list[Step]]] = {}
+        for step in self.course:
+            found.setdefault(step.parent, {}).setdefault(step.layer.name, []).append(step)
+        return found
+
+    def calls_inside(self, step: Step | None) -> Mapping[str, Sequence[Step]]:
+        """Return layer → the calls of it that a call makes itself."""
+        return self._made.get(step, {})
+
     def called(self, pair: Pair, name: str) -> Pair | None:
         """Return the call that another makes and knows as ``attn`` or ``attn (call 2)``; None: it is not in both."""
         child, _, number = name.partition(" (call ")
-        made = self.inside(self._steps.get(id(pair)))
-        calls = [step for step in made if step.layer.name == child_of(pair, child)]
+        calls = self.calls_inside(self._steps.get(id(pair))).get(child_of(pair, child), ())
         index = int(number.removesuffix(")")) - 1 if number else 0
         return self.pair(calls[index]) if index < len(calls) else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison.compare import Difference, Kind
 from pytest_modelprobe.record import ROOT, Layer, Plain, Reading
@@ -16,6 +16,9 @@ from .places import parent
 
 _WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
 """What is said of layers as such: numbers that differ beside it need not be its doing."""
+
+_BESIDE_THE_CODE = ("buffer added", "buffer removed", "buffer persistent", "parameter trainable")
+"""What by itself changes no output: code has to use a buffer that came."""
 
 _ANOTHER_DRAW = 0.5
 """Relative change of weights drawn anew: 1.4 for independent ones."""
@@ -33,7 +36,8 @@ def recorded_causes(evidence: Evidence) -> list[Cause]:
 
 def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose own answer may differ for what is already said."""
-    told = (cause for cause in recorded if cause.kind in ("architecture", "attribute", "buffers"))
+    kinds = ("architecture", "attribute", "buffers")
+    told = (cause for cause in recorded if cause.kind in kinds and not _is_beside_the_code(evidence, cause))
     names = {cause.layer for cause in told if cause.what not in ("renamed", "path")}
     came_or_went = (name for name in (*evidence.added, *evidence.gone) if not evidence.passes_on(name))
     names |= {evidence.caller(name) for name in came_or_went}
@@ -43,9 +47,18 @@ def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
     return names - modes | {name for name in modes if layers[name].type.startswith("torch.nn.")}
 
 
+def _is_beside_the_code(evidence: Evidence, cause: Cause) -> bool:
+    """Whether a cause changes what a layer holds, and no output; torch's own code asks what there is."""
+    layer = evidence.comparison.actual.layers.get(cause.layer)
+    own = layer is not None and not layer.type.startswith("torch.nn.")
+    return own and any(difference.kind in _BESIDE_THE_CODE for difference in cause.differences[:1])
+
+
 def with_effect(evidence: Evidence, cause: Cause) -> Cause:
     """Tell of a recorded cause what it changed first: the layer's answer alone, else its output in the run."""
     if cause.kind not in ("attribute", "architecture") or cause.what in _WITHOUT_EFFECT:
+        return cause
+    if _is_beside_the_code(evidence, cause):
         return cause
     pair = evidence.first.get(cause.layer)
     if pair is None:
@@ -79,14 +92,17 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
 def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
-    drawn = [name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))]
+    drawn = {name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))}
     owning = {
         name
         for name in drawn
         if not evidence.has(name, "layer renamed")  # which has others for that
         and any(p.requires_grad and p.tied_to is None for p in now[name].parameters)
     }
-    weights = [cause for cause in causes if cause.kind == "weights" and cause.layer in drawn]
+    weights: list[Cause] = []
+    others: list[Cause] = []
+    for cause in causes:
+        (weights if cause.kind == "weights" and cause.layer in drawn else others).append(cause)
     if len(owning) < _MANY or not owning <= {cause.layer for cause in weights}:
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
@@ -98,7 +114,7 @@ def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
         hints=("rms {:.3g} → {:.3g}".format(*both),),
         differences=tuple(difference for cause in weights for difference in cause.differences),
     )
-    return [*(cause for cause in causes if cause not in weights), whole]
+    return [*others, whole]
 
 
 def _is_drawn(layer: Layer) -> bool:
@@ -130,13 +146,12 @@ def _architecture(evidence: Evidence) -> Iterator[Cause]:
     yield from _came_or_went(evidence, "layer added", "added")
     yield from _came_or_went(evidence, "layer removed", "removed")
     renamed = {d.layer: d for d in evidence.differences("layer renamed")}
+    drawn = {around for name in renamed if evidence.has(name, "weights") for around in _around(name)}
     for name, difference in renamed.items():
         above = renamed.get(parent(name))
         own = name.rpartition(".")[2]
         if above is None or f"{above.expected}.{own}" != difference.expected:
-            inside = (other for other in renamed if other == name or other.startswith(f"{name}."))
-            drawn = any(evidence.has(other, "weights") for other in inside)
-            hints = ("its weights are others: build draws them by name",) if drawn else ()
+            hints = ("its weights are others: build draws them by name",) if name in drawn else ()
             yield dataclasses.replace(cause_of("architecture", [difference]), what="renamed", hints=hints)
     yield from _outputs(evidence)
     for found in evidence.of_layer.values():
@@ -174,9 +189,11 @@ def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
     for name, difference in found.items():
         outermost.setdefault(_outermost(name, found), []).append(difference)
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
+    others = then if what == "added" else now
+    shared = {alias: layer.name for layer in reversed([*others.values()]) for alias in layer.aliases}
     for name, with_inside in outermost.items():
         layer = now.get(name) if what == "added" else None
-        same = _also_called(name, then if what == "added" else now)
+        same = shared.get(name)
         yield Cause(
             kind="architecture",
             layer=name,
@@ -186,11 +203,6 @@ def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
             hints=() if same is None else (f"it {'was' if what == 'added' else 'is'} {same} again",),
             differences=tuple(with_inside),
         )
-
-
-def _also_called(name: str, layers: Mapping[str, Layer]) -> str | None:
-    """Return the layer that stands at a name too, as a block that is shared; None: none does."""
-    return next((layer.name for layer in layers.values() if name in layer.aliases), None)
 
 
 def _attributes(evidence: Evidence) -> Iterator[Cause]:
@@ -247,6 +259,10 @@ def _all_named(kind: CauseKind, found: list[Difference]) -> Cause:
 
 def _outermost(name: str, names: Collection[str]) -> str:
     """Return the outermost of the names that ``name`` is or is inside."""
+    return next((other for other in (ROOT, *_around(name)) if other in names), name)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of what a layer is inside of, the outermost first, and its own."""
     parts = name.split(".")
-    around = (".".join(parts[:i]) for i in range(1, len(parts)))
-    return next((other for other in (ROOT, *around) if other in names), name)
+    return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
