@@ -39,7 +39,7 @@ from pytest_modelprobe import (
     seeding,
 )
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.record.records import IsolatedResponse, Reading, Record, Rerun
+from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Rerun
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import statistics
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import Watch
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 
 Pair = namedtuple("Pair", "left right")
 
