@@ -811,9 +811,9 @@ def test_weights_are_read_for_no_optimizer_but_their_own(probe: ModelProbe) -> N
     watch = probe.watch(model)
     model(torch.ones(4, 3))
     descend(other)
-    assert watch._capture.before_training is None
+    assert watch._capture.observations().before_training is None
     descend(model)
-    assert watch._capture.before_training is not None
+    assert watch._capture.observations().before_training is not None
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:
