@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.record.records import Reading, Record
+from pytest_modelprobe.record import Reading, Record
 from pytest_modelprobe.runs import noise
 
 PAGE = Path(__file__).with_name("TOLERANCE.md")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ._torch import next_hook
-from .capture import Capture, Which, assemble, identity, owned
+from .capture import Capture, Which, assemble, content_key, read_parameters
 from .exceptions import NothingObservedError, UnsupportedModelError, UsageError
 from .models import (
     Layers,
@@ -115,7 +115,7 @@ class Watch:
             keep=() if _is_empty(keep) else select(found.modules, keep),
             functionals=functionals,
             attention=attention,
-            begins=self._forwards.begins if self._forwards else None,
+            on_forward=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
@@ -169,7 +169,7 @@ class Watch:
         now = self._capture.changes, tuple((id(t), not t.is_inference() and t._version) for t in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
-            record = assemble(self._capture, which, seed=self._seed, loss=self._loss)
+            record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)
             if self._forwards is not None:
                 with_rerun(record, _Watched(self, which))
             self._records[which] = now, record
@@ -692,7 +692,7 @@ class _Run:
         """Return what would make another run of it, all but the contents of parameters and buffers."""
         inputs = (*flatten("args", self.args).tensors, *flatten("kwargs", self.kwargs).tensors)
         return [
-            [(id(tensor), identity(tensor)) for _, tensor in inputs],
+            [(id(tensor), content_key(tensor)) for _, tensor in inputs],
             [(id(m), type(m), self.mode is None and m.training, attributes(m)) for m in self.model.modules()],
             [(id(p), p.requires_grad) for p in self.model.parameters()],
         ]
@@ -700,7 +700,7 @@ class _Run:
     def _has_parameters_of(self, record: Record) -> bool:
         """Whether parameters and buffers are those that the record was made with: read again, for ``.data`` is mute."""
         with self._prepared(values=False), self._watch() as watch:
-            now = assemble(watch._capture)
+            now = assemble(watch._capture.observations())
         return all(
             [p.reading for p in (*layer.parameters, *layer.buffers)]
             == [p.reading for p in (*now.layers[name].parameters, *now.layers[name].buffers)]
@@ -721,12 +721,12 @@ class _Run:
         __tracebackhide__ = True
         with self._prepared(repeat) as state, self._watch(keep) as watch:
             watch._capture.notes.update(dict.fromkeys(state.notes))
-            before = owned(watch._capture.layers, watch._capture.selected)
+            before = read_parameters(watch._capture.layers, watch._capture.selected)
             if move is not None:
                 move.parameters(self.model)
             self._step(move)
-            watch._capture.note_results()  # again: a hook of the backward may set some too
-            record = assemble(watch._capture, seed=self.seed, loss=_loss_name(self.loss), before=before)
+            watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
+            record = assemble(watch._capture.observations(), seed=self.seed, loss=_loss_name(self.loss), before=before)
         return record, watch.kept
 
     def _watch(self, keep: Selector = ()) -> Watch:

@@ -39,7 +39,7 @@ from pytest_modelprobe import (
 )
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.models import seeding
-from pytest_modelprobe.record.records import IsolatedResponse, Reading, Record, Rerun
+from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Rerun
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
 
@@ -811,9 +811,9 @@ def test_weights_are_read_for_no_optimizer_but_their_own(probe: ModelProbe) -> N
     watch = probe.watch(model)
     model(torch.ones(4, 3))
     descend(other)
-    assert watch._capture.before_training is None
+    assert watch._capture.observations().before_training is None
     descend(model)
-    assert watch._capture.before_training is not None
+    assert watch._capture.observations().before_training is not None
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from pytest_modelprobe.comparison.tolerance import epsilon
 from pytest_modelprobe.files.specs import keys
-from pytest_modelprobe.record.records import Call, Parameter, Reading, Record, Value, qualified
+from pytest_modelprobe.record import Call, Parameter, Reading, Record, Value, qualified
 
 SLACK = 5.0
 _IN = ": in "

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.files import Texts, encode
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "__modelprobe__"
 

@@ -26,7 +26,7 @@ from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.gate.verdict import class_of
 from pytest_modelprobe.models.flatten import flatten
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.comparison import first_line, said
 
 

@@ -13,7 +13,7 @@ import torch
 from faults import Answer, Trial
 from torch import Tensor
 
-from pytest_modelprobe.record.records import Reading, Record, Statistics
+from pytest_modelprobe.record import Reading, Record, Statistics
 
 try:
     from pytest_torch.divergence import localize_divergence

@@ -17,7 +17,7 @@ from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison import diagnosis
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 
 _PROBES: WeakKeyDictionary[nn.Module, list[ModelProbe]] = WeakKeyDictionary()
 

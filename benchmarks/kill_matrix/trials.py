@@ -24,7 +24,7 @@ from harmless import REFACTORS, RENAMES, ROUNDINGS, SETTINGS, inert_attributes, 
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.diagnosis import Diagnosis
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 
 Row = dict[str, Any]
 LOSSES = {"loss": "own", "no loss": None}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.comparison import first_line, grouped, said
 from pytest_modelprobe.report.text import pattern
 

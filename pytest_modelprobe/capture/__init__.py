@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .assembly import Which, assemble
-from .capture import Capture, run_eagerly
-from .observation import identity
-from .parameters import owned
+from .capture import Capture
+from .parameters import read_parameters
+from .tensors import content_key
 
-__all__ = ["Capture", "Which", "assemble", "identity", "owned", "run_eagerly"]
+__all__ = ["Capture", "Which", "assemble", "content_key", "read_parameters"]

@@ -1,4 +1,4 @@
-"""Capture → record: the one place where what the hooks wrote becomes plain numbers."""
+"""Observations → record: reductions become plain numbers here, all in one transfer for each device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,17 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
-from .attention import Attended
-from .capture import Capture
-from .observation import CallObservation, Identity, Kind, ParameterGradient, TensorObservation, Totals, plain_name
-from .parameters import ParameterReading, contents, tensors
+from .observation import (
+    AttentionObservation,
+    CallObservation,
+    ForwardKind,
+    Observations,
+    ParameterGradient,
+    TensorObservation,
+    Totals,
+)
+from .parameters import ParameterReading, named_tensors, parameter_content_key
+from .tensors import ContentKey, plain_name
 
 Which = Literal["all", "first", "last"]
 
@@ -38,7 +45,7 @@ _CHANGED = "changed after this forward"
 
 
 def assemble(
-    capture: Capture,
+    observed: Observations,
     which: Which = "all",
     *,
     seed: int | None = None,
@@ -48,40 +55,39 @@ def assemble(
     """Return the record of all forwards merged, or of the first or the newest alone.
 
     Args:
-        capture: What was seen.
+        observed: What was seen.
         which: Which forwards.
         seed: Stored in the record.
         loss: Stored in the record.
-        before: What `owned` returned before the forward: parameters and buffers are recorded as they were then, and
-            those that changed as they are now, too. Without it they are recorded as they are; with the first forward
-            as it left them.
+        before: What `read_parameters` returned before the forward: parameters and buffers are recorded as they were
+            then, and those that changed as they are now, too. Without it they are recorded as they are; with the first
+            forward as it left them.
     """
-    capture.check()
     with without_torch_function():  # a mode of the user sees nothing of it
-        return _assembled(capture, which, seed=seed, loss=loss, before=before or {})
+        return _assembled(observed, which, seed=seed, loss=loss, before=before or {})
 
 
 def _assembled(
-    capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
+    observed: Observations, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
-    forward = capture.first if which == "first" else capture.newest
-    parts: dict[Kind, Totals] = {}
-    if which == "all":  # copied, for what follows is a preview
-        parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
+    forward = observed.first if which == "first" else observed.newest
+    parts: dict[ForwardKind, Totals] = {}
+    if which == "all":  # copied, as the newest forward may go on
+        parts = {kind: totals.copy() for kind, totals in observed.totals.items()}
     if forward is not None:
         parts.setdefault(forward.kind, Totals()).merge_from(forward, final=False)
-    gradients = capture.parameters if which == "all" or forward is None else forward.parameters
-    model = next(iter(capture.layers.modules.values()))
+    gradients = observed.parameter_gradients if which == "all" or forward is None else forward.parameters
+    model = next(iter(observed.layers.modules.values()))
     return Record(
         model=type(model).__qualname__,
-        layers=_Builder(capture, which, parts, gradients, before).layers(),
+        layers=_Builder(observed, which, parts, gradients, before).layers(),
         forwards=sum(part.forwards for part in parts.values()),
-        backwards=capture.backwards if which == "all" or forward is None else len(forward.backwards),
+        backwards=observed.backwards if which == "all" or forward is None else len(forward.backwards),
         device=next((str(p.device) for p in model.parameters()), "cpu"),
         seed=seed,
         loss=loss,
-        notes=tuple(capture.notes),
-        training=capture.steps.training if which == "all" else None,
+        notes=observed.notes,
+        training=observed.training if which == "all" else None,
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
 
@@ -89,14 +95,14 @@ def _assembled(
 class _Builder:
     def __init__(
         self,
-        capture: Capture,
+        observed: Observations,
         which: Which,
-        parts: dict[Kind, Totals],
+        parts: dict[ForwardKind, Totals],
         gradients: Mapping[str, ParameterGradient],
         before: Mapping[str, ParameterReading],
     ) -> None:
-        self.capture = capture
-        self.calls: dict[str, list[tuple[Kind, CallObservation]]] = {}
+        self.observed = observed
+        self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
@@ -113,23 +119,23 @@ class _Builder:
         """Return the selected layers in the model's order, each functional one after the layer that called it."""
         found = {
             name: self._layer(name, module)
-            for name, module in self.capture.layers.modules.items()
-            if name in self.capture.selected
+            for name, module in self.observed.layers.modules.items()
+            if name in self.observed.selected
         }
-        for name, function in self.capture.functional_types.items():
+        for name, function in self.observed.functional_types.items():
             found[name] = Layer(name=name, type=function, functional=True, calls=self._calls(name))
         return found
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
-        results = self.capture.results.get(name, ())
-        leaf = self.capture.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
+        set_by_forward = self.observed.set_attributes.get(name, ())
+        leaf = self.observed.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
         return Layer(
             name=name,
             type=type_name(module),
             leaf=leaf,
             training=module.training,
-            attributes={k: v for k, v in attributes(module).items() if k not in results},
-            aliases=tuple(self.capture.layers.aliases.get(name, ())),
+            attributes={k: v for k, v in attributes(module).items() if k not in set_by_forward},
+            aliases=tuple(self.observed.layers.aliases.get(name, ())),
             parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
             buffers=tuple(
                 self._parameter(name, own, tensor, persistent=is_persistent(module, own))
@@ -160,7 +166,7 @@ class _Builder:
     def _calls(self, layer: str) -> tuple[Call, ...]:
         return tuple(self._call(kind, call) for kind, call in self.calls.get(layer, ()))
 
-    def _call(self, kind: Kind, call: CallObservation) -> Call:
+    def _call(self, kind: ForwardKind, call: CallObservation) -> Call:
         root, root_training = kind
         return Call(
             root=root,
@@ -208,7 +214,7 @@ class _Builder:
         return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
-        after_first = self.capture.content_keys_after_first_forward if which == "first" else None
+        after_first = self.observed.content_keys_after_first_forward if which == "first" else None
         read: dict[int, Reduced] = {}
         small = SmallTensors()
 
@@ -217,7 +223,7 @@ class _Builder:
                 read[id(tensor)] = statistics.reduce(tensor, small=small)
             return read[id(tensor)]
 
-        for name, tensor in tensors(self.capture.layers, self.capture.selected):
+        for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
             then = before.get(name)
             if after_first is not None:
                 self.own[name] = self._left_by_first(name, tensor, after_first.get(name), now), None
@@ -227,13 +233,13 @@ class _Builder:
                 self.own[name] = then.reduced, None if then.is_unchanged(tensor) else now(tensor)
 
     def _left_by_first(
-        self, name: str, tensor: torch.Tensor, left: Identity | None, now: Callable[[torch.Tensor], Reduced]
+        self, name: str, tensor: torch.Tensor, left: ContentKey | None, now: Callable[[torch.Tensor], Reduced]
     ) -> Reduced:
         """Return a parameter or buffer as the first forward left it, if it was read before it changed."""
-        read = (self.capture.before_training or {}).get(name)
-        if read is not None and read.identity == left:
+        read = (self.observed.before_training or {}).get(name)
+        if read is not None and read.content_key == left:
             return read.reduced
-        return now(tensor) if contents(tensor) == left else Reduced(reason=_CHANGED)
+        return now(tensor) if parameter_content_key(tensor) == left else Reduced(reason=_CHANGED)
 
     def _reduced(self) -> Iterable[Reduced]:
         for then, now in self.own.values():
@@ -259,7 +265,7 @@ class _Sources:
                 self._made.setdefault(seen.number, []).append(made)
                 self._made.setdefault((kind, _numbers(reading)), []).append(made)
 
-    def of(self, kind: Kind, call: CallObservation, seen: TensorObservation) -> str | None:
+    def of(self, kind: ForwardKind, call: CallObservation, seen: TensorObservation) -> str | None:
         """Return the address of the output that ``seen``, an input of ``call``, comes from."""
         for finished, where, _ in self._made.get(seen.number, ()):
             if finished < call.started:
@@ -287,7 +293,7 @@ def _agree(a: Reading, b: Reading) -> bool:
     return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
 
 
-def _attention(attended: Attended) -> Attention:
+def _attention(attended: AttentionObservation) -> Attention:
     heads = zip(attended.entropy.tolist(), attended.queries.tolist(), strict=True)
     return Attention(
         shape=tuple(attended.most.shape),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,45 +22,24 @@ from torch import Tensor
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import without_torch_function
 
-from .functionals import ForwardMode
+from .function_modes import ForwardMode
+from .guard import HookGuard
+from .observation import AttentionObservation, CallObservation
+from .running_calls import RunningCall, RunningCalls
 
-if TYPE_CHECKING:
-    from .capture import Capture
-    from .observation import CallObservation
+_Reader = Callable[..., AttentionObservation | None]
 
 _MASKED = -5e3
 """Scores from here down are those of keys that a mask leaves out: it adds -1e4 or less, the least number, -infinity."""
 
 
-class Attended(NamedTuple):
-    """What is kept of the attention weights of one call; tensors on their device."""
-
-    entropy: Tensor
-    """Shape (heads,): sum over queries with two keys or more of the entropy, as a share of the greatest."""
-    queries: Tensor
-    """Shape (heads,): how many such queries there are."""
-    most: Tensor
-    """Shape (batch, queries, keys): the largest weight of any head."""
-    kind: str = "attention"
-    """As `record.Attention.kind` has it."""
-
-    def merge(self, other: Attended) -> Attended:
-        """Return both together; where shapes differ, the newer, which is ``other``."""
-        if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
-            return other
-        return Attended(
-            self.entropy + other.entropy,
-            self.queries + other.queries,
-            torch.maximum(self.most, other.most),
-            other.kind,
-        )
-
-
 class AttentionMode(ForwardMode):
-    """Shows a capture the attention weights of one forward."""
+    """Observes attention weights while a forward runs."""
 
-    def __init__(self, capture: Capture) -> None:
-        super().__init__(capture)
+    def __init__(self, guard: HookGuard, running: RunningCalls) -> None:
+        super().__init__()
+        self._guard = guard
+        self._running = running
         self._followed: dict[int, _Followed] = {}
         self._multiplied: dict[int, ReferenceType[Tensor]] = {}
 
@@ -74,7 +53,7 @@ class AttentionMode(ForwardMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
-            with self._capture.guard, without_torch_function(), statistics.ambient_modes_disabled():
+            with self._guard, without_torch_function(), statistics.ambient_modes_disabled():
                 if func in _READERS:
                     self._begin(func, args, kwargs, output)
                 elif name in _PRODUCTS:
@@ -83,11 +62,16 @@ class AttentionMode(ForwardMode):
                     self._follow(func, name, args, kwargs, output)
         return output
 
-    def given_out(self, call: CallObservation, tensors: Iterable[Tensor]) -> list[Attended]:
+    def observe_returned(self, running: RunningCall, call: CallObservation, outputs: Iterable[Tensor]) -> None:
+        """Look for attention weights among the outputs of a call in which none were seen to be computed."""
+        if not running.attended:
+            self._running.attend(call, self._returned(call, outputs))
+
+    def _returned(self, call: CallObservation, outputs: Iterable[Tensor]) -> list[AttentionObservation]:
         """Return what is kept of outputs that may be attention weights, in the order in which ``call`` takes them."""
-        found: list[Attended] = []
-        for tensor in tensors:
-            if self._found(tensor) is not None:  # a dropout gives out the weights that it was given
+        found: list[AttentionObservation] = []
+        for tensor in outputs:
+            if self._found(tensor) is not None:  # a dropout returns the weights that it was given
                 continue
             attended = returned(tensor)
             if attended is not None:
@@ -98,7 +82,8 @@ class AttentionMode(ForwardMode):
         return found
 
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        call = self._capture.running_call()
+        running = self._running.innermost_here()
+        call = None if running is None else running.observation
         if call is None:
             return
         attended = _read(_READERS[func], args, kwargs)
@@ -108,7 +93,7 @@ class AttentionMode(ForwardMode):
             if dim is not None:
                 self._add(output, _Followed(ref(output), _positions(output, dim), call, index))
         if attended is not None:
-            self._capture.attend(call, [attended])
+            self._running.attend(call, [attended])
 
     def _add(self, tensor: Tensor, followed: _Followed) -> None:
         self._followed[id(tensor)] = followed
@@ -176,7 +161,7 @@ class _Followed(NamedTuple):
                 self.call.attention[self.which] = kept._replace(kind="attention")
         elif not right and axis is not None:
             nothing = torch.zeros(0, device=weights.device)
-            kept = Attended(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
+            kept = AttentionObservation(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
             if self.which is None:
                 self.call.attention.append(kept)
             else:
@@ -218,7 +203,9 @@ def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
     return found
 
 
-def _read(read: Callable[..., Attended | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attended | None:
+def _read(
+    read: Callable[..., AttentionObservation | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AttentionObservation | None:
     """Return what ``read`` makes of the arguments; None where a tensor among them cannot be looked into."""
     tensors = {id(x): statistics.as_plain_tensor(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
     if any(reason for _, reason in tensors.values()):
@@ -230,7 +217,7 @@ def _read(read: Callable[..., Attended | None], args: tuple[Any, ...], kwargs: d
     return read(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
 
 
-def returned(output: Tensor) -> Attended | None:
+def returned(output: Tensor) -> AttentionObservation | None:
     """Return what is kept of a tensor that may be attention weights: 3 axes or more, rows of shares that sum to 1."""
     output, reason = statistics.as_plain_tensor(output)
     if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
@@ -253,7 +240,7 @@ def _axis(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> int | No
     return None if dim is None else dim if dim < 0 else dim - input.ndim
 
 
-def _of_softmax(input: Tensor, *args: Any, **kwargs: Any) -> Attended | None:  # noqa: A002 - torch's name
+def _of_softmax(input: Tensor, *args: Any, **kwargs: Any) -> AttentionObservation | None:  # noqa: A002 - torch's name
     if not _may_be_weights(input) or _axis(input, *args, **kwargs) != -1:
         return None
     return _of_scores(input.float())._replace(kind="probabilities")
@@ -269,7 +256,7 @@ def _of_fused(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Attended:
+) -> AttentionObservation:
     q, k = query.float(), key.float()
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
@@ -281,7 +268,7 @@ def _of_fused(
     return _of_scores(scores)
 
 
-def _of_multihead(*args: Any, **kwargs: Any) -> Attended | None:
+def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
     given = dict(zip(_MULTIHEAD, args, strict=False)) | kwargs
     # Torch's own function, asked for the weights; without dropout it draws no random number.
     asked = {"need_weights": True, "average_attn_weights": False, "training": False}
@@ -328,7 +315,7 @@ _LAYOUTS: dict[Any, Callable[..., Any]] = {
 _LAYOUTS |= {getattr(Tensor, name).__get__: _alike for name in ("mT", "T", "mH", "H")}
 _LAYOUTS |= dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), _reshaped)
 
-_READERS: dict[Any, Callable[..., Attended | None]] = {
+_READERS: dict[Any, _Reader] = {
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,
@@ -347,11 +334,11 @@ def _added(mask: Tensor) -> Tensor:
 # --- what is kept of them -----------------------------------------------------------------------------------------
 
 
-def _of_scores(scores: Tensor) -> Attended:
+def _of_scores(scores: Tensor) -> AttentionObservation:
     return _attended(scores.softmax(-1), ~(scores <= _MASKED))
 
 
-def _attended(weights: Tensor, allowed: Tensor) -> Attended:
+def _attended(weights: Tensor, allowed: Tensor) -> AttentionObservation:
     """Return what is kept of weights of shape (batch, heads, queries, keys), with other leading axes or fewer.
 
     The entropy of a query is ``-sum(w log w)``, at most the logarithm of the number of keys that it may attend to.
@@ -361,7 +348,7 @@ def _attended(weights: Tensor, allowed: Tensor) -> Attended:
     choice = keys > 1  # of one key, or of none, there is nothing to spread
     share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
     share = torch.where(choice, share, 0.0)
-    return Attended(
+    return AttentionObservation(
         share.sum((0, 2), dtype=torch.float64 if weights.device.type != "mps" else None),
         choice.sum((0, 2)),
         weights.amax(1),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import count_function_modes, default_device_mode, pop_function_mode, push_function_mode
+from pytest_modelprobe._torch import without_torch_function
+from pytest_modelprobe.models import Layers, flatten_call, type_name
+from pytest_modelprobe.record import qualified
 
-if TYPE_CHECKING:
-    from .capture import Capture
+from .call_recorder import CallRecorder
+from .function_modes import ForwardMode
+from .guard import HookGuard
+from .running_calls import RunningCall, RunningCalls
 
 _NAMES = (
     "batch_norm", "celu", "dropout", "dropout1d", "dropout2d", "dropout3d", "elu", "gelu", "glu", "group_norm",
@@ -22,7 +25,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _watched() -> Iterator[tuple[Callable[..., Any], str]]:
+def _recorded() -> Iterator[tuple[Callable[..., Any], str]]:
     for name in _NAMES:
         for home in (F, torch, torch.Tensor):
             for spelling in (name, f"{name}_"):
@@ -31,63 +34,60 @@ def _watched() -> Iterator[tuple[Callable[..., Any], str]]:
                     yield function, name
 
 
-_FUNCTIONS = dict(_watched())
-
-
-class ForwardMode(TorchFunctionMode):
-    """A mode that is on the stack while a forward of a capture runs."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def end(self) -> None:
-        """Forget what was kept of the forward, which is over."""
-
-
-def enter(modes: Sequence[ForwardMode]) -> None:
-    """Put the modes at the bottom of the stack, the last one topmost.
-
-    A `with` block pops whatever is on top: where a forward was interrupted, that must not be one of these.
-    """
-    if modes:
-        others = _taken_off(modes)
-        above = 1 if others and others[0] is default_device_mode() else 0  # torch wants it at the bottom
-        _put_on((*others[:above], *modes, *others[above:]))
-
-
-def leave(modes: Sequence[ForwardMode]) -> None:
-    """Take the modes off the stack, wherever they are, and no other."""
-    if modes:
-        _put_on(_taken_off(modes))
-        for mode in modes:
-            mode.end()
-
-
-def _taken_off(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:
-    """Take everything off the stack; return what is not among the modes, the bottom first."""
-    stack = [pop_function_mode() for _ in range(count_function_modes())]
-    return [mode for mode in reversed(stack) if not any(mode is one for one in modes)]
-
-
-def _put_on(modes: Iterable[TorchFunctionMode]) -> None:
-    for mode in modes:
-        push_function_mode(mode)
+_FUNCTIONS = dict(_recorded())
 
 
 class FunctionalMode(ForwardMode):
-    """Shows a capture the functional calls of one forward."""
+    """Records functional calls while a forward runs, inside the layers that are selected."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        selected: Collection[str],
+        guard: HookGuard,
+        running: RunningCalls,
+        recorder: CallRecorder,
+    ) -> None:
+        super().__init__()
+        self._layers = layers
+        self._selected = selected
+        self._guard = guard
+        self._running = running
+        self._recorder = recorder
+        self.types: dict[str, str] = {}
+        """Name of the function, by name of the pseudo-layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = _FUNCTIONS.get(func)
-        frame = None if name is None else self._capture.open_functional(name, args, kwargs)
-        if frame is None:
+        call = None if name is None else self._start(name, args, kwargs)
+        if call is None:
             return func(*args, **kwargs)
         try:
             output = func(*args, **kwargs)
         except BaseException:
-            self._capture.drop_functional(frame)
+            self._running.remove(call)
             raise
-        self._capture.close_functional(frame, output)
+        with self._guard, without_torch_function():
+            self._running.remove(call)
+            self._recorder.finish(call, output, None)
         return output
+
+    def _start(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningCall | None:
+        """Begin a functional call inside the running layer; return None where it is not to be recorded."""
+        with self._guard, without_torch_function():
+            layer = self._running.innermost_here()
+            if layer is None or layer.name not in self._selected:
+                return None
+            module = self._layers.modules[layer.name]
+            if type_name(module).startswith("torch.nn.modules."):
+                return None  # the module is the function
+            name = qualified(layer.name, function)
+            if name in self._layers.modules:
+                name += "()"
+            self.types[name] = function
+            call = RunningCall(name, layer.frame, layer.forward, flatten_call(args, kwargs))
+            self._recorder.start(call, training=module.training, may_draw=True)
+            self._running.push(call)
+            return call
+        return None

@@ -1,30 +1,33 @@
-"""What the hooks write into: tensors seen, calls, forwards; and how forwards merge.
+"""Mutable accumulators that the hooks fill: tensors, calls, forwards; and how forwards merge.
 
-Mutable while the model runs, read once when the record is made. A forward that is over merges into the totals, so
-that memory grows with the number of layers and not with the number of forwards.
+A forward that is over merges into the totals, so that memory grows with the number of layers and not with the number of
+forwards.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import storage_key
-from pytest_modelprobe.record import Dimension, Plain, merge_dimensions
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.record import Dimension, Plain, Training, merge_dimensions
 from pytest_modelprobe.statistics import Reduced
 
-from .attention import Attended
+from .parameters import ParameterReading
+from .tensors import ContentKey, plain_name, shape_of
 
-Kind = tuple[str, bool]
-"""What keeps forwards apart: the layer whose outermost call it is, and its training mode."""
+ForwardKind = tuple[str, bool]
+"""Layer whose call is the outermost one, and its training mode: forwards of one kind are merged."""
 
-Identity = tuple[Any, ...]
 Merge = Callable[[Reduced, Reduced], Reduced]
 
 
@@ -83,6 +86,30 @@ Values = list[tuple[str, TensorObservation]]
 """Tensors seen, each with its path."""
 
 
+class AttentionObservation(NamedTuple):
+    """What is kept of attention weights computed once in a call; tensors on their device."""
+
+    entropy: Tensor
+    """Shape (heads,): sum over queries with two keys or more of the entropy, as a share of the greatest possible."""
+    queries: Tensor
+    """Shape (heads,): how many such queries there are."""
+    most: Tensor
+    """Shape (batch, queries, keys): the largest weight of any head."""
+    kind: str = "attention"
+    """As in `record.Attention.kind`."""
+
+    def merge(self, other: AttentionObservation) -> AttentionObservation:
+        """Return both together; where shapes differ, the newer, which is ``other``."""
+        if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
+            return other
+        return AttentionObservation(
+            self.entropy + other.entropy,
+            self.queries + other.queries,
+            torch.maximum(self.most, other.most),
+            other.kind,
+        )
+
+
 class CallObservation:
     """One execution of a layer within one forward, or several merged."""
 
@@ -102,7 +129,7 @@ class CallObservation:
         self.inputs_known = True
         self.outputs: Values = []
         self.arguments: dict[str, Plain] = {}
-        self.attention: list[Attended] = []
+        self.attention: list[AttentionObservation] = []
         """One entry for each time that weights were computed in the call itself."""
         self.grad_enabled = True
         self.autocast: str | None = None
@@ -178,22 +205,22 @@ class ParameterGradient:
         return merged(self._before, self._newest)
 
 
-class Contents:
-    """What tensors of one identity have in common."""
+class ReductionCacheEntry:
+    """The reduction that all tensors with one content key have."""
 
     __slots__ = ("_storage", "number", "reduced")
 
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduced) -> None:
         self.number = number
         self.reduced = reduced
-        # While a storage is held weakly its address is not used again, so that an address is an identity.
+        # While a storage is held weakly its address is not used again, so that the key stays valid.
         self._storage = StorageWeakRef(tensor.untyped_storage())
 
 
 class Forward:
     """One outermost call of a watched module, and everything that was called in it."""
 
-    def __init__(self, index: int, kind: Kind) -> None:
+    def __init__(self, index: int, kind: ForwardKind) -> None:
         self.index = index
         self.kind = kind
         self.calls: dict[tuple[str, int], CallObservation] = {}
@@ -204,7 +231,8 @@ class Forward:
         """By full name; of the passes that ran while this was the newest forward."""
         self._tensors = itertools.count()
         self._events = itertools.count()
-        self.contents: dict[Identity, Contents] = {}
+        self.reductions: dict[ContentKey, ReductionCacheEntry] = {}
+        """Of the tensors seen in this forward."""
 
     def begin_call(self, layer: str) -> CallObservation:
         """Return a new call of ``layer``."""
@@ -258,38 +286,55 @@ def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge
     return b if a is None else a if b is None else merge(a, b)
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
-    """Return the sizes; of a nested tensor, those of its parts, with a range where they differ.
-
-    >>> shape_of(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=torch.jagged))
-    (2, (2, 5), 3)
-    """
-    if not tensor.is_nested:
-        return tuple(tensor.shape)
-    parts = [part.shape for part in tensor.detach().unbind()]
-    return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
-
-
 def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
     if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
         return b
     return tuple(map(merge_dimensions, a, b))
 
 
-@functools.cache
-def plain_name(value: torch.dtype | torch.device) -> str:
-    """Return a dtype or device as records write it: ``float32``, ``cuda:0``."""
-    return str(value).removeprefix("torch.")
+class ObservedForwards:
+    """The first forward, the newest, and the totals of all before the newest."""
+
+    def __init__(self) -> None:
+        self.first: Forward | None = None
+        self.newest: Forward | None = None
+        self.totals: dict[ForwardKind, Totals] = {}
+        self.count = 0
+        self.alive: WeakSet[Forward] = WeakSet()
+        """Those whose graph lives."""
+
+    def begin(self, kind: ForwardKind) -> None:
+        """Merge the newest forward into the totals, and begin another."""
+        if self.newest is not None:
+            self.totals.setdefault(self.newest.kind, Totals()).merge_from(self.newest)
+        self.newest = Forward(self.count, kind)
+        self.first = self.first or self.newest
+        self.count += 1
+        self.alive.add(self.newest)
 
 
-def identity(tensor: torch.Tensor) -> Identity | None:
-    """Return what tells the contents of a tensor, as long as its storage lives; None where nothing does.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observations:
+    """What a capture has seen, as a record is assembled from it."""
 
-    Inference tensors count no versions; a storage that cannot be had (sparse, functorch) tells nothing.
-    """
-    try:
-        storage = storage_key(tensor.untyped_storage())
-        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
-        return storage, tensor._version, *place
-    except (RuntimeError, NotImplementedError):
-        return None
+    layers: Layers
+    selected: frozenset[str]
+    """Names of the layers to record."""
+    first: Forward | None
+    newest: Forward | None
+    totals: Mapping[ForwardKind, Totals]
+    """Of the forwards before the newest."""
+    backwards: int
+    """Backward passes, those inside a forward left out."""
+    parameter_gradients: Mapping[str, ParameterGradient]
+    """By full name, of all backward passes."""
+    before_training: Mapping[str, ParameterReading] | None
+    """Parameters and buffers by full name, before the first step of an optimizer that has one; None: no step."""
+    content_keys_after_first_forward: Mapping[str, ContentKey | None] | None
+    """Of parameters and buffers, by full name; None: no forward."""
+    set_attributes: Mapping[str, set[str]]
+    """Names of the attributes that a forward set, by layer."""
+    functional_types: Mapping[str, str]
+    """Name of the function, by name of the pseudo-layer."""
+    training: Training | None
+    notes: tuple[str, ...]

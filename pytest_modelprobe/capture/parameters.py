@@ -1,4 +1,4 @@
-"""Parameters and buffers of layers: read as they are, and whether they are still what was read."""
+"""Parameters and buffers of layers: reductions of their elements, and whether they have changed since."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from pytest_modelprobe.models import Layers, own_buffers, own_parameters
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
-from .observation import Identity, identity
+from .tensors import ContentKey, content_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterReading:
-    """What a parameter or buffer was when it was read."""
+    """A parameter or buffer as it was when it was read."""
 
     tensor: torch.Tensor
-    identity: Identity | None
+    content_key: ContentKey | None
     reduced: Reduced
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is still what was read. Buffers are written to through ``.data``, which counts nothing."""
-        return self.tensor is tensor and isinstance(tensor, nn.Parameter) and self.identity == contents(tensor)
+        """Whether ``tensor`` is the one that was read, with the same elements.
+
+        False for every buffer: they are written to through ``.data``, which does not change the version.
+        """
+        same = self.tensor is tensor and isinstance(tensor, nn.Parameter)
+        return same and self.content_key == parameter_content_key(tensor)
 
 
-def owned(layers: Layers, selected: Collection[str]) -> dict[str, ParameterReading]:
-    """Return the parameters and buffers of the selected layers as they are, by full name; each is read once.
+def read_parameters(layers: Layers, selected: Collection[str]) -> dict[str, ParameterReading]:
+    """Return readings of the parameters and buffers of the selected layers by full name; each tensor is read once.
 
     >>> model = nn.Linear(2, 1, bias=False)
-    >>> read = owned(Layers(model), ["(root)"])
+    >>> read = read_parameters(Layers(model), ["(root)"])
     >>> read["weight"].is_unchanged(model.weight)
     True
     """
@@ -43,14 +47,15 @@ def owned(layers: Layers, selected: Collection[str]) -> dict[str, ParameterReadi
     small = SmallTensors()
     found: dict[str, ParameterReading] = {}
     with without_torch_function():
-        for name, tensor in tensors(layers, selected):
+        for name, tensor in named_tensors(layers, selected):
             if id(tensor) not in read:
-                read[id(tensor)] = ParameterReading(tensor, contents(tensor), statistics.reduce(tensor, small=small))
+                reduced = statistics.reduce(tensor, small=small)
+                read[id(tensor)] = ParameterReading(tensor, parameter_content_key(tensor), reduced)
             found[name] = read[id(tensor)]
     return found
 
 
-def tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of the selected layers with their full names."""
     for name, module in layers.modules.items():
         if name in selected:
@@ -59,6 +64,16 @@ def tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, to
                 yield qualified(name, own), tensor
 
 
-def contents(tensor: torch.Tensor) -> Identity | None:
-    """Return what tells the contents of a parameter or buffer apart from later ones; None where nothing does."""
-    return None if is_lazy(tensor) else identity(tensor)
+def parameter_content_key(tensor: torch.Tensor) -> ContentKey | None:
+    """Return the content key of a parameter or buffer; None where it has none or is uninitialized."""
+    return None if is_lazy(tensor) else content_key(tensor)
+
+
+def storage_keys(model: nn.Module) -> Iterator[int]:
+    """Yield the keys of the storages of all parameters and buffers."""
+    for module in model.modules():
+        if module._parameters or module._buffers:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                key = None if tensor is None else content_key(tensor)
+                if key is not None:
+                    yield key[0]

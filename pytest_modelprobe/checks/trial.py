@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import is_wrapped
-from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     Layers,
@@ -27,6 +26,7 @@ from pytest_modelprobe.models import (
     flatten,
     flatten_call,
     map_tensors,
+    run_eagerly,
     seeding,
     settings_preserved,
     unseen,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, get_args
@@ -20,6 +19,7 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
+    gc_paused,
     has_numbers,
     qualified,
 )
@@ -84,7 +84,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
     (<Record of Net: 1 layer, 0 forwards, 0 backwards>, 'why not')
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
-    with _without_collections():
+    with gc_paused():
         data = parsed(architecture, where)
         with _named(where):
             structure = Structure(data)
@@ -121,7 +121,7 @@ def decode_architecture(text: str, *, where: str) -> Snapshot:
     Raises:
         SnapshotError: The text is damaged or was written by a newer version.
     """
-    with _without_collections():
+    with gc_paused():
         data = parsed(text, where)
         with _named(where):
             return _snapshot(Structure(data), None)
@@ -148,19 +148,6 @@ def _named(where: str) -> Iterator[None]:
         yield
     except FormatError as error:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep the collector from walking, again and again, thousands of objects that are all needed."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:

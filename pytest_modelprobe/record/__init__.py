@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from .call_tree import CallTree, Place, Step, forward_of
-from .records import (
-    NOT_DEFAULT,
-    ROOT,
-    Attention,
-    Call,
-    Dimension,
-    EmittedTensor,
-    IsolatedResponse,
-    Layer,
-    Operation,
-    Parameter,
-    Plain,
-    Reading,
-    Record,
-    Rerun,
-    Statistics,
-    Training,
-    Units,
-    Value,
-    address,
-    estimated_change,
-    estimated_share,
-    has_numbers,
-    is_read,
-    label_of,
-    merge_dimensions,
-    qualified,
-    with_rerun,
-)
+from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
+from .garbage import gc_paused
+from .layer import Layer, Parameter
+from .naming import NOT_DEFAULT, ROOT, address, label_of, qualified
+from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
 from .renames import declared, name_before, needed, numbers, renamed, rules
 from .selection import Glob, Selector, nearest, select
+from .tensor_statistics import (
+    Reading,
+    Statistics,
+    Units,
+    estimated_change,
+    estimated_share,
+    is_read,
+    merge_moments,
+)
 
 __all__ = [
     "Attention",
@@ -64,10 +49,12 @@ __all__ = [
     "estimated_change",
     "estimated_share",
     "forward_of",
+    "gc_paused",
     "has_numbers",
     "is_read",
     "label_of",
     "merge_dimensions",
+    "merge_moments",
     "name_before",
     "nearest",
     "needed",

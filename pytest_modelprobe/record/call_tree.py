@@ -6,7 +6,10 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .records import ROOT, Call, Layer, Record, Value, address, label_of
+from .calls import Call, Value
+from .layer import Layer
+from .naming import ROOT, address, label_of
+from .record import Record
 
 Place = tuple[str, bool, "Step | None"]
 """What calls have in common that run one after the other in one call, or outermost in forwards of one kind."""

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from pytest_modelprobe.exceptions import SelectionError
 
-from .records import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value, qualified
+from .calls import Call, IsolatedResponse, Value
+from .layer import Layer, Parameter
+from .naming import ROOT, qualified
+from .record import Record
 
 
 def renamed(record: Record, names: Mapping[str, str]) -> Record:

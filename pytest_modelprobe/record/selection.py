@@ -32,6 +32,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from pytest_modelprobe.exceptions import SelectionError
 
+from .naming import ROOT
+
 __tracebackhide__ = True  # what a user sees of an error is his own line
 
 T = TypeVar("T")
@@ -40,9 +42,6 @@ Selector: TypeAlias = (
     "str | re.Pattern[str] | type | Callable[[str, Any], bool] | Sequence[Selector] | AbstractSet[Selector]"
 )
 """What ``layers=`` accepts."""
-
-ROOT = "(root)"
-"""The name of the outermost module, which ``named_modules()`` calls the empty string."""
 
 _SHOWN = 8
 

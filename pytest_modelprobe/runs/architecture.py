@@ -31,14 +31,14 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     """
     layers = Layers(model)
     if not (args or kwargs):
-        return assemble(Capture(layers, layers.modules))
+        return assemble(Capture(layers, layers.modules).observations())
     for cached in (True, False):  # torch's cache fails on what it cannot compare (packed weights); without, it is slow
         capture = Capture(layers, layers.modules)
         with preserved(model, values=False), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs, cached)
         if reason is None:
-            return assemble(capture)
-    record = assemble(Capture(layers, layers.modules))
+            return assemble(capture.observations())
+    record = assemble(Capture(layers, layers.modules).observations())
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
 

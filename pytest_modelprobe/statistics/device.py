@@ -59,7 +59,7 @@ def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
 
 
 def combined(rows: Tensor) -> Tensor:
-    """Return one row for all: the formula of `Statistics.merge`, for any number of parts."""
+    """Return one row for all: the formula of `merge_moments`, for any number of parts at once."""
     finite, mean = rows[:, 0], rows[:, 10]
     share = finite / finite.sum().clamp(min=1)
     center = (share * mean).sum()

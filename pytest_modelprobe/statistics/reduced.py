@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
+from pytest_modelprobe.record import merge_moments
+
 Array = npt.NDArray[Any]
 
 Row = tuple[float, ...]
@@ -67,15 +69,10 @@ def times(row: Row, copies: int) -> Row:
 
 
 def joined(a: Row, b: Row) -> Row:
-    """Return the numbers of both sets of elements together: the formula of `Statistics.merge`."""
+    """Return the numbers of both sets of elements together."""
     n, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = a
     m, b_nan, b_posinf, b_neginf, b_zeros, b_first_nan, b_first_posinf, b_first_neginf, b_low, b_high, b_mean, other = b
-    if n and m:
-        delta = b_mean - mean
-        mean += delta * (m / (n + m))
-        deviations += delta * delta * (n * m / (n + m))
-    elif m:
-        mean = b_mean
+    mean, deviations = merge_moments(n, mean, deviations, m, b_mean, other)
     if b_nan or b_posinf or b_neginf:
         first_nan = min(first_nan, b_first_nan)
         first_posinf = min(first_posinf, b_first_posinf)
@@ -92,5 +89,5 @@ def joined(a: Row, b: Row) -> Row:
         min(b_low, low),
         max(b_high, high),
         mean,
-        deviations + other,
+        deviations,
     )

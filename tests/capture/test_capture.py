@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import statistics
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import Watch
-from pytest_modelprobe.record.records import Record
+from pytest_modelprobe.record import Record
 
 Pair = namedtuple("Pair", "left right")
 
@@ -1114,8 +1114,8 @@ def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
     with Watch(model) as watch:
         for _ in range(2):
             model(torch.empty(2, 3, 4, 4, device="meta")).sum().backward()
-        watch._capture.check()
-    assert watch._capture.newest.calls["4", 0].outputs[0][1].backward.rows.is_meta
+        seen = watch._capture.observations()
+    assert seen.newest.calls["4", 0].outputs[0][1].backward.rows.is_meta
 
 
 @pytest.mark.cuda

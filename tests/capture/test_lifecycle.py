@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture import capture
+from pytest_modelprobe.capture import backward, module_hooks
 from pytest_modelprobe.capture.capture import Capture
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models.layers import Layers
@@ -406,7 +406,7 @@ def test_a_question_that_fails_in_a_hook_never_reaches_the_model(monkeypatch):
     model, x = Net(), torch.randn(3, 4)
     expected = model(x)
     with Watch(model) as watch:
-        monkeypatch.setattr(capture, "tracing_state", broken)
+        monkeypatch.setattr(module_hooks, "tracing_state", broken)
         hooked = [hook(model, (x,), {}, *output) for hook, output in ((before(model), ()), (after(model), (expected,)))]
         monkeypatch.undo()
     assert hooked == [None, None]
@@ -429,7 +429,7 @@ def test_a_question_that_fails_in_a_backward_never_reaches_the_model(monkeypatch
     model = Net()
     with Watch(model) as watch:
         out = model(torch.randn(3, 4)).sum()
-        monkeypatch.setattr(capture, "graph_task", broken)
+        monkeypatch.setattr(backward, "graph_task", broken)
         out.backward()
         monkeypatch.undo()
     assert all(p.grad is not None for p in model.parameters())

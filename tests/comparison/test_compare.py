@@ -15,7 +15,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import Comparison, compare
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.files import decode_architecture, encode
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
     IsolatedResponse,

@@ -24,7 +24,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
 from pytest_modelprobe.gate.verdict import class_of
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
     IsolatedResponse,

@@ -8,7 +8,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.matching import match
 from pytest_modelprobe.exceptions import SelectionError
-from pytest_modelprobe.record.records import Call, EmittedTensor, IsolatedResponse, Layer, Parameter, Record, Value
+from pytest_modelprobe.record import Call, EmittedTensor, IsolatedResponse, Layer, Parameter, Record, Value
 from pytest_modelprobe.record.renames import declared, needed, renamed, rules
 
 

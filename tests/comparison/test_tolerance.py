@@ -22,7 +22,7 @@ from pytest_modelprobe.comparison.tolerance import (
     change,
     epsilon,
 )
-from pytest_modelprobe.record.records import Reading, Statistics
+from pytest_modelprobe.record import Reading, Statistics
 
 
 def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:

@@ -45,7 +45,7 @@ from pytest_modelprobe.files import (
 )
 from pytest_modelprobe.files.readings import number, reading_from, reading_text
 from pytest_modelprobe.gate import verdict as gate
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.record import (
     ROOT,
     Call,
     EmittedTensor,

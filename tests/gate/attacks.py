@@ -12,7 +12,7 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate.sources import Source, _is_snapshot, _pairs
 from pytest_modelprobe.gate.verdict import Verdict, judge
-from pytest_modelprobe.record.records import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.changes import status
 
 Files = dict[str, str]

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.gate.verdict import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
     IsolatedResponse,

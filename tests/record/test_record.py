@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.record import (
     ROOT,
     Attention,
     Call,

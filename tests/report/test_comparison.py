@@ -10,7 +10,7 @@ import pytest
 
 from pytest_modelprobe.comparison.compare import Comparison, Difference, compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.record.records import Layer, Record
+from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report.comparison import first_line, grouped, percent, said, text
 
 NET = Record(model="Net")

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import Snapshot, Verdict, judge
-from pytest_modelprobe.record.records import Layer, Record
+from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import github
 
 PATH = "tests/__modelprobe__/test_net/test_a.arch.json"

@@ -19,7 +19,7 @@ import pytest
 from pytest_modelprobe import cli
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import Snapshot, Verdict, judge
-from pytest_modelprobe.record.records import Layer, Record
+from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import changes, github, markdown
 from pytest_modelprobe.report.text import LONGEST, printable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_modelprobe.gate.verdict import DEFAULTS, Snapshot, Verdict, judge
-from pytest_modelprobe.record.records import Layer, Parameter, Record
+from pytest_modelprobe.record import Layer, Parameter, Record
 from pytest_modelprobe.report import changes, markdown
 
 

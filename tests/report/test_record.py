@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError
-from pytest_modelprobe.record.records import Layer, Parameter
+from pytest_modelprobe.record import Layer, Parameter
 
 
 def run(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Record:

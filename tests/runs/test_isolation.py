@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models import seeding
-from pytest_modelprobe.record.records import IsolatedResponse, Reading
+from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.isolation import Key, fits, isolate, kind_of, noisy, synthetic
 from pytest_modelprobe.runs.noise import Perturbation, change
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs.noise import (
     Perturbation,
     change,

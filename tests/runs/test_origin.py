@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.record.records import Operation
+from pytest_modelprobe.record import Operation
 from pytest_modelprobe.runs.origin import find_gradient_origin, find_origin
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import pytest_modelprobe.probe
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
-from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.options import Accepted
 from pytest_modelprobe.snapshot.preconditions import active_dropout, is_training, nonfinite
 from pytest_modelprobe.snapshot.unused import Module, Test, unused_files
@@ -44,7 +44,7 @@ def test_x(modelprobe, modelprobe_snapshot):
 # Records by hand, for what is not about models.
 RECORDS = """
 import pytest
-from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 
 def record(eps=1e-5, mean=0.5, device="cpu", **more):
     reading = Reading(statistics=Statistics(count=8, min=-1.0, max=2.0, mean=mean, deviations=8.0))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.record.records import estimated_share
+from pytest_modelprobe.record import estimated_share
 from pytest_modelprobe.statistics import collect, fingerprint, merge, reduce, reduce_on_device
 from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, project, read
 
@@ -249,7 +249,7 @@ def test_the_change_from_nothing_is_infinite_and_of_nothing_is_nought():
 
 
 def test_comparing_fingerprints_needs_no_torch():
-    code = "import sys; from pytest_modelprobe.record.records import estimated_change, estimated_share; "
+    code = "import sys; from pytest_modelprobe.record import estimated_change, estimated_share; "
     code += "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.record.records import Statistics
+from pytest_modelprobe.record import Statistics
 from pytest_modelprobe.statistics import SmallTensors, ambient_modes_disabled, collect, merge, reduce, reduce_on_device
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.small import SMALL

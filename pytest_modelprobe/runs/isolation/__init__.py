@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import Layers, preserved, seeding
+from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import change
 
@@ -80,8 +79,7 @@ def isolate(
         stack.enter_context(preserved(model))
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
-        if found.compiled or "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(run_eagerly(found))
         notes = stack.enter_context(CallTracer(found, layers, only))
         with torch.set_grad_enabled(gradient):
             forward()

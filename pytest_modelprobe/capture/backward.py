@@ -1,0 +1,107 @@
+"""Backward passes: gradients of observed tensors and of parameters, reduced as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.statistics import Reduced, SmallTensors
+
+from .observation import Forward, ObservedForwards, ParameterGradient, TensorObservation
+from .running_calls import RunningCalls
+from .steps import Steps
+from .tensors import ContentKey, content_key
+from .views import HookedViews
+
+_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
+
+
+class BackwardPasses:
+    """Counts backward passes, and receives their gradients."""
+
+    def __init__(
+        self, forwards: ObservedForwards, running: RunningCalls, views: HookedViews, steps: Steps, small: SmallTensors
+    ) -> None:
+        self._forwards = forwards
+        self._running = running
+        self._views = views
+        self._steps = steps
+        self._small = small
+        self._current = -1
+        self._newest_task = -1
+        # Gradients of the newest backward pass, by index of the forward and content key.
+        self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
+        self.count = 0
+        """Passes, those inside a forward left out."""
+        self.parameters: dict[str, ParameterGradient] = {}
+        """Gradients of parameters by full name, of all passes."""
+        self.recomputed: tuple[Forward, int] | None = None
+        """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
+
+    def enter(self) -> bool:
+        """Count the pass that runs if it is new; return whether it runs inside a forward."""
+        self._running.drop_abandoned()
+        inner = bool(self._running)
+        task = graph_task()
+        if task > self._newest_task:
+            self._newest_task = task
+            self._cache.clear()
+            if self.recomputed is None:  # else it is the backward of a segment, inside that of the whole
+                self._current = task
+                if not inner:
+                    self.count += 1
+                    self._views.mark_overwritten()
+        return inner
+
+    def current(self) -> int:
+        """Return the number of the pass that runs, counting it if it is new."""
+        self.enter()
+        return self._current
+
+    def receive(self, observed: Mapping[Forward, list[TensorObservation]], gradient: torch.Tensor) -> None:
+        """Take the whole gradient of a tensor that was observed, in one forward or several."""
+        inner = self.enter()
+        self.recomputed = None
+        forwards = list(observed)
+        reduced = self._reduced(gradient, forwards[0].index if len(forwards) == 1 else max(f.index for f in forwards))
+        for forward in forwards:
+            for seen in observed[forward]:
+                seen.receive(reduced, inner=inner)
+            if not inner:
+                forward.backwards.add(self._current)
+                self._steps.reached(training=forward.kind[1])
+
+    def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
+        """Take the gradient of a parameter, before it is added to ``.grad``."""
+        first, newest = self._forwards.first, self._forwards.newest
+        reduced = self._reduced(gradient, 0 if newest is None else newest.index)
+        # The first and the newest forward have records of their own: those that the pass reached. It may have reached
+        # no hooked value.
+        alone = [newest, first] if first is not newest else [newest]
+        reached = [f for f in alone if f is not None and self._current in f.backwards]
+        if not reached and newest is not None:
+            reached = [newest]
+        for gradients in (self.parameters, *(forward.parameters for forward in reached)):
+            for name in names:
+                if name not in gradients:
+                    gradients[name] = ParameterGradient()
+                gradients[name].receive(reduced, self._current)
+
+    def clear(self) -> None:
+        """Forget the gradients of the newest pass, which are kept to be recognized."""
+        self._cache.clear()
+
+    def _reduced(self, gradient: torch.Tensor, index: int) -> Reduced:
+        """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
+        key = content_key(gradient) if gradient.numel() > _LARGE else None
+        if key is None:
+            return statistics.reduce(gradient, index=index, small=self._small)
+        known = self._cache.get((index, key))
+        if known is None:
+            kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
+            known = self._cache[index, key] = statistics.reduce(gradient, index=index), kept
+        return known[0]

@@ -1,0 +1,100 @@
+"""One call: its inputs when it begins, its outputs when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import any_autocast
+from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
+
+from .attention import AttentionMode
+from .random_draws import random_states
+from .running_calls import RunningCall, RunningCalls
+from .tensor_hooks import TensorObserver
+from .tensors import plain_name, shape_of
+from .units import unit_axis
+
+
+class CallRecorder:
+    """Fills the `CallObservation` of each call of a selected layer.
+
+    Args:
+        attention: Where to look for attention weights among outputs; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        tensors: TensorObserver,
+        running: RunningCalls,
+        notes: dict[str, None],
+        attention: AttentionMode | None,
+    ) -> None:
+        self._tensors = tensors
+        self._running = running
+        self._notes = notes
+        self._attention = attention
+
+    def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
+        """Observe the inputs of a call, which is not on the stack yet.
+
+        Args:
+            running: The call.
+            training: Mode of the layer.
+            may_draw: Whether to find out if the call draws random numbers.
+        """
+        call = running.observation = running.forward.begin_call(running.name)
+        call.training = training
+        call.arguments, call.inputs_known = running.inputs.plain, running.inputs.known
+        call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(running.inputs)
+        outer = self._running.innermost
+        axes = {} if outer is None else outer.unit_axes
+        with statistics.ambient_modes_disabled():
+            call.inputs = [
+                (path, self._tensors.observe(running.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
+                for path, tensor in running.inputs.tensors
+            ]
+            running.random_states = random_states() if may_draw else ()
+
+    def finish(self, running: RunningCall, output: Any, module: nn.Module | None) -> None:
+        """Observe the outputs of a call, which is off the stack.
+
+        Args:
+            running: The call.
+            output: What it returned.
+            module: The module that was called; None for a function.
+        """
+        call = running.observation
+        if call is None:
+            return
+        outer = self._running.innermost
+        with statistics.ambient_modes_disabled():
+            running.forward.end_call(call)
+            outputs = flatten("output", output)
+            for path, tensor in outputs.tensors:
+                axis = running.inherited_axis(tensor)
+                if module is not None and not tensor.is_nested:
+                    axis = unit_axis(module, tensor, axis)
+                call.outputs.append((path, self._tensors.observe(running.forward, tensor, axis)))
+            if self._attention is not None:
+                self._attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
+            if outputs.opaque and outer is None:
+                self._notes[f"{running.name}: {unseen(outputs)}"] = None
+            if running.random_states and any(map(operator.ne, running.random_states, random_states())):
+                call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
+        if outer is not None:
+            for _, seen in call.outputs:
+                outer.unit_axes[seen.shape] = seen.axis
+
+
+def _autocast_dtype(inputs: Flat) -> str | None:
+    """Return the dtype of the autocast that is active for the device of an input; without inputs, for the CPU."""
+    if not any_autocast():
+        return None
+    active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
+    return plain_name(active[0][1]) if active else None

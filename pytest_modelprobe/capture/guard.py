@@ -1,0 +1,52 @@
+"""The context in which every hook runs: its errors are kept, and none reaches the model."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from pytest_modelprobe.exceptions import ModelProbeError
+
+TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
+_OWN_FRAMES = 100  # from where on it is our own code that used up the stack
+
+
+class HookGuard:
+    """Keeps the first error of a hook.
+
+    Where the model itself used up Python's stack there is no error of a hook, only a note.
+    """
+
+    def __init__(self, notes: dict[str, None]) -> None:
+        self.active = False
+        """Whether the hooks observe: from `Capture.attach` to `Capture.detach`."""
+        self.entered = 0
+        """How many hooks ran."""
+        self.notes = notes
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if isinstance(error, RecursionError):
+            own = 0  # counted here: a call may be one too many
+            while trace is not None:
+                own, trace = own + 1, trace.tb_next
+            if own < _OWN_FRAMES:
+                self.notes[TOO_DEEP] = None
+                return True
+        self._failure = self._failure or error
+        return True
+
+    def check(self) -> None:
+        """Raise the error that was kept, if there is one."""
+        if isinstance(self._failure, ModelProbeError):
+            raise self._failure
+        if self._failure is not None:
+            raise ModelProbeError(
+                f"a hook of the probe failed, so that the record is incomplete: {self._failure!r}"
+            ) from self._failure

@@ -1,0 +1,217 @@
+"""Hooks on modules: objects that know their own module, and do nothing in a copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections import OrderedDict
+from types import FrameType
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pytest_modelprobe._torch import CALL, hook_tables, tracing_state, without_torch_function
+
+from .guard import TOO_DEEP, HookGuard
+
+_NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
+"""How a hook is pickled: takes any arguments, returns None, and is there where this package is not installed."""
+
+
+class CallReceiver(Protocol):
+    """What the hooks on modules call."""
+
+    guard: HookGuard
+
+    def before(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        *,
+        late: bool,
+    ) -> None:
+        """Called before each call of a hooked layer.
+
+        Args:
+            name: Of the layer.
+            module: The layer.
+            args: Of the call.
+            kwargs: Of the call.
+            frame: Python frame of the call.
+            late: Whether hooks that run after ours may still change the arguments.
+        """
+
+    def after(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        frame: FrameType,
+    ) -> None:
+        """Called after each call of a hooked layer, also when it raised."""
+
+    def note_late(self, name: str, what: str) -> None:
+        """Called where a hook was found that ran after ours in one call."""
+
+
+class ModuleHooks:
+    """Puts a hook before and a hook after each call of the modules added."""
+
+    def __init__(self, receiver: CallReceiver) -> None:
+        self._receiver = receiver
+        self._before: list[_Before] = []
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        """Hook one module. A ScriptModule takes no hooks."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        after = _After(self._receiver, name, module)
+        before = _Before(self._receiver, name, module, after)
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        before.key = self._handles[-1].id
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        after.key = self._handles[-1].id
+        self._before.append(before)
+
+    def stay_last(self) -> None:
+        """Move the hooks before calls behind those that were registered since."""
+        for before in self._before:
+            before.stay_last_of_module()
+
+    def removed(self) -> list[str]:
+        """Return the names of the layers from which somebody else removed our hooks."""
+        return [before.name for before in self._before if not before.is_there()]
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        self._before.clear()
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class _Hook:
+    __slots__ = ("_module", "_name", "_receiver", "key")
+    is_modelprobe = True
+    key: int
+    """Of the hook, among those of its module."""
+
+    def __init__(self, receiver: CallReceiver, name: str, module: nn.Module) -> None:
+        self._receiver = receiver
+        self._name = name
+        self._module = ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NOTHING
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert()
+
+    @property
+    def __name__(self) -> str:
+        # What torch.jit.script asks of each hook before it compiles it. An AttributeError, as of any callable object.
+        raise AttributeError(
+            "a hook of a watch has no name, and torch.jit.script cannot compile it: script the model before it is "
+            "watched, or after the watch is closed"
+        )
+
+    def _active(self, module: nn.Module) -> bool:
+        traced = tracing_state() is not None
+        return self._receiver.guard.active and self._module() is module and not traced
+
+    def stay_last(self, hooks: dict[int, Any]) -> bool:
+        """Move behind hooks that came since, to see what they change; return whether there were any."""
+        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
+            return False
+        behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
+        if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
+            return False
+        cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
+        return True
+
+
+class _Before(_Hook):
+    __slots__ = ("after",)
+
+    def __init__(self, receiver: CallReceiver, name: str, module: nn.Module, after: _After) -> None:
+        super().__init__(receiver, name, module)
+        self.after = after
+
+    @property
+    def name(self) -> str:
+        """Of the layer."""
+        return self._name
+
+    def stay_last_of_module(self) -> None:
+        """Move behind hooks that came since."""
+        module = self._module()
+        if module is not None:
+            self.stay_last(module._forward_pre_hooks)
+
+    def is_there(self) -> bool:
+        """Whether this and the hook after the call are on the module still."""
+        module = self._module()
+        return module is None or (self.key in module._forward_pre_hooks and self.after.key in module._forward_hooks)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            if not torch.compiler.is_compiling():
+                with self._receiver.guard, without_torch_function():
+                    if self._active(module):
+                        late = self.stay_last(module._forward_pre_hooks)
+                        self.after.stay_last(module._forward_hooks)
+                        frame = _frame_of_call(sys._getframe(1))
+                        self._receiver.before(self._name, module, args, kwargs, frame, late=late)
+        except RecursionError:  # not even the guard could be called
+            self._receiver.guard.notes[TOO_DEEP] = None
+
+
+class _After(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        try:
+            if not torch.compiler.is_compiling():
+                with self._receiver.guard, without_torch_function():
+                    if self._active(module):
+                        if self.stay_last(module._forward_hooks):
+                            self._receiver.note_late(self._name, "outputs")
+                        frame = _frame_of_call(sys._getframe(1))
+                        self._receiver.after(self._name, module, args, kwargs, output, frame)
+        except RecursionError:
+            self._receiver.guard.notes[TOO_DEEP] = None
+
+
+class _Inert:
+    """What a hook becomes in a copy of its module: nothing, and gone at the copy's first call."""
+
+    __slots__ = ()
+    is_modelprobe = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NOTHING
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        tables = hook_tables(module)
+        for key in [key for table in tables for key, hook in table.items() if isinstance(hook, _Inert)]:
+            for table in tables:
+                table.pop(key, None)
+
+
+def _frame_of_call(frame: FrameType) -> FrameType:
+    """Return the frame of the ``_call_impl`` that runs the hook: pre and post hook of one call share it."""
+    while frame.f_code.co_name != CALL and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,134 @@
+"""Hooks on parameters: their gradients on the way to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pytest_modelprobe._torch import graph_task, tensor_hooks, without_torch_function
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.record import ROOT
+
+from .backward import BackwardPasses
+from .guard import HookGuard
+from .parameters import parameter_content_key
+from .steps import Accumulated, Steps
+from .tensors import ContentKey
+
+
+class ParameterHooks:
+    """Puts one hook on each parameter of the layers added."""
+
+    def __init__(self, layers: Layers, guard: HookGuard, backward: BackwardPasses, steps: Steps) -> None:
+        self.guard = guard
+        self.backward = backward
+        self.steps = steps
+        self._layers = layers
+        self._owners: list[tuple[str, nn.Module]] = []
+        self._hooked: dict[str, nn.Parameter] = {}
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def hooked(self) -> Collection[nn.Parameter]:
+        """The parameters that have a hook."""
+        return self._hooked.values()
+
+    def add_layer(self, name: str, module: nn.Module) -> None:
+        """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
+        prefix = "" if name == ROOT else f"{name}."
+        self._owners.append((prefix, module))
+        if module._modules and self._layers.is_leaf(name):
+            inside = module.named_modules(prefix=name.removeprefix(ROOT))
+            self._owners += [(f"{path}.", owner) for path, owner in inside if owner is not module]
+
+    def attach(self) -> None:
+        """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
+        for prefix, owner in self._owners:
+            for name, parameter in owner._parameters.items():
+                if self._hooked.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):
+                    continue  # `functional_call` puts plain tensors here
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._hooked[prefix + name] = parameter
+                    hook = self._hook_on(parameter)
+                    if hook is None:
+                        hook = _ParameterHook(self, parameter)
+                        accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
+                        self._handles += (parameter.register_hook(hook), accumulated)
+                    hook.names.append(prefix + name)  # tied: one hook for all its names
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        self._hooked.clear()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def accumulated(self, parameters: Collection[torch.Tensor]) -> list[Accumulated]:
+        """Return what is known of ``.grad`` of those parameters that have a hook."""
+        hooks = (self._hook_on(parameter) for parameter in parameters)
+        return [hook.held for hook in hooks if hook is not None]
+
+    def content_keys(self) -> dict[str, ContentKey | None]:
+        """Return the content keys of the parameters and buffers of all layers added, by full name."""
+        return {
+            prefix + name: parameter_content_key(tensor)
+            for prefix, owner in self._owners
+            for own in (owner._parameters, owner._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        }
+
+    def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
+        hooks = (tensor_hooks(parameter) or {}).values()
+        return next((h for h in hooks if isinstance(h, _ParameterHook) and h.owner is self), None)
+
+
+class _ParameterHook:
+    """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes."""
+
+    __slots__ = ("_arrived", "_parameter", "_parts", "held", "names", "owner")
+    is_modelprobe = True
+
+    def __init__(self, owner: ParameterHooks, parameter: nn.Parameter) -> None:
+        self.owner = owner
+        self.held = Accumulated()
+        self._parameter = ref(parameter)
+        self.names: list[str] = []
+        self._arrived = -1
+        self._parts = 0
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.owner.guard.active and gradient is not None:
+            with self.owner.guard, without_torch_function():
+                backward = self.owner.backward.current()
+                self._parts = self._parts + 1 if backward == self._arrived else 1
+                self._arrived = backward
+                if self._parts == 1:
+                    parameter = self._parameter()
+                    if parameter is not None:
+                        self.owner.steps.arrives(parameter, self.held, backward)
+                    self.owner.backward.receive_parameter(self.names, gradient)
+
+    def take_accumulated(self, parameter: nn.Parameter) -> None:
+        """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""
+        if self.owner.guard.active:
+            with self.owner.guard, without_torch_function():
+                if self._parts == 1 and graph_task() == self._arrived:
+                    return
+                gradient = parameter.grad
+                if gradient is not None and (self._parts > 1 or self.owner.backward.current() != self._arrived):
+                    self.owner.backward.receive_parameter(self.names, gradient)
+
+
+class _AccumulatedHook:
+    __slots__ = ("_hook",)
+    is_modelprobe = True
+
+    def __init__(self, hook: _ParameterHook) -> None:
+        self._hook = hook
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self._hook.take_accumulated(parameter)

@@ -1,0 +1,44 @@
+"""Whether a call draws random numbers: the states of torch's generators before and after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pytest_modelprobe._torch import function_modes, global_hooks
+from pytest_modelprobe.models import as_array
+
+_WITHOUT_DRAWS = {
+    module
+    for module in vars(nn).values()
+    if isinstance(module, type)
+    and issubclass(module, nn.Module)
+    and module.__module__.removeprefix("torch.nn.modules.")
+    in {
+        "activation", "batchnorm", "conv", "flatten", "fold", "instancenorm", "linear", "normalization", "padding",
+        "pixelshuffle", "pooling", "sparse", "upsampling",
+    }
+    and module not in {nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
+}  # fmt: skip
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a call of a module may draw random numbers.
+
+    It may not where only torch's own code runs that draws none. Comparing states costs more than such a call.
+    """
+    return (
+        type(module) not in _WITHOUT_DRAWS
+        or "forward" in module.__dict__
+        or not len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
+        or any(map(bool, global_hooks))
+        or bool(function_modes())
+    )
+
+
+def random_states() -> tuple[bytes, ...]:
+    """Return the states of torch's generators."""
+    states = as_array(torch.default_generator.get_state()).tobytes()
+    if torch.cuda.is_initialized():
+        return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
+    return (states,)

@@ -1,0 +1,143 @@
+"""The calls that run now, outermost first.
+
+`KeyboardInterrupt` and `pytest.fail` run no forward hooks: a call that ended so is known by its Python frame.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+
+from pytest_modelprobe.models import Flat
+from pytest_modelprobe.record import Dimension
+
+from .observation import AttentionObservation, CallObservation, Forward
+from .tensors import ContentKey, content_key, shape_of
+
+InputKeys = list[tuple[int, ContentKey | None]]
+
+
+class RunningCall:
+    """A call that has begun and not ended."""
+
+    __slots__ = (
+        "attended", "error_before", "forward", "frame", "input_keys", "inputs", "name", "observation", "random_states",
+        "unit_axes",
+    )  # fmt: skip
+
+    def __init__(self, name: str, frame: FrameType, forward: Forward, inputs: Flat) -> None:
+        self.name = name
+        self.frame = frame
+        self.forward = forward
+        self.inputs = inputs
+        self.observation: CallObservation | None = None
+        """None where the layer is not selected."""
+        self.unit_axes: dict[tuple[Dimension, ...], int | None] = {}
+        """Unit axis of the outputs of the calls inside, the newest of each shape."""
+        self.random_states: tuple[bytes, ...] = ()
+        """Of the generators as the call began; empty where it draws nothing."""
+        self.input_keys: InputKeys | None = None
+        """Of the inputs as they were read, where another hook runs after ours and may change them."""
+        self.attended = False
+        """Whether attention weights were seen in the call."""
+        self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
+
+    def is_over(self, thread: int) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
+        if _is_on_stack(self.frame, sys._getframe(1)):
+            return False
+        elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+        return not _is_on_stack(self.frame, elsewhere)
+
+    def inherited_axis(self, output: torch.Tensor) -> int | None:
+        """Return the unit axis of what was made inside in the shape of an output, else of an input of that shape."""
+        shape = shape_of(output)
+        inside = self.unit_axes.get(shape)
+        if inside is not None or self.observation is None:
+            return inside
+        return next((seen.axis for _, seen in self.observation.inputs if seen.shape == shape), None)
+
+
+class RunningCalls:
+    """The stack of the calls that run, all in one thread.
+
+    Args:
+        on_abandoned: Called when the outermost call turns out to have ended without a hook.
+    """
+
+    def __init__(self, on_abandoned: Callable[[], None]) -> None:
+        self._stack: list[RunningCall] = []
+        self._thread = 0
+        self._on_abandoned = on_abandoned
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    @property
+    def innermost(self) -> RunningCall | None:
+        """The newest call on the stack; None where no call runs."""
+        return self._stack[-1] if self._stack else None
+
+    def innermost_here(self) -> RunningCall | None:
+        """Return the innermost call, if it still runs."""
+        running = self.innermost
+        return None if running is None or running.is_over(self._thread) else running
+
+    def is_elsewhere(self) -> bool:
+        """Whether the calls run in another thread than this."""
+        return self._thread != threading.get_ident()
+
+    def push(self, running: RunningCall) -> None:
+        """Add the innermost call."""
+        if not self._stack:
+            self._thread = threading.get_ident()
+        self._stack.append(running)
+
+    def pop(self, name: str, frame: FrameType) -> RunningCall | None:
+        """Remove a call with all inside it; return None where another hook raised before ours could add it."""
+        for i in range(len(self._stack) - 1, -1, -1):
+            if self._stack[i].frame is frame and self._stack[i].name == name:
+                running = self._stack[i]
+                del self._stack[i:]
+                return running
+        return None
+
+    def remove(self, running: RunningCall) -> None:
+        """Remove a call with all inside it, if it is there."""
+        if running in self._stack:
+            del self._stack[self._stack.index(running) :]
+
+    def drop_abandoned(self) -> None:
+        """Remove calls that ended although no hook ran."""
+        while self._stack and self._stack[-1].is_over(self._thread):
+            self._stack.pop()
+            if not self._stack:
+                self._on_abandoned()
+
+    def clear(self) -> None:
+        """Remove all calls."""
+        self._stack.clear()
+
+    def attend(self, call: CallObservation, found: list[AttentionObservation]) -> None:
+        """Add attention weights to a call; they were computed in all calls that run."""
+        call.attention += found
+        for running in self._stack if found else ():
+            running.attended = True
+
+
+def input_keys(inputs: Flat) -> InputKeys:
+    """Return the identity and the content key of each tensor."""
+    return [(id(tensor), content_key(tensor)) for _, tensor in inputs.tensors]
+
+
+def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
+    """Whether a frame is on the stack that ends with ``innermost``; the walk is short where it is."""
+    while innermost is not None:
+        if innermost is frame:
+            return True
+        innermost = innermost.f_back
+    return False

@@ -1,0 +1,43 @@
+"""Plain attributes that a forward sets on its modules: results of the run, not settings of the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pytest_modelprobe.models import Layers, attributes
+from pytest_modelprobe.record import ROOT, Plain
+
+
+class SetAttributes:
+    """Compares the attributes of the selected layers before and after the first forward of each kind."""
+
+    def __init__(self, layers: Layers, selected: Collection[str]) -> None:
+        self._layers = layers
+        self._selected = selected
+        self._before: dict[str, tuple[type, dict[str, Plain]]] = {}
+        self.found: dict[str, set[str]] = {}
+        """Names of the attributes that a forward set, by layer."""
+
+    def begin(self, root: str) -> None:
+        """Read the attributes of a layer and all inside it."""
+        self._before = {
+            name: (type(module), attributes(module))
+            for name, module in self._layers.modules.items()
+            if name in self._selected and (root in (ROOT, name) or name.startswith(f"{root}."))
+        }
+
+    def update(self) -> None:
+        """Add the attributes that were set since `begin`."""
+        for name, (kind, before) in self._before.items():
+            module = self._layers.modules[name]
+            if type(module) is not kind:
+                continue  # a lazy module became what it is
+            for key, now in attributes(module).items():
+                then = before.get(key)
+                # A number that was computed again may be equal, but is another object; a sequence is text made anew.
+                if now is not then and not (type(now) is str and now == then):
+                    self.found.setdefault(name, set()).add(key)
+
+    def clear(self) -> None:
+        """Compare nothing until the next `begin`."""
+        self._before = {}

@@ -1,0 +1,137 @@
+"""Hooks on tensors: each is reduced once and hooked once, in however many places it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import is_view, tensor_hooks, without_torch_function
+from pytest_modelprobe.statistics import Reduced, SmallTensors
+
+from .guard import HookGuard
+from .observation import Forward, ReductionCacheEntry, TensorObservation
+from .tensors import content_key, is_parameter
+from .views import HookedViews
+
+OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
+
+
+class TensorObserver:
+    """Makes a `TensorObservation` of each tensor, with a hook for its gradient.
+
+    Args:
+        on_gradient: Called with the observations of a tensor, by forward, and its whole gradient.
+    """
+
+    def __init__(self, guard: HookGuard, views: HookedViews, small: SmallTensors, on_gradient: OnGradient) -> None:
+        self.guard = guard
+        self.on_gradient = on_gradient
+        self.model_storages: frozenset[int] = frozenset()
+        """Keys of the storages of the model's parameters and buffers."""
+        self._views = views
+        self._small = small
+        # Those of the newest forward, and those before it that were alive when it began.
+        self._hooks: list[ReferenceType[_TensorHook]] = []
+
+    def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
+        """Return the observation of a tensor in a new place; ``axis`` is that of its units."""
+        hook = self._hook_on(tensor)
+        if hook is None:
+            return TensorObservation(tensor, *self._read(forward, tensor, axis))
+        before = hook.seen_in(forward)
+        # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
+        if before is not None and hook.version is not None and not is_view(tensor):
+            seen = TensorObservation(tensor, before.number, before.forward)
+        else:
+            _, reduced = self._read(forward, tensor, axis)
+            # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
+            seen = TensorObservation(tensor, before.number if before is not None else forward.next_number(), reduced)
+        hook.add(forward, seen)
+        self._views.add(tensor, seen)
+        return seen
+
+    def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
+        """Let the gradient of a recomputed tensor go to the observation of the original."""
+        hook = None if tensor.is_leaf else self._hook_on(tensor)
+        if hook is not None:
+            seen.requires_grad = True
+            hook.add(forward, seen)
+
+    def drop_dead_hooks(self) -> None:
+        """Forget the hooks whose tensors are gone."""
+        self._hooks = [alive for alive in self._hooks if alive() is not None]
+
+    def detach(self) -> None:
+        """Remove the hooks from all tensors that are alive."""
+        for alive in self._hooks:
+            if (hook := alive()) is not None:
+                hook.handle.remove()
+        self._hooks.clear()
+
+    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
+        """Return the number of a tensor's contents, and their reduction."""
+        key = content_key(tensor)
+        if key is not None and (key[0] in self.model_storages or is_parameter(tensor)):
+            key = None  # `p.data.add_()` changes a parameter without a new version
+        known = None if key is None else forward.reductions.get(key)
+        if known is not None:
+            return known.number, known.reduced
+        number = forward.next_number()
+        reduced = statistics.reduce(tensor, axis=axis, index=forward.index, small=self._small)
+        if key is not None:
+            forward.reductions[key] = ReductionCacheEntry(tensor, number, reduced)
+        return number, reduced
+
+    def _hook_on(self, tensor: torch.Tensor) -> _TensorHook | None:
+        """Return our hook on the tensor as it is now, made if there is none; None where no gradient can come."""
+        if not tensor.requires_grad:
+            return None
+        # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
+        version = None if tensor.is_leaf else tensor._version
+        for known in (tensor_hooks(tensor) or {}).values():
+            if type(known) is _TensorHook and known.observer is self and known.version == version:
+                return known
+        hook = _TensorHook(self, version)
+        hook.handle = tensor.register_hook(hook)
+        self._hooks.append(ref(hook))
+        return hook
+
+
+class _TensorHook:
+    """Our hook on one tensor: hands its gradient to every observation of it."""
+
+    __slots__ = ("__weakref__", "_fired", "handle", "observed", "observer", "version")
+    __torch_unserializable__ = True  # else torch warns when the tensor is pickled
+
+    def __init__(self, observer: TensorObserver, version: int | None) -> None:
+        self.observer = observer
+        self._fired = False
+        self.version = version
+        self.handle: Any = None
+        # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
+        self.observed: MutableMapping[Forward, list[TensorObservation]] = (
+            {} if version is not None else WeakKeyDictionary()
+        )
+
+    def seen_in(self, forward: Forward) -> TensorObservation | None:
+        """Return the first observation of the tensor in ``forward``, if there is one."""
+        seen = self.observed.get(forward)
+        return seen[0] if seen else None
+
+    def add(self, forward: Forward, seen: TensorObservation) -> None:
+        """Let the gradient go to ``seen`` too."""
+        if self._fired:  # an input used again: earlier forwards have had theirs
+            for earlier in [other for other in self.observed if other is not forward]:
+                del self.observed[earlier]
+            self._fired = False
+        self.observed.setdefault(forward, []).append(seen)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.observer.guard.active and gradient is not None and self.observed:
+            self._fired = True
+            with self.observer.guard, without_torch_function():
+                self.observer.on_gradient(self.observed, gradient)

@@ -1,0 +1,33 @@
+"""Views with a hook: autograd drops the hook silently when the view is overwritten in place."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from pytest_modelprobe._torch import is_view
+
+from .observation import TensorObservation
+
+
+class HookedViews:
+    """Finds the views that were overwritten after they were observed."""
+
+    def __init__(self) -> None:
+        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
+        """Look after a tensor, if it is a view."""
+        if is_view(tensor):
+            version = tensor.detach()
+            with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+                # An alias without the memory: what it still shares is the count of versions.
+                version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self._views.append((seen, tensor._version, version))
+
+    def mark_overwritten(self) -> None:
+        """Mark those that were overwritten by now, and look after none of them any more."""
+        for seen, before, version in self._views:
+            seen.overwritten |= version._version > before
+        self._views.clear()

@@ -1,0 +1,172 @@
+"""Calls of a layer: the tensors that went in and out, attention weights, the isolated response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from pytest_modelprobe.exceptions import NothingObservedError
+
+from .equality import NanEqual
+from .tensor_statistics import Reading
+
+if TYPE_CHECKING:
+    from .tensor_statistics import FiniteStatistics
+
+Plain = None | bool | int | float | str
+"""What is recorded exactly: an argument or an attribute that is no tensor."""
+
+Dimension = int | tuple[int, int]
+"""One size, or the smallest and the largest where it varied between forwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor among the inputs or outputs of a call."""
+
+    path: str
+    """Where in the call: ``input``, ``input[1]``, ``mask``, ``output``, ``output.logits``."""
+    shape: tuple[Dimension, ...]
+    dtype: str
+    device: str
+    requires_grad: bool = False
+    tensor: int = -1
+    """Number of the tensor: values of one forward with the same number are the same tensor."""
+    forward: Reading = field(default_factory=Reading)
+    backward: Reading | None = None
+    """The gradient of this value; None where none arrived."""
+    backward_inner: Reading | None = None
+    """The gradient in backward passes that ran inside a forward."""
+    overwritten: bool = False
+    """The value is a view that was overwritten in place: whether a gradient arrived cannot be known."""
+    source: str | None = None
+    """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
+
+    @property
+    def statistics(self) -> FiniteStatistics:
+        """Of the value itself: ``record["fc"].output.statistics.rms``.
+
+        `forward` has them as they are, also where there may be none.
+
+        Raises:
+            NothingObservedError: There are no numbers, or none is finite; the message says why.
+        """
+        return _numbers(self.forward, f"{self.path} of shape {self.shape} and dtype {self.dtype}")
+
+    @property
+    def gradient(self) -> FiniteStatistics:
+        """Of the value's gradient; `backward` is None where none arrived.
+
+        Raises:
+            NothingObservedError: None arrived, it has no numbers, or none is finite; the message says why.
+        """
+        if self.backward is None:
+            raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
+        return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
+
+
+def _numbers(reading: Reading, what: str) -> FiniteStatistics:
+    statistics = reading.statistics
+    if statistics is None:
+        raise NothingObservedError(f"{what} has no statistics: {reading.reason or 'they were not recorded'}")
+    if not statistics.count:
+        raise NothingObservedError(f"{what} has no elements")
+    if not statistics.finite:
+        counts = f"{statistics.nan:,} NaN, {statistics.posinf:,} inf and {statistics.neginf:,} -inf"
+        raise NothingObservedError(f"{what} has no finite element: {counts} among {statistics.count:,}")
+    return cast("FiniteStatistics", statistics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmittedTensor:
+    """A tensor that the code of an isolated call handed to a child, or returned."""
+
+    where: str
+    """Where it went: ``attn input``, ``norm (call 2) input``, ``output``; names of children are relative."""
+    passed: str | None = None
+    """The synthetic tensor that it is, untouched: ``input``, ``norm output``; None: it was computed."""
+    reading: Reading | None = None
+    """Of what was computed: fingerprint or digest, and noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolatedResponse:
+    """How one call's own code answers synthetic inputs and weights, its children replaced by stubs."""
+
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Responses compare only
+    where these agree."""
+    handed: tuple[EmittedTensor, ...] = ()
+    """In the order in which it was handed on; what was returned comes last."""
+    gradient: Reading | None = None
+    """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
+    without_gradient: tuple[str, ...] = ()
+    """Synthetic floating tensors that no gradient reached, and what was computed of them and lets none through."""
+    reason: str | None = None
+    """Why the call could not be isolated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention(NanEqual):
+    """The attention weights that a call computed, merged over its forwards."""
+
+    shape: tuple[int, ...]
+    """Batch, queries, keys."""
+    entropy: tuple[float | None, ...]
+    """Of each head: mean over the queries of the weights' entropy, as a share of the greatest, the logarithm of the
+    number of keys that the query may attend to. None: no query has a choice of keys."""
+    most: tuple[float, ...]
+    """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+    kind: str = "attention"
+    """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
+    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; there
+    are no numbers of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(NanEqual):
+    """One execution of a layer within a forward, merged over the forwards of the same kind."""
+
+    root: str
+    """The layer whose outermost call was the forward."""
+    root_training: bool
+    """Whether that layer was in training mode. Forwards of other roots or modes are kept apart."""
+    index: int
+    """Which call of the layer within its forward, from 0."""
+    forwards: int = 1
+    """Forwards in which the layer was called that often."""
+    started: int = -1
+    """Position of its start among all starts and ends of calls in the newest of these forwards, from 0."""
+    finished: int = -1
+    """Position of its end; -1: it did not return."""
+    training: bool = False
+    """Mode of the layer itself during the call."""
+    inputs: tuple[Value, ...] = ()
+    inputs_known: bool = True
+    """False where an argument is of a type that cannot be looked into."""
+    outputs: tuple[Value, ...] = ()
+    arguments: Mapping[str, Plain] = field(default_factory=dict)
+    """Plain arguments of the call, by path."""
+    attention: tuple[Attention, ...] = ()
+    """Of each time that the call itself computed attention weights; seen under ``attention=True``."""
+    grad_enabled: bool = True
+    autocast: str | None = None
+    """Dtype of the autocast that was active, or None."""
+    random: str | None = None
+    """Hash of the random generator's state at the start, where the call drew random numbers."""
+    recomputed: int = 0
+    """Recomputations of the call by activation checkpointing; they are counted nowhere else."""
+    response: IsolatedResponse | None = None
+    """Of the call alone, on synthetic inputs; None: not asked for, or the same as an earlier call's."""
+
+
+def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
+    """Return the size that covers both: the same integer, or a range.
+
+    >>> merge_dimensions(4, 4), merge_dimensions(4, 2), merge_dimensions((2, 4), 7)
+    (4, (2, 4), (2, 7))
+    """
+    low = min(a if isinstance(a, int) else a[0], b if isinstance(b, int) else b[0])
+    high = max(a if isinstance(a, int) else a[1], b if isinstance(b, int) else b[1])
+    return low if low == high else (low, high)

@@ -1,0 +1,43 @@
+"""Names of layers, and addresses of values, as messages write them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+ROOT = "(root)"
+"""The name of the outermost module, which ``named_modules()`` calls the empty string."""
+
+NOT_DEFAULT = ", not the default"
+"""Stands behind an argument that is False, as most are where they are not given, of a layer that takes another one."""
+
+
+def label_of(where: str, type_name: str = "") -> str:
+    """Return a layer's name, or an address that begins with it, as it stands in a sentence: a number says what it is.
+
+    >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
+    ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")
+    >>> label_of("fc1", "Linear"), label_of("2.fc1 output", "Linear"), label_of("0.weight")
+    ('fc1', '2.fc1 output', '0.weight')
+    """
+    name, blank, rest = where.partition(" ")
+    if not name.isdigit():
+        return where
+    return f"layer '{name}'{type_name and f' ({type_name})'}{blank}{rest}"
+
+
+class Indexed(Protocol):
+    """A call, recorded or just observed, that knows which of its layer's calls it is."""
+
+    @property
+    def index(self) -> int:
+        """From 0."""
+
+
+def qualified(layer: str, name: str) -> str:
+    """Return the full name of what a layer owns: ``fc1.weight``, or ``weight`` where the layer is the root."""
+    return name if layer == ROOT else f"{layer}.{name}"
+
+
+def address(layer: str, call: Indexed, path: str) -> str:
+    """Return where a value was seen, as messages say it: ``fc1 output``, ``fc1 (call 2) input``."""
+    return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"

@@ -1,0 +1,251 @@
+"""Records: everything that was seen of a model, in plain numbers.
+
+Nothing in a record refers to a module or a tensor: it can be stored, sent to another process, merged and compared
+without torch. What shows a record is imported when one is shown.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pytest_modelprobe.exceptions import UnknownLayerError
+
+from .calls import Call
+from .codec import decode, encode
+from .layer import Layer
+from .tensor_statistics import is_read
+
+if TYPE_CHECKING:
+    from .selection import Selector
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """The torch operation in which something non-finite began."""
+
+    name: str
+    """As one would call it: ``torch.log``."""
+    location: str | None = None
+    """File and line in the model's source: ``model.py:42``."""
+    detail: str = ""
+    """What is worth knowing of its inputs: ``input min -0.3``."""
+
+    def __str__(self) -> str:
+        where = f" at {self.location}" if self.location else ""
+        return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What optimizers did while a model was watched. All are counts, which add up over watches."""
+
+    steps: int = 0
+    """Steps of optimizers that have a parameter of the model."""
+    others: int = 0
+    """Steps of optimizers that have none."""
+    lookalikes: int = 0
+    """Of the others, those whose optimizer has parameters of the same shapes as the model's."""
+    optimizers: int = 0
+    """Optimizers that took ``steps``."""
+    passes: int = 0
+    """Backward passes that reached a parameter."""
+    stale: int = 0
+    """Steps with gradients to which those of an earlier step of the same optimizer still counted."""
+    mixed: int = 0
+    """Steps with gradients of backward passes before and after a step of another optimizer."""
+    accumulated: int = 0
+    """Steps with gradients of several forwards in training mode and several backward passes."""
+    evaluating: int = 0
+    """Steps with gradients of a forward in evaluation mode."""
+    idle: int = 0
+    """Steps before which, other than before others of the same optimizer, a forward in training mode ran without
+    gradients; one more if such a forward ran after the last."""
+    discarded: int = 0
+    """Times that gradients were reset before any step was taken."""
+
+
+class Rerun(Protocol):
+    """Asks more of the run that made a record. Each answer is the record with more filled in."""
+
+    def isolated(
+        self,
+        record: Record,
+        like: Record | None = None,
+        names: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
+    ) -> Record:
+        """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
+
+        That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
+        are others. ``only``: of these layers alone; None: of all.
+        """
+
+    def measured(self, record: Record) -> Record:
+        """Fill in the noise of each reading and response."""
+
+
+_RERUNS: dict[int, Rerun] = {}
+"""How more can be asked of each record that lives, by its id."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
+class Record:
+    """Everything that was seen of a model: layers, their calls, the numbers of each value.
+
+    >>> call = Call(
+    ...     root="fc",
+    ...     root_training=False,
+    ...     index=0,
+    ...     outputs=(
+    ...         Value(
+    ...             path="output",
+    ...             shape=(4, 2),
+    ...             dtype="float32",
+    ...             device="cpu",
+    ...             forward=Reading(statistics=Statistics(count=8, mean=0.5)),
+    ...         ),
+    ...     ),
+    ... )
+    >>> record = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear", calls=(call,))}, forwards=1)
+    >>> record
+    <Record of Net: 1 layer, 1 forward, 0 backwards>
+    >>> record["fc"].output.shape, record["fc"].output.statistics.mean
+    ((4, 2), 0.5)
+    """
+
+    model: str
+    """Class name of the model."""
+    layers: Mapping[str, Layer] = field(default_factory=dict)
+    """By name, in the order of ``named_modules()``."""
+    forwards: int = 0
+    """Forwards merged."""
+    backwards: int = 0
+    """Backward passes (graph tasks) that reached a watched layer."""
+    device: str = "cpu"
+    seed: int | None = None
+    loss: str | None = None
+    """How the loss came about in a ``run``: ``random``, a function's name, or None without backward."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: unwrapped wrappers, values without numbers, contexts."""
+    origin: Operation | None = None
+    """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
+    gradient_origin: Operation | None = None
+    """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    training: Training | None = None
+    """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
+    noise: str | None = None
+    """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of torch and the like; stored, never compared."""
+
+    @property
+    def rerun(self) -> Rerun | None:
+        """How more can be asked of its run or watch. They are kept elsewhere: a record knows no model and no tensor."""
+        return _RERUNS.get(id(self))
+
+    def __getitem__(self, layer: str) -> Layer:
+        if layer not in self.layers:
+            from pytest_modelprobe.report.record import unknown_layer
+
+            raise UnknownLayerError(unknown_layer(self, layer))
+        return self.layers[layer]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.layers
+
+    def __str__(self) -> str:
+        from pytest_modelprobe.report.record import as_text
+
+        return as_text(self)
+
+    def table(self, layers: Selector = "**") -> str:
+        """Return what ``print(record)`` shows, without leaving out rows.
+
+        Args:
+            layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
+                order of execution, less containers that give out what a layer inside them gave; then those that were
+                not called and have parameters.
+
+        Raises:
+            SelectionError: The selector matches no layer.
+
+        >>> layer = Layer(name="fc", type="torch.nn.modules.linear.Linear")
+        >>> print(Record(model="Net", layers={"fc": layer}).table("fc"))
+        Net: 1 layer, 0 parameters
+        <BLANKLINE>
+        layer   type     parameters
+        fc      Linear            -
+        """
+        from pytest_modelprobe.assertions.sources import selected
+        from pytest_modelprobe.report.record import as_text
+
+        names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
+        return as_text(self, names, most=None)
+
+    def _repr_html_(self) -> str:
+        from pytest_modelprobe.report.record import as_html
+
+        return as_html(self)
+
+    def __repr__(self) -> str:
+        seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
+        counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
+        return f"<Record of {self.model}: {', '.join(counts)}>"
+
+    @property
+    def calls(self) -> list[tuple[Layer, Call]]:
+        """Every call with its layer, in order of execution (by start)."""
+        pairs = [(layer, call) for layer in self.layers.values() for call in layer.calls]
+        return sorted(pairs, key=lambda pair: pair[1].started)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and strings that strict JSON can hold.
+
+        >>> Record(model="Net", forwards=1).to_dict()
+        {'schema': 1, 'model': 'Net', 'forwards': 1}
+        """
+        return {"schema": SCHEMA, **encode(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """Return the record that `to_dict` described.
+
+        Raises:
+            ValueError: The data is of another schema, or no record.
+
+        >>> Record.from_dict({"schema": 1, "model": "Net"})
+        <Record of Net: 0 layers, 0 forwards, 0 backwards>
+        """
+        found: object = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        if found != SCHEMA:
+            raise ValueError(f"not a record of schema {SCHEMA}: found {found!r}")
+        try:
+            return cast(Record, decode(cls, {k: v for k, v in data.items() if k != "schema"}))
+        except TypeError as error:  # a field without which there is no such thing is missing
+            raise ValueError(f"not a record: {error}") from error
+
+
+def has_numbers(record: Record) -> bool:
+    """Whether a record is of more than structure; numbers of parameters alone are no behavior.
+
+    >>> has_numbers(Record(model="Net"))
+    False
+    """
+    return any(
+        call.response is not None
+        or any(is_read(r) for v in (*call.inputs, *call.outputs) for r in (v.forward, v.backward) if r is not None)
+        for _, call in record.calls
+    )
+
+
+def with_rerun(record: Record, rerun: Rerun) -> Record:
+    """Return the record, of which more can be asked from now on, as long as it lives."""
+    if record.rerun is None:
+        weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
+    _RERUNS[id(record)] = rerun
+    return record

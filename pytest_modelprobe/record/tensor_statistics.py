@@ -1,0 +1,225 @@
+"""Numbers of one tensor: moments and counts, ranges of units, fingerprint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .equality import NanEqual
+
+
+def merge_moments(
+    n: float, mean: float, deviations: float, m: float, other_mean: float, other_deviations: float
+) -> tuple[float, float]:
+    """Return mean and sum of squared deviations of ``n`` elements and ``m`` others together.
+
+    By the formula of Chan, Golub and LeVeque (1979), which does not cancel.
+
+    >>> merge_moments(2, 1.0, 2.0, 2, 5.0, 2.0)
+    (3.0, 20.0)
+    """
+    if n and m:
+        delta = other_mean - mean
+        mean += delta * (m / (n + m))
+        deviations += delta * delta * (n * m / (n + m))
+    elif m:
+        mean = other_mean
+    return mean, deviations + other_deviations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statistics(NanEqual):
+    """Moments and counts of the elements of one tensor, or of several merged.
+
+    Non-finite elements are counted apart; every other number is of the finite elements alone.
+    """
+
+    count: int
+    """Elements, non-finite ones included."""
+    nan: int = 0
+    """Elements that are NaN."""
+    posinf: int = 0
+    """Elements that are +infinity."""
+    neginf: int = 0
+    """Elements that are -infinity."""
+    zeros: int = 0
+    """Elements equal to zero."""
+    min: float | None = None
+    """Smallest finite element; None where there is none. Complex tensors: of the magnitudes."""
+    max: float | None = None
+    """Largest finite element; None where there is none."""
+    mean: float | None = None
+    """Mean of the finite elements; None where there is none."""
+    deviations: float = 0.0
+    """Sum of (x - mean)² over the finite elements."""
+    first_nan: int | None = None
+    """Index, from 0, of the first forward in which a NaN was seen."""
+    first_posinf: int | None = None
+    """Index of the first forward in which +infinity was seen."""
+    first_neginf: int | None = None
+    """Index of the first forward in which -infinity was seen."""
+
+    @property
+    def nonfinite(self) -> int:
+        """Elements that are NaN or infinite."""
+        return self.nan + self.posinf + self.neginf
+
+    @property
+    def finite(self) -> int:
+        """Elements that are finite."""
+        return self.count - self.nonfinite
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation of the finite elements."""
+        return None if self.mean is None else math.sqrt(self.deviations / self.finite)
+
+    @property
+    def rms(self) -> float | None:
+        """Root of the mean square of the finite elements."""
+        if self.mean is None:
+            return None
+        return math.hypot(math.sqrt(self.deviations / self.finite), self.mean)
+
+    @property
+    def norm(self) -> float:
+        """Root of the sum of squares of the finite elements."""
+        if self.mean is None:
+            return 0.0
+        finite = self.count - self.nan - self.posinf - self.neginf  # no other property: this one is asked for most
+        return math.hypot(math.sqrt(self.deviations), self.mean * math.sqrt(finite))
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether there are elements and each of them is zero."""
+        return 0 < self.count == self.zeros
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Return the statistics of both sets of elements together.
+
+        >>> a = Statistics(count=2, min=0.0, max=2.0, mean=1.0, deviations=2.0, zeros=1)
+        >>> b = Statistics(count=2, min=4.0, max=6.0, mean=5.0, deviations=2.0)
+        >>> both = a.merge(b)
+        >>> both.mean, both.std, both.zeros
+        (3.0, 2.23606797749979, 1)
+        """
+        n = 0 if self.mean is None else self.finite
+        m = 0 if other.mean is None else other.finite
+        mean, deviations = merge_moments(n, self.mean or 0.0, self.deviations, m, other.mean or 0.0, other.deviations)
+        return Statistics(
+            count=self.count + other.count,
+            nan=self.nan + other.nan,
+            posinf=self.posinf + other.posinf,
+            neginf=self.neginf + other.neginf,
+            zeros=self.zeros + other.zeros,
+            min=_least(self.min, other.min),
+            max=_greatest(self.max, other.max),
+            mean=mean if n or m else None,
+            deviations=deviations,
+            first_nan=_least(self.first_nan, other.first_nan),
+            first_posinf=_least(self.first_posinf, other.first_posinf),
+            first_neginf=_least(self.first_neginf, other.first_neginf),
+        )
+
+
+if TYPE_CHECKING:
+
+    class FiniteStatistics(Statistics):
+        """`Statistics` with at least one finite element, so that each of these is a number."""
+
+        min: float
+        max: float
+        mean: float
+        std: float
+        rms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units(NanEqual):
+    """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
+
+    axis: int
+    """The axis of the units, counted from the end (-1 is the last)."""
+    low: tuple[float, ...]
+    """Smallest element of each unit; NaN where the unit has a NaN."""
+    high: tuple[float, ...]
+    """Largest element of each unit; NaN where the unit has a NaN."""
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    @property
+    def dead(self) -> int:
+        """Units of which every element is zero."""
+        return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading(NanEqual):
+    """What is kept of one value in one direction."""
+
+    tensors: int = 1
+    """Tensors merged into it: 1, or one for each forward or backward pass."""
+    statistics: Statistics | None = None
+    units: Units | None = None
+    fingerprint: tuple[float, ...] | None = None
+    """Signed random projections of the elements in logical order, see `fingerprint`."""
+    digest: str | None = None
+    """Integers and bools: an exact hash of all elements in logical order, 16 hexadecimal digits."""
+    noise: float | None = None
+    """Change under harmless perturbations, relative to the norm (integers: share of elements); None: not measured."""
+    reason: str | None = None
+    """Why there are no statistics (a meta tensor, a sparse one...)."""
+
+
+def is_read(reading: Reading) -> bool:
+    """Whether there is anything in a reading to compare.
+
+    >>> is_read(Reading(reason="a meta tensor")), is_read(Reading(digest="0"))
+    (False, True)
+    """
+    return reading.statistics is not None or reading.fingerprint is not None or reading.digest is not None
+
+
+def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
+    """Return about how far ``a`` is from ``b``, relative to ``b``: ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
+
+    The estimate is off by 18 % (one sigma) for a generic difference and by 25 % for one that lies in a single column or
+    is the same everywhere. It is 0 for equal fingerprints, and infinite where y alone is zero.
+
+    Args:
+        a: `Reading.fingerprint` of x.
+        b: That of y.
+        norm: ‖y‖, where it is known exactly; else it is estimated too. For the share of integers that differ see
+            `estimated_share`.
+
+    >>> y = tuple([0.25, -0.25] * 8)
+    >>> estimated_change([1.01 * s for s in y], y)
+    0.010000000000000009
+    """
+    distance = math.dist(a, b)
+    if norm is None:
+        norm = math.hypot(*b)
+    if not distance:
+        return 0.0
+    return distance / norm if norm else math.inf
+
+
+def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float:
+    """Return about which share of ``count`` integers differs, from two fingerprints; exact equality is in the digests.
+
+    >>> y = tuple([0.25, -0.25] * 8)
+    >>> estimated_share(y, y, 10), estimated_share([0.0] * 16, y, 10)
+    (0.0, 0.05)
+    """
+    return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
+
+
+def _least(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _greatest(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else max(a, b)
