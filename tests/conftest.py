@@ -18,6 +18,20 @@ def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def _plugin_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load this plugin alone in a run of pytest inside a test, not every plugin that is installed: it is quicker."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_modelprobe.plugin")
+
+
+@pytest.fixture
+def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load every installed plugin in a run of pytest inside a test, as a user's run does."""
+    monkeypatch.delenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", raising=False)
+    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave pytest-randomly the order of the tests, and no more."""
     config.option.randomly_reset_seed = False
