@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -33,9 +34,14 @@ def room_of(path: Path) -> str:
     return parts[0]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """Return the rooms and packages that a file imports, outside `if TYPE_CHECKING` too."""
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = parsed(path)
     nodes = [n for n in tree.body if not isinstance(n, ast.If)] if top_level else list(ast.walk(tree))
     found = set()
     for node in nodes:
@@ -111,7 +117,7 @@ OF_TORCH |= {"_orig_mod", "_checkpoint_wrapped_module"}
 def private_names(path: Path) -> set[str]:
     """Return the private names of torch in a file: imported, as an attribute, or in a string."""
     found, own = set(), set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [f"{getattr(node, 'module', '')}.{alias.name}".removeprefix(".") for alias in node.names]
             found |= {name for name in names if name.startswith("torch.") and "._" in name}
@@ -137,7 +143,7 @@ def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_names_of_pytest_and_syrupy_stand_in_one_room_each(path: Path) -> None:
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = parsed(path)
     names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     of_pytest = names & {"_fixtureinfo", "_fixturemanager", "_pyfuncitem", "_arg2fixturedefs", "name2fixturedefs"}

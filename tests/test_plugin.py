@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+import pytest_modelprobe.probe  # noqa: F401 - pytester forgets what its runs import
+
 MODELS = """
 import torch
 from torch import nn
@@ -48,10 +50,11 @@ def test_dead(modelprobe):
 """
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
+as_installed = pytest.mark.usefixtures("_installed_plugins")
 
 
 @pytest.fixture(autouse=True)
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     pytester.syspathinsert()
@@ -61,6 +64,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the way to a failure -----------------------------------------------------------------------------------------
 
 
+@as_installed
 def test_a_users_first_test_passes(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PASSING)
     pytester.runpytest(*QUIET).assert_outcomes(passed=1)
@@ -107,6 +111,7 @@ def test_the_models_own_exception_carries_a_note(pytester: pytest.Pytester) -> N
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
+@as_installed
 def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
@@ -123,23 +128,27 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["*1 test collected*", "heavy: []"])
 
 
+@as_installed
 def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(modelprobe): pass")
     result = pytester.runpytest_subprocess(*QUIET, "-p", "no:modelprobe")
     result.stdout.fnmatch_lines(["*fixture 'modelprobe' not found*"])
 
 
+@as_installed
 def test_the_plugin_loads_alone_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(PASSING)
     pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
 
 
+@as_installed
 def test_strict_markers_and_warnings_as_errors_are_no_obstacle(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n" + PASSING.replace("def test", "@pytest.mark.modelprobe(seed=3)\ndef test"))
     pytester.runpytest(*QUIET, "--strict-markers", "-W", "error").assert_outcomes(passed=1)
 
 
+@as_installed
 def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
@@ -153,6 +162,7 @@ def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch:
     pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
 
 
+@as_installed
 def test_options_of_snapshots_need_no_syrupy(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PASSING)
     pytester.runpytest(*QUIET, "-p", "no:syrupy").assert_outcomes(passed=1)
@@ -356,6 +366,7 @@ def seen(pytester: pytest.Pytester, *args: str) -> list[str]:
     return sorted({line for line in result.outlines if line.startswith("SEEN")})
 
 
+@as_installed
 def test_numbers_depend_neither_on_order_nor_on_workers_nor_on_randomly(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SEEDED)
     expected = seen(pytester, "-p", "no:randomly")
@@ -467,7 +478,7 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
             {ENDINGS[ending]}
         """
     )
-    limit = ["--timeout=1"] if "timeout" in ending else []
+    limit = ["-p", "pytest_timeout", "--timeout=1"] if "timeout" in ending else []
     # An interrupt and an alarm would reach the run around this one too.
     run = pytester.runpytest_subprocess if ending.startswith(("interrupt", "timeout")) else pytester.runpytest
     result = run(*QUIET, "-s", "-x", *limit)
@@ -513,6 +524,7 @@ def test_a_finding_nobody_asserted_on_is_said(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
 
+@as_installed
 def test_xdist_brings_what_was_said_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
     result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
@@ -594,6 +606,7 @@ def test_the_command_line_device_refuses_a_model_elsewhere(pytester: pytest.Pyte
     pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
+@as_installed
 def test_the_class_works_inside_hypothesis(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -613,6 +626,7 @@ def test_the_class_works_inside_hypothesis(pytester: pytest.Pytester) -> None:
     pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
+@as_installed
 def test_reruns_start_from_the_same_numbers(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

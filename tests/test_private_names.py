@@ -214,6 +214,7 @@ def test_a_mode_of_the_user_stays_where_the_stack_cannot_be_changed(path: str, m
 # --- of pytest and of syrupy ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_plugin_alone")
 def test_fixtures_are_known_by_name_where_pytest_does_not_tell_more(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
@@ -247,6 +248,7 @@ def test_fixtures_are_known_by_name_where_pytest_does_not_tell_more(pytester: py
     pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
 
 
+@pytest.mark.usefixtures("_plugin_alone")
 def test_a_syrupy_that_tells_less_still_compares_and_writes(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from syrupy.assertion import SnapshotAssertion\ndel SnapshotAssertion.num_executions")
     pytester.makepyfile(

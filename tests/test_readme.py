@@ -34,6 +34,7 @@ def names(code: str) -> str:
     return re.findall(r"def (test_\w+)", code)[0]
 
 
+@pytest.mark.usefixtures("_plugin_alone")
 @pytest.mark.parametrize(("how", "code", "text"), TESTS, ids=[names(code) for _, code, _ in TESTS])
 def test_a_block_does_what_it_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, how: str, code: str, text: str

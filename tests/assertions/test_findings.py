@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -196,6 +197,13 @@ def python_calls(function: Callable[[], object]) -> int:
     return calls
 
 
+@functools.cache
+def record_of(n: int, scale: float) -> Record:
+    """Return the record of a model of `n` pairs of layers, with a loss that is scaled."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(n)))
+    return ModelProbe().run(model, torch.ones(1, 2), loss=lambda out: out.sum() * scale)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -213,9 +221,5 @@ def python_calls(function: Callable[[], object]) -> int:
 )
 @pytest.mark.parametrize("scale", [1.0, 0.0, math.nan])
 def test_the_cost_grows_no_faster_than_the_number_of_layers(function: Callable[[Record], object], scale: float) -> None:
-    def record(n: int) -> Record:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(n)))
-        return ModelProbe().run(model, torch.ones(1, 2), loss=lambda out: out.sum() * scale)
-
-    small, large = record(20), record(80)
+    small, large = record_of(20, scale), record_of(80, scale)
     assert python_calls(lambda: function(large)) < 5 * python_calls(lambda: function(small))
