@@ -28,8 +28,8 @@ from .gate import (
     GitError,
     Level,
     Repository,
-    Snapshot,
-    Source,
+    SnapshotSource,
+    SnapshotVersion,
     SourceError,
     Verdict,
     in_revision,
@@ -188,18 +188,18 @@ def _only(record: Record, globs: Sequence[str] | None) -> Record:
     return dataclasses.replace(record, layers={name: record.layers[name] for name in select(record.layers, globs)})
 
 
-def _shown_as_text(snapshot: Snapshot, record: Record) -> str:
+def _shown_as_text(snapshot: SnapshotVersion, record: Record) -> str:
     lines = [headline(snapshot.record)]
     lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
     columns, rows = layer_rows(record)
     return "\n".join([*lines, "", *table(columns, rows, len(rows))])
 
 
-def _shown_as_markdown(snapshot: Snapshot, record: Record) -> list[str]:
+def _shown_as_markdown(snapshot: SnapshotVersion, record: Record) -> list[str]:
     return [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]
 
 
-def _source(argument: str) -> tuple[Source, str]:
+def _source(argument: str) -> tuple[SnapshotSource, str]:
     """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
     ref, colon, path = argument.partition(":")
     if colon and ref and not Path(argument).exists() and not _is_drive(ref):
@@ -256,7 +256,7 @@ def _between(old: str, new: str) -> Verdict:
     return gate.judge(_relative(old), _relative(new), levels=_TOLD)
 
 
-def _relative(argument: str) -> dict[str, Snapshot]:
+def _relative(argument: str) -> dict[str, SnapshotVersion]:
     """Return what an argument means, by names that begin where the argument ends."""
     source, start = _source(argument)
     return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
@@ -303,7 +303,7 @@ def _print(
     form: str, verdict: Verdict, as_text: Callable[[Verdict], str], as_markdown: Callable[[Verdict], str]
 ) -> None:
     if form == "json":
-        print(_json(changes.plain(verdict)))
+        print(_json(changes.as_data(verdict)))
     elif form == "markdown":
         print(as_markdown(verdict), end="")
     else:
@@ -416,7 +416,7 @@ def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_E
             if glob is not None and not wanted:
                 wanted = {layer for layer in state.record.layers if Glob(glob).matches(layer)}
             chosen = None if glob is None else wanted
-            found = [compare(state.record, old.record) for old in before if isinstance(old, Snapshot)]
+            found = [compare(state.record, old.record) for old in before if isinstance(old, SnapshotVersion)]
             yield _entry(commit, state, before, found, chosen, glob)
         was = [comparison.names_before for comparison in found] or [{}]
         for parent in commit.parents:
@@ -426,14 +426,14 @@ def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_E
 
 def _entry(
     commit: Commit,
-    now: Snapshot,
-    before: Sequence[Snapshot | str],
+    now: SnapshotVersion,
+    before: Sequence[SnapshotVersion | str],
     found: Sequence[Comparison],
     wanted: set[str] | None,
     glob: str | None,
 ) -> _Entry:
     """Return what one commit did: of a merge, what neither of its parents had."""
-    given = [(old.reason, old.supersedes) for old in before if isinstance(old, Snapshot)]
+    given = [(old.reason, old.supersedes) for old in before if isinstance(old, SnapshotVersion)]
     reason = now.reason if (now.reason, now.supersedes) not in given else None
     if not found:
         layers = [layer for layer in now.record.layers if wanted is None or layer in wanted]
@@ -453,9 +453,9 @@ def _gone(difference: Difference, glob: str | None) -> bool:
     return glob is not None and difference.kind == "layer removed" and Glob(glob).matches(difference.layer)
 
 
-def _versions(repository: Repository, name: str) -> list[tuple[Commit, Snapshot | str]]:
+def _versions(repository: Repository, name: str) -> list[tuple[Commit, SnapshotVersion | str]]:
     """Return the commits that changed a snapshot and what it was after each, or why it cannot be read."""
-    found: list[tuple[Commit, Snapshot | str]] = []
+    found: list[tuple[Commit, SnapshotVersion | str]] = []
     start, path = "HEAD", name
     while True:
         commits = repository.history([path + ending for ending in ENDINGS], start)
@@ -468,7 +468,7 @@ def _versions(repository: Repository, name: str) -> list[tuple[Commit, Snapshot 
         start, path = f"{commits[-1].name}^", without_ending(old)
 
 
-def _after(repository: Repository, commit: Commit, path: str) -> Snapshot | str:
+def _after(repository: Repository, commit: Commit, path: str) -> SnapshotVersion | str:
     source = in_revision(repository, commit.short, commit.name).within([path])
     if path not in source.pairs:
         return "deleted"
@@ -488,7 +488,7 @@ def _plain_entry(entry: _Entry) -> dict[str, Any]:
 def _entry_as_text(entry: _Entry) -> str:
     head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}")
     cells = [row.cells for row in entry.rows]
-    lines = table(changes.COLUMNS, cells) if cells else [printable(entry.said)]
+    lines = table(changes.CHANGE_COLUMNS, cells) if cells else [printable(entry.said)]
     lines += [printable(f"declared: {entry.reason}")] if entry.reason else []
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
@@ -498,7 +498,11 @@ def _entry_as_markdown(entry: _Entry) -> list[str]:
     said = f": {markdown.escaped(entry.said)}" if entry.said else ""
     lines = [f"**{commit.date}** {commit.short} {markdown.escaped(commit.subject)}{said}", ""]
     lines += [f"Declared: {markdown.escaped(entry.reason)}", ""] if entry.reason else []
-    return [*lines, *markdown.table(changes.COLUMNS, [row.cells for row in entry.rows]), ""] if entry.rows else lines
+    return (
+        [*lines, *markdown.table(changes.CHANGE_COLUMNS, [row.cells for row in entry.rows]), ""]
+        if entry.rows
+        else lines
+    )
 
 
 # --- init ---------------------------------------------------------------------------------------------------------

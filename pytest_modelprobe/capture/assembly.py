@@ -16,6 +16,7 @@ from pytest_modelprobe.models import attributes, is_persistent, own_buffers, own
 from pytest_modelprobe.record import (
     Attention,
     Call,
+    ForwardKind,
     Layer,
     Parameter,
     Reading,
@@ -29,7 +30,7 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .attention import Attended
 from .capture import Capture
-from .observation import CallObservation, Identity, Kind, ParameterGradient, TensorObservation, Totals, plain_name
+from .observation import CallObservation, Identity, ParameterGradient, TensorObservation, Totals, plain_name
 from .parameters import ParameterReading, contents, tensors
 
 Which = Literal["all", "first", "last"]
@@ -65,7 +66,7 @@ def _assembled(
     capture: Capture, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
     forward = capture.first if which == "first" else capture.newest
-    parts: dict[Kind, Totals] = {}
+    parts: dict[ForwardKind, Totals] = {}
     if which == "all":  # copied, for what follows is a preview
         parts = {kind: totals.copy() for kind, totals in capture.totals.items()}
     if forward is not None:
@@ -91,12 +92,12 @@ class _Builder:
         self,
         capture: Capture,
         which: Which,
-        parts: dict[Kind, Totals],
+        parts: dict[ForwardKind, Totals],
         gradients: Mapping[str, ParameterGradient],
         before: Mapping[str, ParameterReading],
     ) -> None:
         self.capture = capture
-        self.calls: dict[str, list[tuple[Kind, CallObservation]]] = {}
+        self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
         for kind, totals in parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
@@ -160,7 +161,7 @@ class _Builder:
     def _calls(self, layer: str) -> tuple[Call, ...]:
         return tuple(self._call(kind, call) for kind, call in self.calls.get(layer, ()))
 
-    def _call(self, kind: Kind, call: CallObservation) -> Call:
+    def _call(self, kind: ForwardKind, call: CallObservation) -> Call:
         root, root_training = kind
         return Call(
             root=root,
@@ -259,7 +260,7 @@ class _Sources:
                 self._made.setdefault(seen.number, []).append(made)
                 self._made.setdefault((kind, _numbers(reading)), []).append(made)
 
-    def of(self, kind: Kind, call: CallObservation, seen: TensorObservation) -> str | None:
+    def of(self, kind: ForwardKind, call: CallObservation, seen: TensorObservation) -> str | None:
         """Return the address of the output that ``seen``, an input of ``call``, comes from."""
         for finished, where, _ in self._made.get(seen.number, ()):
             if finished < call.started:

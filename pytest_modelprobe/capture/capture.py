@@ -52,7 +52,7 @@ from pytest_modelprobe.models import (
     type_name,
     unseen,
 )
-from pytest_modelprobe.record import ROOT, Dimension, Plain, qualified
+from pytest_modelprobe.record import ROOT, Dimension, ForwardKind, Plain, qualified
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .attention import Attended, AttentionMode
@@ -62,7 +62,6 @@ from .observation import (
     Contents,
     Forward,
     Identity,
-    Kind,
     ParameterGradient,
     TensorObservation,
     Totals,
@@ -113,7 +112,7 @@ class Capture:
         keep: Collection[str] = (),
         functionals: bool = False,
         attention: bool = False,
-        begins: Callable[[Kind, tuple[Any, ...], dict[str, Any]], None] | None = None,
+        begins: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self._begins = begins
         self.layers = layers

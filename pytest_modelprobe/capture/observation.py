@@ -16,13 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import storage_key
-from pytest_modelprobe.record import Dimension, Plain, merge_dimensions
+from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduced
 
 from .attention import Attended
-
-Kind = tuple[str, bool]
-"""What keeps forwards apart: the layer whose outermost call it is, and its training mode."""
 
 Identity = tuple[Any, ...]
 Merge = Callable[[Reduced, Reduced], Reduced]
@@ -193,7 +190,7 @@ class Contents:
 class Forward:
     """One outermost call of a watched module, and everything that was called in it."""
 
-    def __init__(self, index: int, kind: Kind) -> None:
+    def __init__(self, index: int, kind: ForwardKind) -> None:
         self.index = index
         self.kind = kind
         self.calls: dict[tuple[str, int], CallObservation] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .compare import BEHAVIOR, Comparison, Difference, Parts, Tolerance, compare
 from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, hidden, tells_of_code
-from .tolerance import MOST
+from .tolerance import LARGEST_TOLERANCE
 
 __all__ = [
     "BEHAVIOR",
@@ -13,7 +13,7 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "Difference",
-    "MOST",
+    "LARGEST_TOLERANCE",
     "Parts",
     "Tolerance",
     "compare",

@@ -31,9 +31,9 @@ from pytest_modelprobe.record import (
 
 from . import tolerance as _tolerance
 from .matching import match
-from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
+from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
 
-Kind = Literal[
+DifferenceKind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
@@ -42,7 +42,7 @@ Kind = Literal[
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 ]  # fmt: skip
 
-BEHAVIOR: frozenset[Kind] = frozenset({
+BEHAVIOR: frozenset[DifferenceKind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 })  # fmt: skip
@@ -51,10 +51,9 @@ BEHAVIOR: frozenset[Kind] = frozenset({
 Parts = Literal["all", "architecture", "behavior"]
 Tolerance = float | Mapping[str, float] | None
 
-Side = Literal["input", "output", "gradient", "input gradient", "inner gradient", "handed", "response gradient"]
 CallKey = tuple[str, bool | None, int]
 """Root, its mode where forwards of both modes were recorded, and the number of the call."""
-Place = tuple[str, CallKey | None, str, str]
+ValueKey = tuple[str, CallKey | None, str, str]
 """Layer, call (None: of the layer itself), side, and path or name."""
 
 
@@ -64,7 +63,7 @@ class Difference:
 
     layer: str
     """By the actual's name; of a layer that is gone, by the expected's."""
-    kind: Kind
+    kind: DifferenceKind
     what: str = ""
     """Which attribute, parameter or value."""
     call: int = 0
@@ -80,7 +79,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class CallPair:
     """One call in both records."""
 
     layer: str
@@ -111,9 +110,9 @@ class Comparison:
     """The layers that were asked for; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Layers that have another name now: expected → actual."""
-    changes: Mapping[Place, Change] = field(default_factory=dict, repr=False)
+    changes: Mapping[ValueKey, ValueChange] = field(default_factory=dict, repr=False)
     """How far each value is from what it was."""
-    calls: tuple[Pair, ...] = field(default=(), repr=False)
+    calls: tuple[CallPair, ...] = field(default=(), repr=False)
     """The calls that are in both, in order of execution of the actual."""
 
     @property
@@ -138,7 +137,7 @@ class Comparison:
         """Layers that have another name now: actual → expected."""
         return {new: old for old, new in self.renamed.items()}
 
-    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> Change:
+    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
         """Return how far a value moved; unknown where it was not compared."""
         return self.changes.get((layer, key, side, path), UNKNOWN)
 
@@ -236,8 +235,8 @@ class _Comparer:
     def __init__(self, actual: Record, expected: Record, times: _Times, *, nondeterministic: bool) -> None:
         self.actual, self.expected = actual, expected
         self.times = times
-        self.changes: dict[Place, Change] = {}
-        self.pairs: list[Pair] = []
+        self.changes: dict[ValueKey, ValueChange] = {}
+        self.pairs: list[CallPair] = []
         self.notes: list[Difference] = []
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
@@ -320,7 +319,7 @@ class _Comparer:
     def _numbers_of(
         self, layer: str, a: Parameter, e: Parameter, what: str, scale: Callable[[], float]
     ) -> Iterator[Difference]:
-        kind: Kind = "weights" if what == "parameter" else "buffer"
+        kind: DifferenceKind = "weights" if what == "parameter" else "buffer"
         if a.tied_to is None or a.tied_to != e.tied_to:  # else it was looked at where it is owned
             yield from self._value((layer, None, what, a.name), kind, a.reading, e.reading, e.dtype, "state")
         if a.after is not None or e.after is not None:
@@ -341,11 +340,11 @@ class _Comparer:
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
         for key, call in mine.items():
             if key in theirs:
-                pair = Pair(layer=a.name, key=key, actual=call, expected=theirs[key])
+                pair = CallPair(layer=a.name, key=key, actual=call, expected=theirs[key])
                 self.pairs.append(pair)
                 yield from self._call(pair)
 
-    def _call(self, pair: Pair) -> Iterator[Difference]:
+    def _call(self, pair: CallPair) -> Iterator[Difference]:
         a, e = pair.actual, pair.expected
         at = functools.partial(Difference, layer=pair.layer, call=a.index)
         for name in dict.fromkeys((*e.arguments, *a.arguments)):
@@ -379,7 +378,7 @@ class _Comparer:
             )
 
     def _values(
-        self, pair: Pair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
+        self, pair: CallPair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
     ) -> Iterator[Difference]:
         index = pair.actual.index
         if a.shape != e.shape or a.dtype != e.dtype:
@@ -392,7 +391,7 @@ class _Comparer:
             )
         told = not is_input or a.source is None  # else it is told of the output that it is
         place = (pair.layer, pair.key, side, a.path)
-        kind: Kind = "input" if is_input else "output"
+        kind: DifferenceKind = "input" if is_input else "output"
         found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scales[0])
         yield from found if told else ()
         if self.backward and not (a.overwritten or e.overwritten):
@@ -404,7 +403,7 @@ class _Comparer:
             scale = functools.partial(_scale, pair.expected, of="backward_inner")
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
-    def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
+    def _one_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
         """Whether two sources name one tensor: a container's output may be that of its last child, or not any more."""
 
         def found(outputs: Mapping[tuple[str, bool, str], Value], call: Call, value: Value, source: str | None) -> bool:
@@ -427,7 +426,7 @@ class _Comparer:
         return _outputs(self.expected)
 
     def _responses(
-        self, pair: Pair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
+        self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
     ) -> Iterator[Difference]:
         """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
         if not comparable(a, e):
@@ -459,8 +458,8 @@ class _Comparer:
 
     def _value(
         self,
-        place: Place,
-        kind: Kind,
+        place: ValueKey,
+        kind: DifferenceKind,
         a: Reading,
         e: Reading,
         dtype: str,
@@ -469,7 +468,7 @@ class _Comparer:
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
             return ()
-        if self.nondeterministic and (e.noise or 0.0) > _tolerance.MOST[direction]:
+        if self.nondeterministic and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
             self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
@@ -494,7 +493,13 @@ class _Comparer:
         return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
 
     def _gradient(
-        self, place: Place, kind: Kind, a: Reading | None, e: Reading | None, dtype: str, scale: Callable[[], float]
+        self,
+        place: ValueKey,
+        kind: DifferenceKind,
+        a: Reading | None,
+        e: Reading | None,
+        dtype: str,
+        scale: Callable[[], float],
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
             return self._value(place, kind, a, e, dtype, "backward", scale)
@@ -523,7 +528,7 @@ def children(response: IsolatedResponse) -> Mapping[str, None]:
 
 
 def _structural(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
-    kind: Kind = f"{what} {aspect}"  # type: ignore[assignment]
+    kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
 
 

@@ -24,7 +24,7 @@ MULTIPLE = 4.0
 GROWN = 10.0
 """How many times its noise may grow, before a snapshot says something else than it did."""
 
-MOST: dict[Direction, float] = {"forward": 1e-2, "backward": 2e-2, "state": 1e-2}
+LARGEST_TOLERANCE: dict[Direction, float] = {"forward": 1e-2, "backward": 2e-2, "state": 1e-2}
 """The most that noise allows, relative to the norm. Gradients move by a hundredth where one ReLU gate flips, and by 1.7
 hundredths in a ResNet on another CPU."""
 
@@ -37,7 +37,7 @@ _SHOWN = 4.0  # what mean, deviation and range show a value to have moved at lea
 _FEW_ZEROS = 0.01  # of the elements: as many may be zero or next to it, by how a machine rounds
 
 
-class Change(NamedTuple):
+class ValueChange(NamedTuple):
     """How far a value is from what it was, and how far it may be."""
 
     change: float | None
@@ -63,12 +63,11 @@ class Change(NamedTuple):
         return self.change / self.limit if self.limit else math.inf
 
 
-UNKNOWN = Change(None)
+UNKNOWN = ValueChange(None)
 """There is nothing to compare on either side."""
-EQUAL = Change(0.0)
-GONE = Change(1.0)
+GONE = ValueChange(1.0)
 """From something to nothing."""
-CAME = Change(math.inf)
+CAME = ValueChange(math.inf)
 """From nothing to something."""
 
 
@@ -82,7 +81,7 @@ def change(
     scale: Callable[[], float] = float,
     times: float = 1.0,
     rounding: float = 0.0,
-) -> Change:
+) -> ValueChange:
     """Return how far ``actual`` is from ``expected``; what only one of the two has differs.
 
     Args:
@@ -110,22 +109,22 @@ def change(
     if _counts(actual) != _counts(expected):
         return CAME
     floor, noise = _floor(direction, dtype, measured), MULTIPLE * (expected.noise or 0.0)
-    most = max(MOST[direction], MULTIPLE * rounding)
+    most = max(LARGEST_TOLERANCE[direction], MULTIPLE * rounding)
     limit = max(floor, min(noise, most)) * times
     a, e = actual.statistics, expected.statistics
     if expected.digest is not None:
         same = actual.digest == expected.digest and _agree(actual, expected)
         share = 0.0 if same and _shown(a, e, 0.0) <= _SHOWN * floor else _share(actual, expected)
-        return Change(share, expected.noise, min(noise, MOST[direction]) * times)
+        return ValueChange(share, expected.noise, min(noise, LARGEST_TOLERANCE[direction]) * times)
     if x is None or y is None:
-        return Change(_shown(a, e, 0.0), expected.noise, max(limit, _PRINTED))
+        return ValueChange(_shown(a, e, 0.0), expected.noise, max(limit, _PRINTED))
     if x == y and _same_moments(a, e):
-        return Change(0.0, expected.noise, limit)
+        return ValueChange(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
     found, shown = estimated_change(x, y, norm), _shown(a, e, 0.0)
     if found == 0 and not _agree(actual, expected):
-        return Change(math.inf, expected.noise, limit)
+        return ValueChange(math.inf, expected.noise, limit)
     if found > limit or shown > _SHOWN * limit:
         least = _NOTHING * scale()
         if norm < least:
@@ -134,7 +133,7 @@ def change(
         if norm:  # what is nearly nothing is all noise: that is judged against the scale
             nothing = MULTIPLE * max(least, rounding * scale()) / norm
             limit = max(floor, min(noise, max(most, nothing))) * times
-    return Change(shown if found <= limit and shown > _SHOWN * limit else found, expected.noise, limit)
+    return ValueChange(shown if found <= limit and shown > _SHOWN * limit else found, expected.noise, limit)
 
 
 def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:

@@ -12,6 +12,7 @@ from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
+    ForwardKind,
     IsolatedResponse,
     Layer,
     Operation,
@@ -39,19 +40,19 @@ from .layout import (
     RECIPES,
     RESPONSES,
     UNREACHED,
-    Compared,
+    ComparedParts,
     digest_of,
 )
-from .order import Kind, kind_of, moments
-from .parsing import RESTORE, known, listed, parsed, shown, texts
-from .readings import FULL, Role, check, reading_from
+from .order import kind_of, moments
+from .parsing import RESTORE, known, parsed, shown, string_dict, string_tuple
+from .readings import FULL, Role, check_statistics, reading_from
 from .recipe_text import Outline, Recipes
 from .specs import FormatError, ParsedSpec, absolute, keys, name_of
-from .structure import Line, Named, Structure, line_of
+from .structure import LayerLine, Named, Structure, in_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoredSnapshot:
     """A record that was kept, and what was said of it."""
 
     record: Record
@@ -60,11 +61,11 @@ class Snapshot:
     """Why the architecture is another one than before."""
     supersedes: str | None = None
     """The `architecture_digest` of the one before."""
-    compared: Compared = "all"
+    compared: ComparedParts = "all"
     """What of it the test compares."""
 
 
-def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> Snapshot:
+def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> StoredSnapshot:
     """Return the snapshot whose two files hold these texts.
 
     Args:
@@ -111,7 +112,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
             return snapshot
 
 
-def decode_architecture(text: str, *, where: str) -> Snapshot:
+def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
     """Return the snapshot that an architecture file alone tells of: no numbers, also where there are some.
 
     Args:
@@ -163,7 +164,7 @@ def _without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
+def _snapshot(structure: Structure, numbers: _Numbers | None) -> StoredSnapshot:
     """Return the record, and what was declared."""
     data = structure.data
     header = {} if numbers is None else numbers.header
@@ -178,14 +179,14 @@ def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
         device=device,
         seed=data.get("seed"),
         loss=data.get("loss"),
-        notes=listed(notes, "notes") if notes else (),
+        notes=string_tuple(notes, "notes") if notes else (),
         origin=_operation(header.get("origin")),
         gradient_origin=_operation(header.get("gradient_origin")),
         noise=header.get("noise"),
-        versions=texts(header.get("versions", {}), "versions"),
+        versions=string_dict(header.get("versions", {}), "versions"),
     )
-    alone: Compared = "all" if structure.has_numbers else "architecture"
-    return Snapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
+    alone: ComparedParts = "all" if structure.has_numbers else "architecture"
+    return StoredSnapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
 
 
 def _operation(data: Any) -> Operation | None:
@@ -215,7 +216,7 @@ class _Numbers:
         known(data, _NUMBERS)
         if data.get("noise", _MEASURED[0]) not in _MEASURED:
             raise FormatError(f"how its noise came about is {shown(data['noise'])}")
-        if data.get("compared", "all") not in get_args(Compared):
+        if data.get("compared", "all") not in get_args(ComparedParts):
             raise FormatError(f"what is compared of it is {shown(data['compared'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
@@ -247,7 +248,7 @@ _NOTHING = Reading()
 _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
 _Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
 """What was handed on, the gradient, what it did not reach, and why there is none of it."""
-_Place = tuple[int, int, bool, int]
+_ValuePosition = tuple[int, int, bool, int]
 """Line, call, whether an output, and which."""
 
 
@@ -260,8 +261,8 @@ class _Filling:
         self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
         self.units = 0
         self.own: dict[str, _Entry] = {}
-        self.values: dict[_Place, _Entry] = {}
-        self.given: dict[_Place, Any] = {}
+        self.values: dict[_ValuePosition, _Entry] = {}
+        self.given: dict[_ValuePosition, Any] = {}
         self.besides: dict[tuple[int, int], dict[str, str]] = {}
         self.answers: dict[str, _Answer] = {}
         self.recipes = Recipes(
@@ -269,13 +270,13 @@ class _Filling:
         )
         if numbers is not None:
             for i, line in enumerate(structure.lines):
-                with line_of(line.name):
+                with in_line(line.name):
                     self._sort(i, line, numbers.lines.get(line.name, {}))
             self._resolve()
 
     # --- numbers, by what they are of
 
-    def _sort(self, i: int, line: Line, data: Mapping[str, Any]) -> None:
+    def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
         """Take a line of the numbers apart."""
         own = [*line.parameters, *line.buffers]
         found = 0
@@ -315,7 +316,7 @@ class _Filling:
     def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
         reading = reading_from(data, shape, role)
         if reading.statistics is not None and role in FULL:
-            check(reading.statistics)
+            check_statistics(reading.statistics)
         if reading.units is not None:
             self.units += len(reading.units)
             if self.units > _MOST_UNITS:
@@ -325,15 +326,15 @@ class _Filling:
     def _resolve(self) -> None:
         """Give each value its numbers, its own or those of the value that it is."""
         lines, calls = self.structure.lines, self.structure.calls
-        known: dict[tuple[Kind, str], _Entry] = {}
-        written: dict[tuple[Kind, str], _Entry] = {}
+        known: dict[tuple[ForwardKind, str], _Entry] = {}
+        written: dict[tuple[ForwardKind, str], _Entry] = {}
         for i, j, end in moments(self.structure.order, calls):
             values = lines[i].values[j][end]
             if not values:
                 continue
             name, call = lines[i].name, calls[i][j]
             kind = kind_of(call)
-            with line_of(name):
+            with in_line(name):
                 for k, (path, worded) in enumerate(values):
                     data = self.given.get((i, j, end, k))
                     if type(data) is list:
@@ -355,9 +356,9 @@ class _Filling:
 
     # --- the record
 
-    def layer(self, i: int, line: Line) -> Layer:
+    def layer(self, i: int, line: LayerLine) -> Layer:
         """Return a layer with all that is known of it."""
-        with line_of(line.name):
+        with in_line(line.name):
             return Layer(
                 name=line.name,
                 type=line.type,
@@ -371,7 +372,7 @@ class _Filling:
                 calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
             )
 
-    def _parameters(self, line: Line, own: Named) -> tuple[Parameter, ...]:
+    def _parameters(self, line: LayerLine, own: Named) -> tuple[Parameter, ...]:
         found = []
         for name, worded in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(worded.origin or "")
@@ -392,7 +393,7 @@ class _Filling:
             )
         return tuple(found)
 
-    def _call(self, i: int, j: int, line: Line) -> Call:
+    def _call(self, i: int, j: int, line: LayerLine) -> Call:
         started, finished = self.structure.places.get((i, j), (-1, -1))
         besides = self.besides.get((i, j), {})
         inputs, outputs = line.values[j]
@@ -416,7 +417,7 @@ class _Filling:
             response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
         )
 
-    def _value(self, place: _Place, layer: str, value: tuple[str, ParsedSpec]) -> Value:
+    def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, worded = value
         first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
         return Value(
@@ -440,7 +441,7 @@ class _Filling:
         if type(data) is not dict:
             raise FormatError(f"there is no response {shown(key)}")
         if key not in self.answers:
-            with line_of(key):
+            with in_line(key):
                 self.answers[key] = self._answer(data)
         handed, gradient, unreached, reason = self.answers[key]
         return IsolatedResponse(
@@ -468,6 +469,6 @@ class _Filling:
         return (
             tuple(handed),
             self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
-            listed(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
+            string_tuple(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
             reason,
         )

@@ -123,14 +123,14 @@ def known(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]) -> No
             raise FormatError(f"{shown(name)} is {shown(value)}, which is of the wrong type")
 
 
-def texts(data: Any, what: str) -> dict[str, str]:
+def string_dict(data: Any, what: str) -> dict[str, str]:
     """Return an object whose values are all texts; `FormatError` if they are not."""
     if type(data) is not dict or not all(type(value) is str for value in data.values()):
         raise FormatError(f"{what} is {shown(data)}, no object of texts")
     return data
 
 
-def listed(data: Any, what: str) -> tuple[str, ...]:
+def string_tuple(data: Any, what: str) -> tuple[str, ...]:
     """Return a list of texts as a tuple; `FormatError` if it is none."""
     if type(data) is not list or not all(type(value) is str for value in data):
         raise FormatError(f"{what} is {shown(data)}, no list of texts")

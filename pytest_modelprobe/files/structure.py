@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.record import ROOT, ForwardKind, Plain
 
 from .layout import ABSENT, ARROW, LAYERS
-from .order import Kind, Timeline, containers, events, implied
-from .parsing import known, listed, shown, texts
+from .order import Timeline, containers, events, implied
+from .parsing import known, shown, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, worded_parameter, worded_value
 
 _HEADER = {
@@ -52,7 +52,7 @@ class CallLine:
     recomputed: int
 
 
-class Line(NamedTuple):
+class LayerLine(NamedTuple):
     """A layer without numbers."""
 
     name: str
@@ -86,8 +86,8 @@ class Structure:
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 
-    def _line(self, name: str, line: Any) -> Line:
-        with line_of(name):
+    def _line(self, name: str, line: Any) -> LayerLine:
+        with in_line(name):
             if type(line) is not dict or "type" not in line:
                 raise FormatError("it describes no layer")
             known(line, _LAYER)
@@ -98,13 +98,13 @@ class Structure:
             functional = line.get("functional", False)
             own = _attributes(line.get("attributes", {}))
             calls, values = self._calls(line.get("calls", ()), training)
-            return Line(
+            return LayerLine(
                 name,
                 line["type"],
                 line.get("leaf", not inner),
                 functional,
                 training,
-                listed(line["aliases"], "aliases") if "aliases" in line else (),
+                string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
                 own if functional else self._with_usual(own, line.get("attributes", {})),
                 self._own(line.get("parameters", {}), trainable=True),
                 self._own(line.get("buffers", {}), trainable=False),
@@ -121,15 +121,15 @@ class Structure:
     def _own(self, data: Any, *, trainable: bool) -> Named:
         return [
             (name_of(key), worded_parameter(text, self.usual, trainable))
-            for key, text in texts(data, "parameters").items()
+            for key, text in string_dict(data, "parameters").items()
         ]
 
     def _values(self, data: Any) -> Named:
-        return [(name_of(key), worded_value(text, self.usual)) for key, text in texts(data, "values").items()]
+        return [(name_of(key), worded_value(text, self.usual)) for key, text in string_dict(data, "values").items()]
 
     def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[CallLine], list[tuple[Named, Named]]]:
         calls, values = [], []
-        index: dict[Kind, int] = {}
+        index: dict[ForwardKind, int] = {}
         header = self.data
         for line in data:
             if type(line) is str:
@@ -186,10 +186,10 @@ def _count(data: Mapping[str, Any], *names: str) -> None:
 
 
 def _attributes(data: Any) -> dict[str, Plain]:
-    return {k: _plain(v) for k, v in data.items() if v != ABSENT}
+    return {k: _plain_value(v) for k, v in data.items() if v != ABSENT}
 
 
-def _plain(value: Any) -> Plain:
+def _plain_value(value: Any) -> Plain:
     if type(value) is dict:
         text = value.get("float")
         if len(value) != 1 or text not in ("nan", "inf", "-inf"):
@@ -201,7 +201,7 @@ def _plain(value: Any) -> Plain:
 
 
 @contextmanager
-def line_of(name: str) -> Iterator[None]:
+def in_line(name: str) -> Iterator[None]:
     """Name the line in what is wrong with it."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .git import Commit, GitError, Repository
 from .sources import (
     ENDINGS,
-    Source,
+    SnapshotSource,
     SourceError,
     in_revision,
     in_working_tree,
@@ -20,12 +20,12 @@ from .verdict import (
     DEFAULTS,
     LEVELS,
     MEANING,
-    Change,
     Class,
     Effect,
     Finding,
     Level,
-    Snapshot,
+    SnapshotChange,
+    SnapshotVersion,
     Verdict,
     class_of,
     needs_reason,
@@ -36,7 +36,7 @@ from .verdict import (
 
 __all__ = [
     "CLASSES",
-    "Change",
+    "SnapshotChange",
     "Class",
     "Commit",
     "DEFAULTS",
@@ -48,8 +48,8 @@ __all__ = [
     "Level",
     "MEANING",
     "Repository",
-    "Snapshot",
-    "Source",
+    "SnapshotVersion",
+    "SnapshotSource",
     "SourceError",
     "Verdict",
     "class_of",

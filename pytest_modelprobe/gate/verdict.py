@@ -53,7 +53,7 @@ MEANING: Mapping[Class, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class SnapshotVersion:
     """One snapshot as it is in one revision."""
 
     path: str
@@ -115,11 +115,11 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SnapshotChange:
     """What became of one snapshot."""
 
-    before: Snapshot | None
-    now: Snapshot | None
+    before: SnapshotVersion | None
+    now: SnapshotVersion | None
     findings: tuple[Finding, ...]
     """The gravest first."""
     comparison: Comparison | None = None
@@ -139,7 +139,7 @@ class Change:
         return self.either.record.model
 
     @property
-    def either(self) -> Snapshot:
+    def either(self) -> SnapshotVersion:
         """The snapshot now; of what is gone, as it was."""
         snapshot = self.now or self.before
         assert snapshot is not None
@@ -172,7 +172,7 @@ class Change:
 class Verdict:
     """What is to be said of a change from one revision to another."""
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SnapshotChange, ...] = ()
     """The gravest first."""
     unchanged: int = 0
     """Snapshots that say what they said."""
@@ -184,7 +184,7 @@ class Verdict:
     """Whether not all commits of the branch could be read for it."""
 
     @property
-    def denied(self) -> tuple[Change, ...]:
+    def denied(self) -> tuple[SnapshotChange, ...]:
         """Changes that no reason was given for."""
         return () if self.approval else tuple(change for change in self.changes if change.denied)
 
@@ -198,7 +198,7 @@ class Verdict:
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def _denied_lines(change: Change) -> Iterator[str]:
+def _denied_lines(change: SnapshotChange) -> Iterator[str]:
     for finding in change.denied:
         exact = change.before is None or change.now is None or change.before.architecture != change.now.architecture
         numbers = finding.kind in ("behavior", "weights", "renamed", "format") or not exact
@@ -207,8 +207,8 @@ def _denied_lines(change: Change) -> Iterator[str]:
 
 
 def judge(
-    before: Mapping[str, Snapshot],
-    now: Mapping[str, Snapshot],
+    before: Mapping[str, SnapshotVersion],
+    now: Mapping[str, SnapshotVersion],
     *,
     levels: Mapping[Class, Level] = DEFAULTS,
     unchanged: int = 0,
@@ -223,7 +223,7 @@ def judge(
         unchanged: snapshots known to be the same, which are not among the two.
         approvals: digests of change sets, each followed by a reason, as the trailers of commits give them.
 
-    >>> net = Snapshot(path="net", record=Record(model="Net"), architecture="a", content="a")
+    >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
     >>> verdict = judge({"net": net}, {})
     >>> [(change.path, change.level) for change in verdict.denied]
     [('net', 'deny')]
@@ -248,14 +248,14 @@ def judge(
     return dataclasses.replace(verdict, approval=reason if verdict.denied else None)
 
 
-def _gravity(change: Change) -> tuple[bool, int, int, str]:
+def _gravity(change: SnapshotChange) -> tuple[bool, int, int, str]:
     first = change.findings[0]
     return not change.denied, LEVELS.index(change.level), CLASSES.index(first.kind), change.path
 
 
 def _pairs(
-    before: Mapping[str, Snapshot], now: Mapping[str, Snapshot]
-) -> Iterator[tuple[Snapshot | None, Snapshot | None, bool]]:
+    before: Mapping[str, SnapshotVersion], now: Mapping[str, SnapshotVersion]
+) -> Iterator[tuple[SnapshotVersion | None, SnapshotVersion | None, bool]]:
     """Yield what belongs together, nothing twice, and whether it has another name.
 
     Each file belongs to its own past; of what is left, that which says the same does.
@@ -281,12 +281,12 @@ def _pairs(
         yield old, None, False
 
 
-def _file(name: str, snapshot: Snapshot) -> str:
+def _file(name: str, snapshot: SnapshotVersion) -> str:
     """Return the name of the architecture file of a snapshot: its own, or the one without its device."""
     return name if snapshot.path.removesuffix(".arch.json").endswith(name) else name.rpartition(".")[0]
 
 
-def _take(gone: dict[str, Snapshot], new: Snapshot) -> Snapshot | None:
+def _take(gone: dict[str, SnapshotVersion], new: SnapshotVersion) -> SnapshotVersion | None:
     """Return, and take away, the snapshot that is gone under its old name."""
     for agree in ("content", "architecture"):
         for name, old in gone.items():
@@ -296,11 +296,16 @@ def _take(gone: dict[str, Snapshot], new: Snapshot) -> Snapshot | None:
 
 
 def _change(
-    old: Snapshot | None, new: Snapshot | None, levels: Mapping[Class, Level], *, renamed: bool, architecture: bool
-) -> Change:
+    old: SnapshotVersion | None,
+    new: SnapshotVersion | None,
+    levels: Mapping[Class, Level],
+    *,
+    renamed: bool,
+    architecture: bool,
+) -> SnapshotChange:
     if old is None or new is None:
         kind: Class = "new" if old is None else "removed"
-        return Change(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
+        return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     # Of another device, or of structure alone, the numbers are not those of before.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
@@ -332,7 +337,7 @@ def _change(
         if kind in by_class
     ]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
-    return Change(
+    return SnapshotChange(
         before=old,
         now=new,
         findings=tuple(findings),
@@ -342,7 +347,7 @@ def _change(
     )
 
 
-def not_compared(now: Snapshot, before: Snapshot) -> str | None:
+def not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
     """Return what of a snapshot its test compares no more; None where it compares what it did."""
     lost = now.compared not in ("all", before.compared)
     return ("architecture" if now.compared == "behavior" else "behavior") if lost else None

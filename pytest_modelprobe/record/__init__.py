@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .call_tree import CallTree, Place, Step, forward_of
+from .call_tree import CallTree, ForwardKind, Place, Step, forward_of
 from .records import (
     NOT_DEFAULT,
     ROOT,
@@ -40,6 +40,7 @@ __all__ = [
     "Call",
     "CallTree",
     "Dimension",
+    "ForwardKind",
     "Glob",
     "EmittedTensor",
     "Layer",

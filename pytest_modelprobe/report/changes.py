@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.comparison import Cause, Difference
-from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of, not_compared
+from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, not_compared
 from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
@@ -47,11 +47,11 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of `COLUMNS`."""
+        """The cells of `CHANGE_COLUMNS`."""
         return self.layer, self.times, self.what, self.now, self.was
 
 
-COLUMNS = ("layer", "layers", "change", "now", "was")
+CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
 
 
 def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
@@ -93,7 +93,7 @@ def _containers(layer: str) -> Iterator[str]:
 def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
     """Return what changed, what it is now and what it was."""
     kind = difference.kind
-    now, was = _plain(difference.actual), _plain(difference.expected)
+    now, was = _cell(difference.actual), _cell(difference.expected)
     if kind == "layer added" and difference.layer in actual.layers:
         now = actual[difference.layer].type_name
     elif kind == "layer removed" and difference.layer in expected.layers:
@@ -113,7 +113,7 @@ def _label(difference: Difference) -> str:
     return f"{label} (call {difference.call + 1})" if difference.call else label
 
 
-def _plain(value: Plain) -> str:
+def _cell(value: Plain) -> str:
     if value is None:
         return "-"
     return number(value) if isinstance(value, float) else str(value)
@@ -147,7 +147,7 @@ def effect_text(effect: Effect) -> str:
     return "; ".join(parts)
 
 
-def finding_text(finding: Finding, change: Change) -> str:
+def finding_text(finding: Finding, change: SnapshotChange) -> str:
     """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
@@ -180,7 +180,7 @@ def finding_text(finding: Finding, change: Change) -> str:
     return listed([_row_text(row) for row in found], most=2)
 
 
-def _causes_text(finding: Finding, change: Change) -> str:
+def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     """Return the causes of a finding as a failure says them, and what becomes of the output."""
     told = listed([_said(*pair) for pair in comparison.grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
@@ -207,7 +207,7 @@ def _row_text(row: Row) -> str:
     return f"{row.layer} {row.what} {row.was} → {row.now}{times}"
 
 
-def status(finding: Finding, change: Change, verdict: Verdict) -> str:
+def status(finding: Finding, change: SnapshotChange, verdict: Verdict) -> str:
     """Return what the gate makes of a finding: ``denied``, ``declared``, ``approved``, ``warning`` or ``allowed``."""
     if finding.level != "deny":
         return {"warn": "warning", "allow": "allowed"}[finding.level]
@@ -234,7 +234,7 @@ def first_line(verdict: Verdict) -> str:
     return f"nothing to object: {changed}"
 
 
-def _unknown(change: Change) -> int:
+def _unknown(change: SnapshotChange) -> int:
     return 0 if change.comparison is None else change.comparison.unknown
 
 
@@ -248,7 +248,7 @@ _OF_SNAPSHOTS: dict[Class, str] = {
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
     """Return the cells of `VERDICT_COLUMNS`, the gravest first: of models that say the same of a class one row."""
-    alike: dict[tuple[str, str, str], list[tuple[Finding, Change]]] = {}
+    alike: dict[tuple[str, str, str], list[tuple[Finding, SnapshotChange]]] = {}
     for change in verdict.changes:
         for finding in change.findings:
             key = finding.kind, status(finding, change, verdict), _unsized(finding) or finding_text(finding, change)
@@ -301,7 +301,7 @@ def next_steps(verdict: Verdict) -> list[str]:
     return steps
 
 
-def _files_then(changes: Sequence[Change], verdict: Verdict) -> list[str]:
+def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
     """Return the files in the base of snapshots that have the same name now; of many a folder stands for its files."""
     folders: dict[str, dict[str, None]] = {}
     for change in changes:
@@ -349,7 +349,7 @@ def reasons(verdict: Verdict) -> list[str]:
     return [*lines, f"Approved in a commit: {verdict.approval}"] if verdict.approval else lines
 
 
-def details(change: Change) -> list[Row]:
+def details(change: SnapshotChange) -> list[Row]:
     """Return everything that differs in one snapshot, the gravest class first."""
     if change.comparison is None:
         return []
@@ -394,7 +394,7 @@ def cause_rows(verdict: Verdict) -> list[list[Cell]]:
     ]
 
 
-def _heading(same: Sequence[Change]) -> str:
+def _heading(same: Sequence[SnapshotChange]) -> str:
     models = listed(list(dict.fromkeys(change.model for change in same)))
     return printable(f"{models} ({listed([change.path for change in same], most=2)})")
 
@@ -404,7 +404,7 @@ def diff_text(verdict: Verdict) -> str:
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
     folded = len(verdict.changes) > _EACH_WHOLE
-    alike: dict[tuple[str, ...], list[Change]] = {}
+    alike: dict[tuple[str, ...], list[SnapshotChange]] = {}
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
@@ -420,14 +420,14 @@ def diff_text(verdict: Verdict) -> str:
     return "\n\n".join(parts)
 
 
-def _whole(change: Change) -> Iterator[tuple[str, str]]:
+def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:
     """Yield what is to be said of a snapshot as a whole."""
     for finding in change.findings:
         if finding.kind in ("checkpoint", "new", "removed") or (finding.kind == "renamed" and not finding.causes):
             yield finding.kind, finding_text(finding, change)
 
 
-def plain(verdict: Verdict) -> dict[str, Any]:
+def as_data(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
     denied = verdict.denied
     return {
@@ -451,7 +451,7 @@ def plain(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _plain_finding(finding: Finding, change: Change, verdict: Verdict) -> dict[str, Any]:
+def _plain_finding(finding: Finding, change: SnapshotChange, verdict: Verdict) -> dict[str, Any]:
     differences = [
         {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -468,7 +468,7 @@ def _plain_finding(finding: Finding, change: Change, verdict: Verdict) -> dict[s
     }
 
 
-def _causes(change: Change) -> list[dict[str, str]]:
+def _causes(change: SnapshotChange) -> list[dict[str, str]]:
     diagnosis = change.diagnosis
     if diagnosis is None:
         return []

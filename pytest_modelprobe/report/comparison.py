@@ -124,7 +124,7 @@ def noted(notes: Iterable[Difference]) -> list[str]:
     went: dict[str, int] = {}
     for note in notes:
         there, value = (went, note.expected) if note.actual is None else (came, note.actual)
-        said = f"{qualified(pattern(note.layer), note.what)} {_plain(value)}"
+        said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
         there[said] = there.get(said, 0) + 1
     told = {"Also new": came, "Also gone": went}
     shown = ([said + (f" x{n}" if n > 1 else "") for said, n in found.items()] for found in told.values())
@@ -168,7 +168,7 @@ def said(cause: Cause, label: str | None = None) -> str:
     'act: ReLU → GELU'
     """
     layer, what = cause.layer, cause.what
-    arrow = f"{_plain(cause.expected)} → {_plain(cause.actual)}"
+    arrow = f"{_value_text(cause.expected)} → {_value_text(cause.actual)}"
     label = label or layer
     if cause.kind == "seed":
         return f"seed {arrow}"
@@ -192,20 +192,22 @@ def said(cause: Cause, label: str | None = None) -> str:
 def _architecture(cause: Cause, label: str, arrow: str) -> str:
     layer, what = cause.layer, cause.what
     if what == "added":
-        return f"{label} added: {', '.join((_plain(cause.actual), *cause.hints))}"
+        return f"{label} added: {', '.join((_value_text(cause.actual), *cause.hints))}"
     if what == "removed":
-        return f"{label} removed: {', '.join(cause.hints) or f'it was {_plain(cause.expected)}'}"
+        return f"{label} removed: {', '.join(cause.hints) or f'it was {_value_text(cause.expected)}'}"
     if what == "path":
         if cause.actual is None or cause.expected is None:
             return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
         return f"{label}: {cause.expected} renamed to {cause.actual}"
     if what == "renamed":
-        return f"{label_of(_plain(cause.expected))} renamed to {label}"
+        return f"{label_of(_value_text(cause.expected))} renamed to {label}"
     if what == "type":
         return f"{label}: {arrow}"
     name, _, aspect = what.partition(" ")
     if aspect in ("added", "removed"):
-        return f"{qualified(layer, name)} {aspect}: {_plain(cause.actual if aspect == 'added' else cause.expected)}"
+        return (
+            f"{qualified(layer, name)} {aspect}: {_value_text(cause.actual if aspect == 'added' else cause.expected)}"
+        )
     return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
 
 
@@ -221,19 +223,19 @@ def _computation(cause: Cause, label: str) -> str:
         child = cause.what.removeprefix("calls of ")
         if not cause.actual:
             return f"{label}: own code no longer calls {child}"
-        return f"{label}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
+        return f"{label}: own code calls {child} {_value_text(cause.actual)} times, not {_value_text(cause.expected)}"
     if first is None or cause.witness != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "interface" and cause.what == first.what:
         made = "gives out" if cause.what == "output" else f"gives out {cause.what} as"
-        return f"{label}: own code {made} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+        return f"{label}: own code {made} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
     if first.kind == "source":
         where = cause.what.removesuffix(" source")
-        return f"{label}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
+        return f"{label}: own code feeds {_value_text(cause.actual)} to {where}, not {_value_text(cause.expected)}"
     if first.kind in ("input added", "input removed"):
         gives = "gives" if first.kind == "input added" else "no longer gives"
         return f"{label}: own code {gives} {cause.what}"
-    return f"{label}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+    return f"{label}: own code gives {cause.what} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
 
 
 def _handed(difference: Difference) -> str:
@@ -322,7 +324,7 @@ def _by(change: float | None) -> str:
     return "" if change is None or math.isinf(change) else f" by {percent(change)}"
 
 
-def _plain(value: Plain) -> str:
+def _value_text(value: Plain) -> str:
     return "none" if value is None else str(value)
 
 

@@ -10,12 +10,12 @@ import json
 import secrets
 from pathlib import Path
 
-from pytest_modelprobe.gate import Change, Level, Verdict
+from pytest_modelprobe.gate import Level, SnapshotChange, Verdict
 
 from .changes import details, finding_text
 from .text import printable
 
-MOST = 9
+MOST_ANNOTATIONS = 9
 """Annotations of one level. GitHub drops all beyond ten of a step without a word; the tenth counts the rest."""
 
 _COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
@@ -46,18 +46,22 @@ def shown(verdict: Verdict) -> list[str]:
     for level in ("deny", "warn"):
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
         name = _COMMANDS[level]
-        lines += [_annotation(name, change) for change in changes[:MOST]]
-        if len(changes) > MOST:
-            lines.append(command(name, f"+{len(changes) - MOST} more: see the summary of this job", title="modelprobe"))
+        lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
+        if len(changes) > MOST_ANNOTATIONS:
+            lines.append(
+                command(
+                    name, f"+{len(changes) - MOST_ANNOTATIONS} more: see the summary of this job", title="modelprobe"
+                )
+            )
     return lines
 
 
-def _level(change: Change, verdict: Verdict) -> Level:
+def _level(change: SnapshotChange, verdict: Verdict) -> Level:
     """Return how a change is annotated: declared ones are only pointed at."""
     return "warn" if change.level == "deny" and change not in verdict.denied else change.level
 
 
-def _annotation(name: str, change: Change) -> str:
+def _annotation(name: str, change: SnapshotChange) -> str:
     first = change.findings[0]
     said = "\n".join(printable(f"{finding.kind}: {finding_text(finding, change)}") for finding in change.findings)
     reason = change.reason

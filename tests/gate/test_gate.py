@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.gate.verdict import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
+from pytest_modelprobe.gate.verdict import (
+    DEFAULTS,
+    SnapshotChange,
+    SnapshotVersion,
+    Verdict,
+    effect_on_checkpoints,
+    judge,
+)
 from pytest_modelprobe.record.records import (
     Call,
     EmittedTensor,
@@ -37,15 +44,17 @@ def record(*layers: Layer, **other: object) -> Record:
     return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, **other)
 
 
-def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+def snapshot(
+    record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object
+) -> SnapshotVersion:
     text = repr(record)
     exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
-    return Snapshot(
+    return SnapshotVersion(
         path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
     )
 
 
-def change(before: Record, now: Record, **levels: str) -> Change:
+def change(before: Record, now: Record, **levels: str) -> SnapshotChange:
     verdict = judge({"a": snapshot(before)}, {"a": snapshot(now)}, levels={**DEFAULTS, **levels})
     assert len(verdict.changes) == 1
     return verdict.changes[0]
@@ -313,12 +322,12 @@ def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
     assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
 
 
-def of_device(record: Record, device: str, file: str = "t.arch.json") -> Snapshot:
+def of_device(record: Record, device: str, file: str = "t.arch.json") -> SnapshotVersion:
     numbers = f"t.{device}.probe.json"
     return dataclasses.replace(snapshot(dataclasses.replace(record, device=device), file), numbers=numbers)
 
 
-def kinds(before: dict[str, Snapshot], now: dict[str, Snapshot]) -> dict[str, list[str]]:
+def kinds(before: dict[str, SnapshotVersion], now: dict[str, SnapshotVersion]) -> dict[str, list[str]]:
     return {c.path: [finding.kind for finding in c.findings] for c in judge(before, now).changes}
 
 
@@ -454,7 +463,7 @@ def test_frozen_parameters_do_not_concern_checkpoints() -> None:
 BEFORE, NOW, LATER = (record(linear("fc", width, 4)) for width in (2, 3, 5))
 
 
-def denied(before: Snapshot, now: Snapshot, **levels: str) -> bool:
+def denied(before: SnapshotVersion, now: SnapshotVersion, **levels: str) -> bool:
     return bool(judge({"a": before}, {"a": now}, levels={**DEFAULTS, **levels}).denied)
 
 
@@ -541,7 +550,7 @@ def test_a_trailer_without_a_reason_does_not() -> None:
 
 
 @pytest.mark.parametrize("now", [{}, {"a": snapshot(LATER)}])
-def test_an_approval_does_not_hold_for_another_change(now: dict[str, Snapshot]) -> None:
+def test_an_approval_does_not_hold_for_another_change(now: dict[str, SnapshotVersion]) -> None:
     digest = judge({"a": snapshot(BEFORE)}, {"a": snapshot(NOW)}).digest
     assert judge({"a": snapshot(BEFORE)}, now, approvals=[f"{digest} yes"]).denied
 
@@ -559,7 +568,7 @@ def test_a_declared_change_needs_no_approval() -> None:
 
 
 def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
-    def all_of(eps: float) -> dict[str, Snapshot]:
+    def all_of(eps: float) -> dict[str, SnapshotVersion]:
         layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
         return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_modelprobe.files import encode
-from pytest_modelprobe.gate.verdict import Snapshot, Verdict, judge
+from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record.records import Layer, Record
 from pytest_modelprobe.report import github
 
@@ -23,9 +23,9 @@ def net(act: str, model: str = "Net") -> Record:
     return Record(model=model, layers={layer.name: layer for layer in layers})
 
 
-def snapshot(record: Record, path: str = PATH, **other: object) -> Snapshot:
+def snapshot(record: Record, path: str = PATH, **other: object) -> SnapshotVersion:
     text = encode(record).architecture
-    return Snapshot(path=path, record=record, architecture=text, content=text, text=text, **other)
+    return SnapshotVersion(path=path, record=record, architecture=text, content=text, text=text, **other)
 
 
 def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:

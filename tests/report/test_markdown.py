@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_modelprobe.gate.verdict import DEFAULTS, Snapshot, Verdict, judge
+from pytest_modelprobe.gate.verdict import DEFAULTS, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record.records import Layer, Parameter, Record
 from pytest_modelprobe.report import changes, markdown
 
@@ -20,9 +20,11 @@ def net(width: int, act: str = "ReLU", blocks: int = 2, model: str = "Net") -> R
     return Record(model=model, layers={layer.name: layer for layer in layers})
 
 
-def snapshot(record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+def snapshot(
+    record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object
+) -> SnapshotVersion:
     text = repr(record.layers)
-    return Snapshot(path=path, record=record, architecture=text, content=text, text="", **other)
+    return SnapshotVersion(path=path, record=record, architecture=text, content=text, text="", **other)
 
 
 def changed() -> Verdict:

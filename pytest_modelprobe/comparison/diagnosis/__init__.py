@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, Kind
+from pytest_modelprobe.comparison.compare import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
@@ -19,7 +19,7 @@ from .computation import computation_causes
 from .evidence import Evidence
 from .hidden import hidden, tells_of_code
 from .hints import hints
-from .recorded import all_redrawn, explained_by, folded, recorded_causes, with_effect
+from .recorded import all_redrawn, explained_by, recorded_causes, with_effect, with_weights_folded
 
 __all__ = [
     "Cause",
@@ -32,9 +32,9 @@ __all__ = [
     "tells_of_code",
 ]
 
-_OUTPUTS: frozenset[Kind] = frozenset({"output", "state"})
-_GRADIENTS: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
-_OTHER_RUN: frozenset[Kind] = frozenset({"forwards", "loss", "seed"})
+_OUTPUTS: frozenset[DifferenceKind] = frozenset({"output", "state"})
+_GRADIENTS: frozenset[DifferenceKind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
+_OTHER_RUN: frozenset[DifferenceKind] = frozenset({"forwards", "loss", "seed"})
 
 
 def diagnose(comparison: Comparison) -> Diagnosis:
@@ -70,7 +70,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(most_telling_first(folded(evidence, causes))),
+        causes=tuple(most_telling_first(with_weights_folded(evidence, causes))),
         possible=tuple(c for c in possible if c.layer not in excused and not (causes and DRIFT in c.hints)),
         unchanged=unchanged,
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),

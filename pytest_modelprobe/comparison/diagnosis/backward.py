@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, Pair
-from pytest_modelprobe.comparison.tolerance import GONE, Change
+from pytest_modelprobe.comparison.compare import CallPair, Difference
+from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
 from pytest_modelprobe.record import Step
 
 from .causes import Cause, cause_of, in_order, worst_first
 from .evidence import Evidence, child_of
-from .places import between, relative
+from .places import between, relative_name
 
 
 def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
@@ -25,7 +25,7 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
     found: dict[str, Cause] = {}
     explained = explained | {cause.layer for cause in causes}
     for pair in evidence.comparison.calls:
-        here = [] if pair.layer in explained or pair.layer in found else _response_differences(evidence, pair)
+        here = [] if pair.layer in explained or pair.layer in found else _backward_differences(evidence, pair)
         if here:
             lost = [d.what for d in here if d.what and d.expected]
             found[pair.layer] = dataclasses.replace(
@@ -50,7 +50,7 @@ def _changes_no_gradient(cause: Cause) -> bool:
     return cause.change is None and (cause.about_a_call or (structural and "requires_grad" not in cause.what))
 
 
-def _response_differences(evidence: Evidence, pair: Pair) -> list[Difference]:
+def _backward_differences(evidence: Evidence, pair: CallPair) -> list[Difference]:
     """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
     if not evidence.tells(pair) or evidence.gets_others(pair) is not None:
         return []
@@ -81,7 +81,7 @@ def _first_on_the_way_back(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: Change) -> Cause:
+def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: ValueChange) -> Cause:
     """Return the cause for a gradient: the code that let it through, or the layer whose parameter has it."""
     cause = Cause(
         kind="gradient",
@@ -101,5 +101,5 @@ def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: Chang
     siblings = evidence.inside(step.parent)
     later = siblings[siblings.index(step) + 1 :]
     named = (step.previous, step) if side == "input gradient" else (step, later[0] if later else None)
-    what = between(*(None if s is None else relative(s.name, layer) for s in named))
+    what = between(*(None if s is None else relative_name(s.name, layer) for s in named))
     return dataclasses.replace(cause, layer=layer, what=what, gradient="cut" if change == GONE else None)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_modelprobe.comparison.compare import Difference, Pair, is_quantity
+from pytest_modelprobe.comparison.compare import CallPair, Difference, is_quantity
 from pytest_modelprobe.record import Statistics, Value
 
 from .causes import How
@@ -23,7 +23,7 @@ class Built(NamedTuple):
     how: How
 
 
-def built(evidence: Evidence, pair: Pair, difference: Difference) -> Built | None:
+def built(evidence: Evidence, pair: CallPair, difference: Difference) -> Built | None:
     """Return of a response that differs what the code makes otherwise, and the share of its entries that differ.
 
     None: it is computed as a hidden state is, or not handed to a child. The share is that of the run, where the value
@@ -44,7 +44,7 @@ def built(evidence: Evidence, pair: Pair, difference: Difference) -> Built | Non
     return Built(f"{path} (for {child})", share, how)
 
 
-def moved(evidence: Evidence, child: Pair, name: str) -> Built | None:
+def generated_in_run(evidence: Evidence, child: CallPair, name: str) -> Built | None:
     """Return of a call whose inputs differ in the run the one that is made otherwise; None: others differ too."""
     pairs = [(value, _values(child, value.path)) for value in child.actual.inputs]
     differing = [
@@ -57,7 +57,7 @@ def moved(evidence: Evidence, child: Pair, name: str) -> Built | None:
     return Built(f"{differing[0][0].path} (for {name})", *share_of(evidence, child, *differing[0]))
 
 
-def share_of(evidence: Evidence, call: Pair, now: Value, then: Value) -> tuple[float | None, How]:
+def share_of(evidence: Evidence, call: CallPair, now: Value, then: Value) -> tuple[float | None, How]:
     """Return the share of entries of an input that differ in the run; None: none does, or it cannot be told."""
     found = evidence.comparison.change(call.layer, call.key, "input", now.path)
     a, e = now.forward.statistics, then.forward.statistics
@@ -99,6 +99,6 @@ def _is_floating(value: Value) -> bool:
     return value.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _values(call: Pair, path: str) -> tuple[Value, Value] | None:
+def _values(call: CallPair, path: str) -> tuple[Value, Value] | None:
     now, then = ({v.path: v for v in side.inputs} for side in (call.actual, call.expected))
     return (now[path], then[path]) if path in now and path in then and now[path].shape == then[path].shape else None

@@ -6,16 +6,15 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, Pair, children, is_quantity
-from pytest_modelprobe.comparison.tolerance import Change
+from pytest_modelprobe.comparison.compare import CallPair, Difference, children, is_quantity
+from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import ROOT, Plain, Step
 
-from .built import built
-from .built import moved as built_in_run
+from .built import built, generated_in_run
 from .causes import DRIFT, Cause, cause_of, in_order
 from .evidence import Evidence, Inputs, child_of
 from .hints import hints
-from .places import between, parent, relative
+from .places import between, parent, relative_name
 
 _AMPLIFICATION = 10.0
 """A module that makes this much more of what came in, in units of what is allowed, is more than sensitive."""
@@ -113,7 +112,7 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
         pair = evidence.pair(step)
         if pair is None or step.parent is None or step.parent.layer.name in evidence.added:
             continue
-        container, child = step.parent.layer.name, relative(pair.layer, step.parent.layer.name)
+        container, child = step.parent.layer.name, relative_name(pair.layer, step.parent.layer.name)
         above = evidence.pair(step.parent)
         for difference, doubts in _shaped_otherwise(evidence, above, step):
             cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
@@ -134,7 +133,7 @@ def _handed_on(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _shaped_otherwise(
-    evidence: Evidence, above: Pair | None, step: Step
+    evidence: Evidence, above: CallPair | None, step: Step
 ) -> Iterator[tuple[Difference, tuple[str, ...]]]:
     """Yield the inputs of a child that have another shape or dtype, though nothing has that the code had before.
 
@@ -162,7 +161,7 @@ def _given_out(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _made_of_the_same(
-    evidence: Evidence, pair: Pair, before: Sequence[Pair | None], found: Sequence[Difference]
+    evidence: Evidence, pair: CallPair, before: Sequence[CallPair | None], found: Sequence[Difference]
 ) -> Iterator[tuple[Difference, tuple[str, ...]]]:
     """Yield what a call makes in another shape, if all that it had for it is of the same: what it got, what it called.
 
@@ -209,7 +208,7 @@ def _maker(source: Plain) -> str:
     return str(source).partition(" ")[0]
 
 
-def _only_handed_on(evidence: Evidence, above: Pair, difference: Difference) -> bool:
+def _only_handed_on(evidence: Evidence, above: CallPair, difference: Difference) -> bool:
     """Whether the container got the changed argument or context itself."""
     name = difference.what.rpartition(".")[2]
     return any(
@@ -226,11 +225,11 @@ def _times_called(evidence: Evidence) -> Iterator[Cause]:
         # An expert that gets no token is not called.
         told = pair is not None and (evidence.tells(pair) or not evidence.inputs(pair).match)
         if not told and not evidence.has(caller, "calls") and caller not in evidence.added:
-            what = f"calls of {relative(difference.layer, caller)}"
+            what = f"calls of {relative_name(difference.layer, caller)}"
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
 
 
-def _response_differences(evidence: Evidence, pair: Pair) -> list[Difference]:
+def _response_differences(evidence: Evidence, pair: CallPair) -> list[Difference]:
     """Return what a call answers to synthetic inputs otherwise than before, and is not said elsewhere."""
     came_or_went = {d.what for d in evidence.of_call(pair, "path") if None in (d.actual, d.expected)}
     found = (d for d in evidence.of_call(pair, "response") if d.what not in came_or_went)
@@ -252,7 +251,7 @@ def _as_handed(value: Plain) -> str | None:
     return None if value is None else f"={value!r}"[:80]
 
 
-def _is_built(evidence: Evidence, pair: Pair, difference: Difference) -> bool:
+def _is_built(evidence: Evidence, pair: CallPair, difference: Difference) -> bool:
     """Whether what a container hands to a child is made of no child's output: a mask, positions, tokens."""
     child, _, path = difference.what.rpartition(" ")
     called = evidence.called(pair, child) if difference.change is not None else None
@@ -262,7 +261,7 @@ def _is_built(evidence: Evidence, pair: Pair, difference: Difference) -> bool:
 # --- the two witnesses ------------------------------------------------------------------------------------------------
 
 
-def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
+def _isolated(evidence: Evidence, pair: CallPair, found: list[Difference]) -> Cause:
     """Return what a call's answers to synthetic inputs say."""
     if all(map(_is_argument, found)):
         return dataclasses.replace(cause_of("computation", found), witness="isolated")
@@ -278,7 +277,7 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
     if times is not None and not came_or_went:
         cause = cause_of("computation", [times, *found])
         change, noise = (None, None) if worst is None else (worst.change, worst.noise)
-        what = f"calls of {relative(times.layer, pair.layer)}"
+        what = f"calls of {relative_name(times.layer, pair.layer)}"
         return dataclasses.replace(cause, layer=pair.layer, what=what, change=change, noise=noise, witness="isolated")
     return Cause(
         kind="computation",
@@ -292,14 +291,14 @@ def _isolated(evidence: Evidence, pair: Pair, found: list[Difference]) -> Cause:
     )
 
 
-def _called_or_not(times: Difference | None, pair: Pair) -> Iterator[str]:
+def _called_or_not(times: Difference | None, pair: CallPair) -> Iterator[str]:
     """Yield the child that is called now or no more: an inert one may be, so it is a hint beside what was computed."""
     if times is not None:
-        child = relative(times.layer, pair.layer)
+        child = relative_name(times.layer, pair.layer)
         yield f"no longer calls {child}" if times.actual == 0 else f"calls {child} now"
 
 
-def _other_times(evidence: Evidence, pair: Pair) -> Difference | None:
+def _other_times(evidence: Evidence, pair: CallPair) -> Difference | None:
     """Return of which child a response shows that it is called more or fewer times, as it is in the run."""
     a, e = pair.actual.response, pair.expected.response
     if a is None or e is None:
@@ -315,7 +314,7 @@ def _is_argument(difference: Difference) -> bool:
     return difference.change is None and " " in difference.what and (None in sides or plain)
 
 
-def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool] | None:
+def _propagated(evidence: Evidence, step: Step, pair: CallPair) -> tuple[Cause, bool] | None:
     """Return what the run shows of a call's own code, and whether it is sure."""
     inputs = evidence.inputs(pair)
     if not (inputs.match and evidence.same_layer(pair)):
@@ -328,7 +327,7 @@ def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool
         moved = evidence.change(inner, "input")
         if moved is not None:
             cause, sure = _between_calls(pair, previous, child, moved, inputs)
-            made = built_in_run(evidence, inner, relative(child.name, pair.layer))
+            made = generated_in_run(evidence, inner, relative_name(child.name, pair.layer))
             if made is not None:
                 cause = dataclasses.replace(cause, what=made.what, change=made.share, noise=None, built=made.how)
             return cause, sure
@@ -345,9 +344,9 @@ def _propagated(evidence: Evidence, step: Step, pair: Pair) -> tuple[Cause, bool
 
 
 def _between_calls(
-    pair: Pair, before: Step | None, after: Step | None, moved: Change, inputs: Inputs
+    pair: CallPair, before: Step | None, after: Step | None, moved: ValueChange, inputs: Inputs
 ) -> tuple[Cause, bool]:
-    names = (None if step is None else relative(step.name, pair.layer) for step in (before, after))
+    names = (None if step is None else relative_name(step.name, pair.layer) for step in (before, after))
     amplified = moved.units >= _AMPLIFICATION * inputs.units
     cause = Cause(
         kind="computation",
@@ -361,7 +360,7 @@ def _between_calls(
     return cause, inputs.known and amplified
 
 
-def _looks(evidence: Evidence, pair: Pair, handed: Sequence[str] = ()) -> tuple[str, ...]:
+def _looks(evidence: Evidence, pair: CallPair, handed: Sequence[str] = ()) -> tuple[str, ...]:
     """Say what a change looks like, from the first place where it shows."""
     a, e = pair.actual.response, pair.expected.response
     if handed and a is not None and e is not None:

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, Kind, Pair, children, comparable
-from pytest_modelprobe.comparison.tolerance import Change
+from pytest_modelprobe.comparison.compare import CallPair, Comparison, Difference, DifferenceKind, children, comparable
+from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
 
 from .places import parent
 
-STRUCTURE: frozenset[Kind] = frozenset({
+STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "buffer persistent",
 })  # fmt: skip
 """What a layer holds, but for its numbers."""
 
-_OWN: frozenset[Kind] = STRUCTURE | {"type", "attribute", "mode", "weights", "buffer", "calls"}
+_OWN: frozenset[DifferenceKind] = STRUCTURE | {"type", "attribute", "mode", "weights", "buffer", "calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,17 @@ class Evidence:
 
     # --- what differs ---------------------------------------------------------------------------------------------
 
-    def differences(self, *kinds: Kind) -> Iterator[Difference]:
+    def differences(self, *kinds: DifferenceKind) -> Iterator[Difference]:
         """Yield the differences of these kinds."""
         return (d for d in self.comparison.found if d.kind in kinds)
 
-    def has(self, layer: str, kind: Kind) -> bool:
+    def has(self, layer: str, kind: DifferenceKind) -> bool:
         """Whether a layer has a difference of a kind."""
         return any(d.kind == kind for d in self.of_layer.get(layer, ()))
 
-    def of_call(self, pair: Pair, *kinds: Kind, side: Literal["input", "output"] | None = None) -> list[Difference]:
+    def of_call(
+        self, pair: CallPair, *kinds: DifferenceKind, side: Literal["input", "output"] | None = None
+    ) -> list[Difference]:
         """Return the differences of a call of these kinds; those of its interface on one side, if given."""
         return [
             d
@@ -82,7 +84,7 @@ class Evidence:
             if d.kind in kinds and (side is None or d.kind != "interface" or _side(pair, d.what) == side)
         ]
 
-    def moved(self, kinds: frozenset[Kind]) -> tuple[str, ...]:
+    def moved(self, kinds: frozenset[DifferenceKind]) -> tuple[str, ...]:
         """Return the layers with a difference of these kinds, in order of execution."""
         return tuple(name for name in self.ran if any(d.kind in kinds for d in self.of_layer.get(name, ())))
 
@@ -96,7 +98,7 @@ class Evidence:
         """Return the calls that a call makes itself."""
         return self._inside.get(step, ())
 
-    def called(self, pair: Pair, name: str) -> Pair | None:
+    def called(self, pair: CallPair, name: str) -> CallPair | None:
         """Return the call that another makes and knows as ``attn`` or ``attn (call 2)``; None: it is not in both."""
         child, _, number = name.partition(" (call ")
         made = self.inside(self._steps.get(id(pair)))
@@ -104,7 +106,7 @@ class Evidence:
         index = int(number.removesuffix(")")) - 1 if number else 0
         return self.pair(calls[index]) if index < len(calls) else None
 
-    def gets_others(self, pair: Pair) -> str | None:
+    def gets_others(self, pair: CallPair) -> str | None:
         """Return what may be to blame instead of a layer's own code: its mode, something that it gets or does not."""
         if self.has(pair.layer, "mode"):
             return "its mode changed too"
@@ -114,17 +116,17 @@ class Evidence:
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
         return None
 
-    def calls_nothing(self, pair: Pair) -> bool:
+    def calls_nothing(self, pair: CallPair) -> bool:
         """Whether a call makes no other."""
         return not self._inside.get(self._steps.get(id(pair)))
 
-    def pair(self, step: Step | None) -> Pair | None:
+    def pair(self, step: Step | None) -> CallPair | None:
         """Return a call with what it was then; None if it was not."""
         return None if step is None else self._pairs.get(step)
 
     # --- of one call ----------------------------------------------------------------------------------------------
 
-    def inputs(self, pair: Pair) -> Inputs:
+    def inputs(self, pair: CallPair) -> Inputs:
         """Return how what came in compares with what came in then."""
         others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
         if others or self._is_asked_otherwise(pair):
@@ -138,55 +140,55 @@ class Evidence:
             units=max((change.units for change in changes), default=0.0),
         )
 
-    def change(self, pair: Pair, side: Literal["input", "output"]) -> Change | None:
+    def change(self, pair: CallPair, side: Literal["input", "output"]) -> ValueChange | None:
         """Return the largest change among the values of a call, if there is one."""
         values = pair.actual.inputs if side == "input" else pair.actual.outputs
         found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
         if self.of_call(pair, "interface", side=side):
-            found.append(Change(math.inf))
+            found.append(ValueChange(math.inf))
         return max((c for c in found if c.differs), key=lambda c: c.units, default=None)
 
-    def change_of_state(self, pair: Pair) -> Change | None:
+    def change_of_state(self, pair: CallPair) -> ValueChange | None:
         """Return the largest change among the buffers that the run left behind, if there is one."""
         found = [d for d in self.of_layer.get(pair.layer, ()) if d.kind == "state"]
         changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
         return max(changes, key=lambda c: c.units, default=None)
 
-    def same_structure(self, pair: Pair) -> bool:
+    def same_structure(self, pair: CallPair) -> bool:
         """Whether a call got what it got and its layer holds what it held, whatever the numbers are."""
         got = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
         held = {"type", "attribute", "mode", *STRUCTURE}
         return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
-    def same_layer(self, pair: Pair) -> bool:
+    def same_layer(self, pair: CallPair) -> bool:
         """Whether the layer that is called has all that it had: attributes, weights, the number of its calls."""
         return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
-    def answers(self, pair: Pair) -> bool:
+    def answers(self, pair: CallPair) -> bool:
         """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
         # What a child is said to give out depends on the path of the output.
         return self._is_asked_the_same(pair) and not any(self.has(name, "path") for name in self._called_alone(pair))
 
-    def _is_asked_the_same(self, pair: Pair) -> bool:
+    def _is_asked_the_same(self, pair: CallPair) -> bool:
         given = self.of_call(pair, "argument", "context", "interface", side="input")
         # An argument that came or went may say what the code did anyhow; then its caller may be to blame.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
         return came_or_went and same and not (self._is_asked_otherwise(pair) or self._has_other_names(pair))
 
-    def _has_other_names(self, pair: Pair) -> bool:
+    def _has_other_names(self, pair: CallPair) -> bool:
         """Whether parameters, or inputs, have other names: synthetic ones are drawn by them."""
         if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
             return True
         paths, before = ({value.path for value in call.inputs} for call in (pair.actual, pair.expected))
         return bool(paths - before) and bool(before - paths)  # by keyword now, by position then
 
-    def _called_alone(self, pair: Pair) -> list[str]:
+    def _called_alone(self, pair: CallPair) -> list[str]:
         """Return the layers that a call, alone, hands something to: one for each value, in their order."""
         handed = pair.actual.response.handed if pair.actual.response is not None else ()
         return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
 
-    def tells_of(self, pair: Pair, difference: Difference) -> bool:
+    def tells_of(self, pair: CallPair, difference: Difference) -> bool:
         """Whether a difference between the isolated responses of a call tells of its own code.
 
         Of what it does after a child gave out something by another path nothing is known.
@@ -201,7 +203,7 @@ class Evidence:
         last = next((i for i in range(first, len(called)) if called[i] != renamed), len(called))
         return difference.what in [handed.where for handed in pair.actual.response.handed[:last]]
 
-    def _is_asked_otherwise(self, pair: Pair) -> bool:
+    def _is_asked_otherwise(self, pair: CallPair) -> bool:
         """Whether the caller's response shows that the call gets False now or then, where that is not the default."""
         step = self._steps.get(id(pair))
         above = None if step is None else self.pair(step.parent)
@@ -213,11 +215,11 @@ class Evidence:
             for d in self.of_call(above, "response")
         )
 
-    def tells(self, pair: Pair) -> bool:
+    def tells(self, pair: CallPair) -> bool:
         """Whether the isolated responses of a call, compared, tell of its own code."""
         return self.answers(pair) and not self.calls_others(pair) and not self._regrouped(pair)
 
-    def _regrouped(self, pair: Pair) -> bool:
+    def _regrouped(self, pair: CallPair) -> bool:
         """Whether a call makes its calls by others: through a container, or without layers that only passed on.
 
         Each child that is called gives out synthetic tensors, so that the answer is another one.
@@ -254,19 +256,19 @@ class Evidence:
                 return False
         return True
 
-    def is_as_it_was(self, pair: Pair) -> bool:
+    def is_as_it_was(self, pair: CallPair) -> bool:
         """Whether the run shows that a call gave out for the same what it gave out, and left the same behind."""
         inputs = self.inputs(pair)
         outputs = [self.comparison.change(pair.layer, pair.key, "output", v.path) for v in pair.actual.outputs]
         same = bool(outputs) and all(change.known and not change.differs for change in outputs)
         return inputs.match and inputs.known and same and self.change_of_state(pair) is None
 
-    def calls_the_same(self, pair: Pair) -> bool:
+    def calls_the_same(self, pair: CallPair) -> bool:
         """Whether a call makes the calls that it made: what others are said to give out is made up anew."""
         a, e = pair.actual.response, pair.expected.response
         return a is not None and e is not None and children(a) == children(e)
 
-    def calls_others(self, pair: Pair) -> bool:
+    def calls_others(self, pair: CallPair) -> bool:
         """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.
 
         Calling the blocks of a `Sequential` one by one is no other computation.
@@ -289,7 +291,7 @@ class Evidence:
         return pair is None or self.answers(pair) or self.inputs(pair).match
 
 
-def child_of(pair: Pair, called: str) -> str:
+def child_of(pair: CallPair, called: str) -> str:
     """Return the name of a child that a call knows as ``attn`` or ``attn (call 2)``."""
     return qualified(pair.layer, called.partition(" ")[0])
 
@@ -303,7 +305,7 @@ def _callers(course: Iterable[Step]) -> dict[str, str]:
     return found
 
 
-def _side(pair: Pair, what: str) -> str:
+def _side(pair: CallPair, what: str) -> str:
     if what in ("input", "output"):
         return what
     return "input" if any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs)) else "output"

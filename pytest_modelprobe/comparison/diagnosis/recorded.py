@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, Kind
+from pytest_modelprobe.comparison.compare import Difference, DifferenceKind
 from pytest_modelprobe.record import ROOT, Layer, Plain, Reading
 
 from .causes import Cause, CauseKind, cause_of, worst_first
@@ -76,7 +76,7 @@ def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
     return random <= {cause.layer for cause in causes}
 
 
-def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
+def with_weights_folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
     now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
     drawn = [name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))]
@@ -167,7 +167,7 @@ def _outputs(evidence: Evidence) -> Iterator[Cause]:
                 yield dataclasses.replace(cause_of("architecture", [difference]), what="path")
 
 
-def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
+def _came_or_went(evidence: Evidence, kind: DifferenceKind, what: str) -> Iterator[Cause]:
     """Yield a cause for each layer that came or went, with all that is inside it."""
     found = {d.layer: d for d in evidence.differences(kind)}
     outermost: dict[str, list[Difference]] = {}
@@ -221,7 +221,7 @@ def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
 
 
 def _weights(evidence: Evidence) -> Iterator[Cause]:
-    kinds: tuple[tuple[Kind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
+    kinds: tuple[tuple[DifferenceKind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
     for difference_kind, kind in kinds:
         for found in evidence.of_layer.values():
             here = [d for d in found if d.kind == difference_kind]
