@@ -159,7 +159,9 @@ def judged(model: nn.Module, name: str) -> Diagnosis:
 
 def blames(cause: Cause) -> bool:
     """Whether a cause says that the model computes something else with the same weights."""
-    silent = cause.change is None and (cause.kind != "computation" or cause.witness == "recorded" or cause.about_a_call)
+    silent = cause.change is None and (
+        cause.kind != "computation" or cause.evidence == "recorded" or cause.is_call_change
+    )
     return cause.kind not in ("weights", "buffers") and not silent
 
 

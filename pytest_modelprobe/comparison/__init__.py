@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .compare import BEHAVIOR, Comparison, Difference, Parts, Tolerance, compare
-from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, hidden, tells_of_code
+from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
 from .tolerance import LARGEST_TOLERANCE
 
 __all__ = [
@@ -18,6 +18,6 @@ __all__ = [
     "Tolerance",
     "compare",
     "diagnose",
-    "hidden",
-    "tells_of_code",
+    "layers_behind_zeros",
+    "changes_code",
 ]

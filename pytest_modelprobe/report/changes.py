@@ -263,7 +263,7 @@ def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
 
 def _unsized(finding: Finding) -> str:
     """Return what is said of weights that all are others, whatever their number and by how much they are."""
-    return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].whole else ""
+    return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].is_retraining else ""
 
 
 VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
@@ -384,7 +384,7 @@ def cause_rows(verdict: Verdict) -> list[list[Cell]]:
             continue
         for sure, causes in (("", diagnosis.causes), ("possibly ", diagnosis.possible)):
             for cause, times in comparison.grouped(causes):
-                what = "all layers" if cause.whole else cause.what
+                what = "all layers" if cause.is_retraining else cause.what
                 said = sure + _said(dataclasses.replace(cause, change=None, what=what), times)
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = max((models.get(change.model), cause.change), key=lambda size: size or 0.0)

@@ -44,9 +44,9 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
-    retrained = any(cause.whole for cause in diagnosis.causes)  # then that is what changed the output
-    if (first.change is None or first.built) and diagnosis.output is not None and not retrained:
-        effect = f"{';' if first.built else ':'} output changed{_by(diagnosis.output)}"
+    retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
+    if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
+        effect = f"{';' if first.share_method else ':'} output changed{_by(diagnosis.output)}"
     shown = said(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
@@ -56,7 +56,7 @@ def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
     if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
         return False
     # A layer that gets no mask any more gives out something else for that reason.
-    unmasked = any(cause.about_a_call and "mask" in cause.what for cause in diagnosis.causes)
+    unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
     return not unmasked and any(cause.change is not None for cause in diagnosis.possible)
 
 
@@ -146,7 +146,7 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
             cause.kind,
             percent(cause.change),
             _times_noise(cause) or "-",
-            _SEEN[cause.witness],
+            _SEEN[cause.evidence],
             "; ".join(cause.hints) or "-",
         ]
         for cause, times in grouped(causes)
@@ -180,7 +180,7 @@ def said(cause: Cause, label: str | None = None) -> str:
         return _architecture(cause, label, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
-    if cause.whole:
+    if cause.is_retraining:
         return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
         return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
@@ -213,18 +213,18 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
 
 def _computation(cause: Cause, label: str) -> str:
     first = cause.differences[0] if cause.differences else None
-    if cause.built:
-        about = "about " if cause.built == "estimated" else ""
+    if cause.share_method:
+        about = "about " if cause.share_method == "estimated" else ""
         share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
         return f"{label}: builds another {cause.what}{share}"
-    if first is not None and cause.about_a_call:
+    if first is not None and cause.is_call_change:
         return f"{label}: own code {_handed(first)}"
     if first is not None and first.kind == "calls":
         child = cause.what.removeprefix("calls of ")
         if not cause.actual:
             return f"{label}: own code no longer calls {child}"
         return f"{label}: own code calls {child} {_value_text(cause.actual)} times, not {_value_text(cause.expected)}"
-    if first is None or cause.witness != "recorded":
+    if first is None or cause.evidence != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "interface" and cause.what == first.what:
         made = "gives out" if cause.what == "output" else f"gives out {cause.what} as"
@@ -305,7 +305,7 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
 
 
 def _effect(cause: Cause) -> str:
-    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.built:
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
         return ""
     noise = _times_noise(cause)
     what = f"{cause.effect} changed " if cause.effect else ""

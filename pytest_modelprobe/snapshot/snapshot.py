@@ -24,10 +24,10 @@ from pytest_modelprobe.comparison import (
     Diagnosis,
     Parts,
     Tolerance,
+    changes_code,
     compare,
     diagnose,
-    hidden,
-    tells_of_code,
+    layers_behind_zeros,
 )
 from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
@@ -288,7 +288,7 @@ def _cause_data(cause: Cause, layers: int) -> dict[str, Any]:
         "layers": layers,
         "what": cause.what,
         **finite,
-        "witness": cause.witness,
+        "evidence": cause.evidence,
         "hints": list(cause.hints),
         "said": report.said(cause),
         "key": words.key(cause),
@@ -630,8 +630,8 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options)
         return asked(isolated, expected)
 
     if found.same:
-        behind_zeros = [name for name in hidden(actual) if _has_responses(found.expected.layers[name])]
-        if not (behind_zeros and tells_of_code(diagnose(alone(behind_zeros)))):
+        behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
+        if not (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             return diagnose(found)
     return diagnose(alone())
 

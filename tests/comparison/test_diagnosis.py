@@ -228,10 +228,10 @@ def with_forward(layer: str, forward: Callable[..., Any]) -> Edit:
     return edit
 
 
-both_witnesses = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
+isolated_and_not = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
 
 
-@both_witnesses
+@isolated_and_not
 def test_of_nothing_there_is_no_cause(alone: bool) -> None:
     diagnosis = diagnosed(alone=alone)
     assert (diagnosis.causes, diagnosis.possible, diagnosis.moved, diagnosis.unknown) == ((), (), (), None)
@@ -240,7 +240,7 @@ def test_of_nothing_there_is_no_cause(alone: bool) -> None:
 # --- 0: input and seed --------------------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 def test_another_input_accuses_nothing_else(alone: bool) -> None:
     diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"), alone=alone)
     assert causes(diagnosis) == [("input", "(root)", "input")]
@@ -276,7 +276,7 @@ def test_another_seed_is_the_first_cause() -> None:
 # --- 1: architecture and attributes -------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 @pytest.mark.parametrize(("blocks", "what"), [(4, "added"), (2, "removed")])
 def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(
     blocks: int, what: str, alone: bool
@@ -316,7 +316,7 @@ def test_another_type_is_the_cause_of_its_own_answer() -> None:
     assert diagnosis.causes[0].change > 1e-3
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
     def edit(model: Any) -> None:
         model.blocks[1].norm.eps = 1e-2
@@ -327,7 +327,7 @@ def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
     assert cause.change > 1e-4
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause(alone: bool) -> None:
     def edit(model: Any) -> None:
         model.times = 3
@@ -354,7 +354,7 @@ def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
     assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> None:
     def edit(model: nn.Module) -> None:
         model.act.forward = lambda x: -nn.functional.softplus(x)
@@ -365,7 +365,7 @@ def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> N
 # --- 2: weights and buffers ---------------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None:
     diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.data.mul_(1.1), alone=alone)
     assert causes(diagnosis) == [("weights", "blocks.1.up", "weight")]
@@ -374,7 +374,7 @@ def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None
     assert not diagnosis.redrawn
 
 
-@both_witnesses
+@isolated_and_not
 def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
     def edit(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -425,7 +425,7 @@ def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x + self.down(self.act(self.up(self.norm(x.roll(1, -1)))))
 
 
-@both_witnesses
+@isolated_and_not
 @pytest.mark.parametrize(
     ("forward", "where"),
     [
@@ -437,10 +437,10 @@ def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_container_s_own_code_is_told_with_its_place(forward: Any, where: str, alone: bool) -> None:
     diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
     assert causes(diagnosis) == [("computation", "blocks.1", where)]
-    assert diagnosis.causes[0].witness == ("both" if alone else "propagation")
+    assert diagnosis.causes[0].evidence == ("both" if alone else "propagation")
 
 
-@both_witnesses
+@isolated_and_not
 def test_a_leaf_s_own_code_is_named(alone: bool) -> None:
     forward = with_forward("blocks.1.act", lambda self, x: 2 * nn.functional.gelu(x))
     diagnosis = diagnosed(forward, alone=alone)
@@ -475,7 +475,7 @@ def test_by_propagation_only_the_first_of_several_is_named_and_the_rest_is_not_j
     assert "blocks.2" in diagnosis.not_judged
 
 
-@both_witnesses
+@isolated_and_not
 def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> None:
     forward = with_forward("blocks.1", lambda self, x: x + self.down(self.act(self.up(x))))
     diagnosis = diagnosed(forward, alone=alone)
@@ -532,7 +532,7 @@ def detached(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached))
     assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
-    assert diagnosis.causes[0].witness == "both"
+    assert diagnosis.causes[0].evidence == "both"
     assert said(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
 
 
@@ -542,7 +542,7 @@ def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
     assert said(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
 
 
-@both_witnesses
+@isolated_and_not
 def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -564,7 +564,7 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-@both_witnesses
+@isolated_and_not
 def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
     def edit(model: Any) -> None:
         for layer in ("blocks.0.act", "blocks.2.act"):
@@ -751,15 +751,15 @@ def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible()
     assert diagnosis.possible[0].hints[-1] == "its own code answers synthetic inputs as before"
 
 
-def test_both_witnesses_are_one_cause() -> None:
+def test_both_kinds_of_evidence_are_one_cause() -> None:
     diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
-    assert [(c.layer, c.witness) for c in diagnosis.causes] == [("a", "both")]
+    assert [(c.layer, c.evidence) for c in diagnosis.causes] == [("a", "both")]
 
 
 def test_what_was_passed_on_and_is_computed_now_has_the_change_of_the_run() -> None:
     passed = dataclasses.replace(ANSWER, handed=(EmittedTensor(where="output", passed="input"),))
     (cause,) = found(chain((X, reading(3.0, 4.5)), response=ANSWER), chain((X, Y), response=passed)).causes
-    assert (cause.witness, cause.change) == ("both", pytest.approx(0.1))
+    assert (cause.evidence, cause.change) == ("both", pytest.approx(0.1))
 
 
 def test_an_answer_to_another_question_is_not_compared() -> None:

@@ -32,12 +32,12 @@ from pytest_modelprobe.files import (
     StoredSnapshot,
     Texts,
     architecture_digest,
+    case_folded,
     decode,
     decode_architecture,
     encode,
     file_name,
     fixed_point,
-    folded,
     read,
     read_texts,
     rewritten,
@@ -1820,4 +1820,4 @@ def test_a_long_name_ends_in_its_hash() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [("test_A", "test_a"), ("stra\u00dfe", "STRASSE"), ("\u00e9", "e\u0301")])
 def test_names_that_some_file_systems_take_for_one_are_found(a: str, b: str) -> None:
-    assert folded(file_name(a)) == folded(file_name(b))
+    assert case_folded(file_name(a)) == case_folded(file_name(b))

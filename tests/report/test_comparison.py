@@ -25,7 +25,7 @@ def eps(layer: str, **fields: Any) -> Cause:
 
 
 def code(layer: str, what: str = "", **fields: Any) -> Cause:
-    return Cause(kind="computation", layer=layer, what=what, **{"witness": "both", **fields})
+    return Cause(kind="computation", layer=layer, what=what, **{"evidence": "both", **fields})
 
 
 # --- the first line -----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_a_model_that_was_drawn_anew_is_said_to_be_that() -> None:
 
 def recorded(difference: Any, what: str, **fields: Any) -> Cause:
     """Return a cause that one difference shows."""
-    cause = {"kind": "computation", "layer": "block", "what": what, "witness": "recorded", **fields}
+    cause = {"kind": "computation", "layer": "block", "what": what, "evidence": "recorded", **fields}
     return Cause(**cause, differences=(Difference(layer="fc", kind=difference, what=what),))
 
 
@@ -270,7 +270,7 @@ def test_the_whole_text() -> None:
     diagnosis = of(
         *(eps(f"h.{i}.norm", change=0.02, noise=1e-6) for i in range(3)),
         code("head", "after fc", change=0.5, noise=1e-6, hints=("scaled by 2",)),
-        possible=(code("odd", witness="propagation"),),
+        possible=(code("odd", evidence="propagation"),),
         moved=("h.0", "h.1", "out"),
         not_judged=("out",),
     )

@@ -11,7 +11,7 @@ def parent(name: str) -> str:
 
 
 def relative_name(name: str, container: str) -> str:
-    """Return a name as the code of a container says it."""
+    """Return a name relative to a container."""
     return name if container == ROOT else name.removeprefix(f"{container}.")
 
 

@@ -1,4 +1,4 @@
-"""A comparison made ready for questions: what differs in a layer or a call, whether what came in matches."""
+"""A comparison by layer and by call: what differs there, and whether its inputs match."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pytest_modelprobe.comparison.compare import CallPair, Comparison, Differenc
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
 
-from .places import parent
+from .layer_names import parent
 
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "buffer persistent",
 })  # fmt: skip
-"""What a layer holds, but for its numbers."""
+"""Parameters and buffers of a layer, without their values."""
 
 _OWN: frozenset[DifferenceKind] = STRUCTURE | {"type", "attribute", "mode", "weights", "buffer", "calls"}
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """What came into a call, held against what came in then."""
+class InputComparison:
+    """The inputs of a call compared with those of the expected record."""
 
     match: bool
-    """Whether it is the same, as far as it is known."""
+    """Whether no known input differs."""
     known: bool = False
-    """Whether all of it is."""
+    """Whether all inputs are known."""
     units: float = 0.0
-    """The largest change, in units of what is allowed."""
+    """The largest change, in units of its limit."""
 
 
-class Evidence:
-    """A comparison, by layer and by call, and in the order in which the code ran."""
+class ComparisonIndex:
+    """The differences of a comparison by layer, by call, and in the order of execution."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
@@ -46,23 +46,23 @@ class Evidence:
         for difference in comparison.found:
             self.of_layer.setdefault(difference.layer, []).append(difference)
             self._of_call.setdefault((difference.layer, difference.call), []).append(difference)
-        self.first = {pair.layer: pair for pair in reversed(comparison.calls)}
+        self.first_calls = {pair.layer: pair for pair in reversed(comparison.calls)}
         """The first call of each layer."""
-        self.course: Sequence[Step] = CallTree(comparison.actual).started
-        """The calls of now, a container before what is inside it."""
-        self.ran = tuple(dict.fromkeys(step.layer.name for step in self.course))
-        """The layers in that order."""
-        self._inside: dict[Step | None, list[Step]] = {}
-        for step in self.course:
-            self._inside.setdefault(step.parent, []).append(step)
+        self.steps: Sequence[Step] = CallTree(comparison.actual).started
+        """The calls of the actual record, a container before its children."""
+        self.executed_layers = tuple(dict.fromkeys(step.layer.name for step in self.steps))
+        """Their layers, each once."""
+        self._child_steps: dict[Step | None, list[Step]] = {}
+        for step in self.steps:
+            self._child_steps.setdefault(step.parent, []).append(step)
         by_call = {id(pair.actual): pair for pair in comparison.calls}
-        self._pairs = {step: by_call[id(step.call)] for step in self.course if id(step.call) in by_call}
-        self._steps = {id(pair): step for step, pair in self._pairs.items()}
+        self._pair_of_step = {step: by_call[id(step.call)] for step in self.steps if id(step.call) in by_call}
+        self._step_of_pair = {id(pair): step for step, pair in self._pair_of_step.items()}
         self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
-        self.gone = comparison.expected.layers.keys() - comparison.actual.layers.keys()
-        """Layers that are no more, as `compare` names them in the expected."""
-        self._course_then: Sequence[Step] = CallTree(comparison.expected).started
-        self._callers = _callers(self._course_then) | _callers(self.course)
+        self.removed = comparison.expected.layers.keys() - comparison.actual.layers.keys()
+        """Layers of the expected record alone, as `compare` names them."""
+        self._steps_before: Sequence[Step] = CallTree(comparison.expected).started
+        self._callers = _callers(self._steps_before) | _callers(self.steps)
 
     # --- what differs ---------------------------------------------------------------------------------------------
 
@@ -84,30 +84,30 @@ class Evidence:
             if d.kind in kinds and (side is None or d.kind != "interface" or _side(pair, d.what) == side)
         ]
 
-    def moved(self, kinds: frozenset[DifferenceKind]) -> tuple[str, ...]:
+    def layers_with(self, kinds: frozenset[DifferenceKind]) -> tuple[str, ...]:
         """Return the layers with a difference of these kinds, in order of execution."""
-        return tuple(name for name in self.ran if any(d.kind in kinds for d in self.of_layer.get(name, ())))
+        return tuple(name for name in self.executed_layers if any(d.kind in kinds for d in self.of_layer.get(name, ())))
 
     # --- who calls whom -------------------------------------------------------------------------------------------
 
     def caller(self, name: str) -> str:
-        """Return the layer whose code calls another; of one that is never called, the one that holds it."""
+        """Return the layer whose code calls another; of one that is never called, the layer that contains it."""
         return self._callers.get(name) or parent(name)
 
-    def inside(self, step: Step | None) -> Sequence[Step]:
-        """Return the calls that a call makes itself."""
-        return self._inside.get(step, ())
+    def child_steps(self, step: Step | None) -> Sequence[Step]:
+        """Return the calls that a call makes directly."""
+        return self._child_steps.get(step, ())
 
-    def called(self, pair: CallPair, name: str) -> CallPair | None:
-        """Return the call that another makes and knows as ``attn`` or ``attn (call 2)``; None: it is not in both."""
+    def child_call(self, pair: CallPair, name: str) -> CallPair | None:
+        """Return the call of a child, given as ``attn`` or ``attn (call 2)``; None if it is not in both records."""
         child, _, number = name.partition(" (call ")
-        made = self.inside(self._steps.get(id(pair)))
+        made = self.child_steps(self._step_of_pair.get(id(pair)))
         calls = [step for step in made if step.layer.name == child_of(pair, child)]
         index = int(number.removesuffix(")")) - 1 if number else 0
-        return self.pair(calls[index]) if index < len(calls) else None
+        return self.pair_of(calls[index]) if index < len(calls) else None
 
-    def gets_others(self, pair: CallPair) -> str | None:
-        """Return what may be to blame instead of a layer's own code: its mode, something that it gets or does not."""
+    def other_explanation(self, pair: CallPair) -> str | None:
+        """Return what else may explain a layer's response than its own code: its mode, or inputs that came or went."""
         if self.has(pair.layer, "mode"):
             return "its mode changed too"
         others = self.of_call(pair, "input added", "input removed", "argument")
@@ -116,31 +116,31 @@ class Evidence:
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
         return None
 
-    def calls_nothing(self, pair: CallPair) -> bool:
-        """Whether a call makes no other."""
-        return not self._inside.get(self._steps.get(id(pair)))
+    def has_no_child_calls(self, pair: CallPair) -> bool:
+        """Whether a call calls no other layer."""
+        return not self._child_steps.get(self._step_of_pair.get(id(pair)))
 
-    def pair(self, step: Step | None) -> CallPair | None:
-        """Return a call with what it was then; None if it was not."""
-        return None if step is None else self._pairs.get(step)
+    def pair_of(self, step: Step | None) -> CallPair | None:
+        """Return a call with the expected one; None if there is none."""
+        return None if step is None else self._pair_of_step.get(step)
 
     # --- of one call ----------------------------------------------------------------------------------------------
 
-    def inputs(self, pair: CallPair) -> Inputs:
-        """Return how what came in compares with what came in then."""
+    def compare_inputs(self, pair: CallPair) -> InputComparison:
+        """Return how the inputs of a call compare with the expected ones."""
         others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
-        if others or self._is_asked_otherwise(pair):
-            return Inputs(match=False)
+        if others or self._gets_non_default_false(pair):
+            return InputComparison(match=False)
         a, e = pair.actual, pair.expected
         changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
         drew_the_same = a.random == e.random or None in (a.random, e.random)
-        return Inputs(
+        return InputComparison(
             match=drew_the_same and not any(change.differs for change in changes),
             known=a.inputs_known and e.inputs_known and all(change.known for change in changes),
             units=max((change.units for change in changes), default=0.0),
         )
 
-    def change(self, pair: CallPair, side: Literal["input", "output"]) -> ValueChange | None:
+    def largest_change(self, pair: CallPair, side: Literal["input", "output"]) -> ValueChange | None:
         """Return the largest change among the values of a call, if there is one."""
         values = pair.actual.inputs if side == "input" else pair.actual.outputs
         found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
@@ -148,54 +148,56 @@ class Evidence:
             found.append(ValueChange(math.inf))
         return max((c for c in found if c.differs), key=lambda c: c.units, default=None)
 
-    def change_of_state(self, pair: CallPair) -> ValueChange | None:
-        """Return the largest change among the buffers that the run left behind, if there is one."""
+    def largest_buffer_change(self, pair: CallPair) -> ValueChange | None:
+        """Return the largest change among the buffers after the run, if there is one."""
         found = [d for d in self.of_layer.get(pair.layer, ()) if d.kind == "state"]
         changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
         return max(changes, key=lambda c: c.units, default=None)
 
-    def same_structure(self, pair: CallPair) -> bool:
-        """Whether a call got what it got and its layer holds what it held, whatever the numbers are."""
+    def has_same_structure(self, pair: CallPair) -> bool:
+        """Whether arguments, shapes, attributes and the structure of parameters are the same, whatever their values."""
         got = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
         held = {"type", "attribute", "mode", *STRUCTURE}
         return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
-    def same_layer(self, pair: CallPair) -> bool:
-        """Whether the layer that is called has all that it had: attributes, weights, the number of its calls."""
+    def has_same_layer(self, pair: CallPair) -> bool:
+        """Whether the layer has the same attributes, weights and number of calls."""
         return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
-    def answers(self, pair: CallPair) -> bool:
-        """Whether the isolated responses of a call can be compared: to the same tensors, for the same question."""
-        # What a child is said to give out depends on the path of the output.
-        return self._is_asked_the_same(pair) and not any(self.has(name, "path") for name in self._called_alone(pair))
+    def has_comparable_responses(self, pair: CallPair) -> bool:
+        """Whether the isolated responses of a call were made from the same synthetic tensors and arguments."""
+        # The synthetic output of a child depends on its path.
+        return self._has_same_synthetic_inputs(pair) and not any(
+            self.has(name, "path") for name in self._receivers(pair)
+        )
 
-    def _is_asked_the_same(self, pair: CallPair) -> bool:
+    def _has_same_synthetic_inputs(self, pair: CallPair) -> bool:
         given = self.of_call(pair, "argument", "context", "interface", side="input")
-        # An argument that came or went may say what the code did anyhow; then its caller may be to blame.
+        # An argument that came or went may be the default; then it is a matter of the caller.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
-        return came_or_went and same and not (self._is_asked_otherwise(pair) or self._has_other_names(pair))
+        return came_or_went and same and not (self._gets_non_default_false(pair) or self._has_other_names(pair))
 
     def _has_other_names(self, pair: CallPair) -> bool:
-        """Whether parameters, or inputs, have other names: synthetic ones are drawn by them."""
+        """Whether parameters or inputs were renamed: synthetic tensors are drawn by name."""
         if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
             return True
         paths, before = ({value.path for value in call.inputs} for call in (pair.actual, pair.expected))
         return bool(paths - before) and bool(before - paths)  # by keyword now, by position then
 
-    def _called_alone(self, pair: CallPair) -> list[str]:
-        """Return the layers that a call, alone, hands something to: one for each value, in their order."""
+    def _receivers(self, pair: CallPair) -> list[str]:
+        """Return the child that each value of the isolated response goes to, in their order; empty for outputs."""
         handed = pair.actual.response.handed if pair.actual.response is not None else ()
         return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
 
-    def tells_of(self, pair: CallPair, difference: Difference) -> bool:
-        """Whether a difference between the isolated responses of a call tells of its own code.
+    def is_difference_conclusive(self, pair: CallPair, difference: Difference) -> bool:
+        """Whether a difference between the isolated responses of a call shows a change of its own code.
 
-        Of what it does after a child gave out something by another path nothing is known.
+        What comes after a child whose output has another path is not comparable.
         """
-        if not self._is_asked_the_same(pair) or self.calls_others(pair) or self._regrouped(pair):
+        if not self._has_same_synthetic_inputs(pair) or self.is_rewritten(pair) or self._is_regrouped(pair):
             return False
-        called = self._called_alone(pair)
+        called = self._receivers(pair)
         renamed = next((name for name in called if name and self.has(name, "path")), None)
         if renamed is None or pair.actual.response is None:
             return True
@@ -203,10 +205,10 @@ class Evidence:
         last = next((i for i in range(first, len(called)) if called[i] != renamed), len(called))
         return difference.what in [handed.where for handed in pair.actual.response.handed[:last]]
 
-    def _is_asked_otherwise(self, pair: CallPair) -> bool:
-        """Whether the caller's response shows that the call gets False now or then, where that is not the default."""
-        step = self._steps.get(id(pair))
-        above = None if step is None else self.pair(step.parent)
+    def _gets_non_default_false(self, pair: CallPair) -> bool:
+        """Whether the caller's response shows that the call gets a False in one record that is not the default."""
+        step = self._step_of_pair.get(id(pair))
+        above = None if step is None else self.pair_of(step.parent)
         if above is None:
             return False
         return any(
@@ -215,14 +217,14 @@ class Evidence:
             for d in self.of_call(above, "response")
         )
 
-    def tells(self, pair: CallPair) -> bool:
-        """Whether the isolated responses of a call, compared, tell of its own code."""
-        return self.answers(pair) and not self.calls_others(pair) and not self._regrouped(pair)
+    def is_response_conclusive(self, pair: CallPair) -> bool:
+        """Whether differences between the isolated responses of a call show a change of its own code."""
+        return self.has_comparable_responses(pair) and not self.is_rewritten(pair) and not self._is_regrouped(pair)
 
-    def _regrouped(self, pair: CallPair) -> bool:
-        """Whether a call makes its calls by others: through a container, or without layers that only passed on.
+    def _is_regrouped(self, pair: CallPair) -> bool:
+        """Whether the same layers are called through another container, or without layers that passed values through.
 
-        Each child that is called gives out synthetic tensors, so that the answer is another one.
+        Each direct child returns synthetic tensors, so the response differs although the computation does not.
         """
         mine, theirs = (
             set() if r is None else {child_of(pair, called) for called in children(r)}
@@ -232,20 +234,20 @@ class Evidence:
         if any(f"{one}.".startswith(f"{other}.") for x, y in ((came, went), (went, came)) for one in x for other in y):
             return True
         gone = (f"{name} (removed)" for name in went)
-        left = [*came & self.added, *self.gone.intersection(gone)]
-        return any(self.passes_on(name) for name in left)
+        left = [*came & self.added, *self.removed.intersection(gone)]
+        return any(self.is_pass_through(name) for name in left)
 
-    def passes_on(self, name: str) -> bool:
-        """Whether a layer that came or went gave out what it got, or what a layer called inside it gave out.
+    def is_pass_through(self, name: str) -> bool:
+        """Whether an added or removed layer only passes on values: its inputs, or outputs of layers called inside it.
 
-        What it does is then nothing, or what layers do that were there before and after, or came and went with it.
+        Then it computes nothing besides the layers that are in both records.
         """
         new = name in self.added
         layer = (self.comparison.actual if new else self.comparison.expected).layers[name]
-        others = self.added if new else self.gone
+        others = self.added if new else self.removed
         if not layer.calls:
-            return not layer.parameters  # a list of layers; what code takes weights from, it may not call
-        steps = self.course if new else self._course_then
+            return not layer.parameters  # a list of layers; one with parameters may be used without a call
+        steps = self.steps if new else self._steps_before
         for call in layer.calls:
             known = [v.forward.fingerprint for v in call.inputs]
             for step in steps:
@@ -256,48 +258,52 @@ class Evidence:
                 return False
         return True
 
-    def is_as_it_was(self, pair: CallPair) -> bool:
-        """Whether the run shows that a call gave out for the same what it gave out, and left the same behind."""
-        inputs = self.inputs(pair)
+    def is_unchanged_in_run(self, pair: CallPair) -> bool:
+        """Whether the run shows the same outputs and buffers for the same inputs."""
+        inputs = self.compare_inputs(pair)
         outputs = [self.comparison.change(pair.layer, pair.key, "output", v.path) for v in pair.actual.outputs]
         same = bool(outputs) and all(change.known and not change.differs for change in outputs)
-        return inputs.match and inputs.known and same and self.change_of_state(pair) is None
+        return inputs.match and inputs.known and same and self.largest_buffer_change(pair) is None
 
-    def calls_the_same(self, pair: CallPair) -> bool:
-        """Whether a call makes the calls that it made: what others are said to give out is made up anew."""
+    def has_same_children(self, pair: CallPair) -> bool:
+        """Whether the isolated responses call the same children."""
         a, e = pair.actual.response, pair.expected.response
         return a is not None and e is not None and children(a) == children(e)
 
-    def calls_others(self, pair: CallPair) -> bool:
-        """Whether a container calls other children than it did, and gives out the same for the same: it was rewritten.
+    def is_rewritten(self, pair: CallPair) -> bool:
+        """Whether a container calls other children and has the same outputs for the same inputs.
 
-        Calling the blocks of a `Sequential` one by one is no other computation.
+        As where the blocks of a `Sequential` are called one by one.
         """
-        if None in (pair.actual.response, pair.expected.response) or self.calls_the_same(pair):
+        if None in (pair.actual.response, pair.expected.response) or self.has_same_children(pair):
             return False
-        return self.inputs(pair).match and self.change(pair, "output") is None and not self.of_call(pair, "path")
+        return (
+            self.compare_inputs(pair).match
+            and self.largest_change(pair, "output") is None
+            and not self.of_call(pair, "path")
+        )
 
     @property
-    def all_compared(self) -> bool:
-        """Whether nothing was left out for being of another shape, or made after another recipe."""
+    def is_all_comparable(self) -> bool:
+        """Whether all shapes and all synthetic inputs are the same, so that nothing was left out of the comparison."""
         if any(self.differences("interface", "input added", "input removed", "path")):
             return False
         both = ((pair.actual.response, pair.expected.response) for pair in self.comparison.calls)
         return all(a is None or e is None or comparable(a, e) for a, e in both)
 
-    def judged(self, layer: str) -> bool:
-        """Whether either witness could speak of a layer."""
-        pair = self.first.get(layer)
-        return pair is None or self.answers(pair) or self.inputs(pair).match
+    def can_be_judged(self, layer: str) -> bool:
+        """Whether isolated or propagation evidence is available for a layer."""
+        pair = self.first_calls.get(layer)
+        return pair is None or self.has_comparable_responses(pair) or self.compare_inputs(pair).match
 
 
 def child_of(pair: CallPair, called: str) -> str:
-    """Return the name of a child that a call knows as ``attn`` or ``attn (call 2)``."""
+    """Return the full name of a child given as ``attn`` or ``attn (call 2)``."""
     return qualified(pair.layer, called.partition(" ")[0])
 
 
 def _callers(course: Iterable[Step]) -> dict[str, str]:
-    """Return of each layer the one whose code calls it, the first time."""
+    """Return layer → the layer whose code calls it first."""
     found: dict[str, str] = {}
     for step in course:
         if step.parent is not None:
