@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from .comparison import Comparison, Difference, compare
 from .exceptions import ModelProbeError, SelectionError, SnapshotError, UsageError
-from .files import ARCH, DIRECTORY, with_reason
+from .files import ARCH, DIRECTORY, Removal, removal_text, with_reason
 from .gate import (
     CLASSES,
     DEFAULTS,
@@ -32,11 +32,14 @@ from .gate import (
     SnapshotVersion,
     SourceError,
     Verdict,
+    declared_removals,
     in_revision,
     in_working_tree,
+    is_said,
     on_disk,
     refuse_directory,
     refuse_links,
+    removal_path,
     scope_in,
     superseded,
     without_ending,
@@ -294,9 +297,9 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
         now.read(now.states.keys() - same),
         levels=levels,
         unchanged=len(same),
-        approvals=repository.trailers(changes.TRAILER, commit),
+        removals=declared_removals(repository, commit),
     )
-    return dataclasses.replace(verdict, base=commit, shallow=repository.shallow) if verdict.denied else verdict
+    return dataclasses.replace(verdict, base=commit)
 
 
 def _print(
@@ -325,30 +328,42 @@ def _json(data: Any) -> str:
 
 
 def _declare(options: argparse.Namespace) -> int:
-    if not options.reason.strip():
+    if not is_said(options.reason):
         raise UsageError("the reason is empty: say why the snapshots changed")
     root = Repository(Path.cwd()).root
     verdict = _since_base(options, DEFAULTS)
-    there = [change for change in verdict.denied if change.now is not None]
     written: dict[str, str] = {}
-    for change in there:
-        now, before = change.now, change.before
-        assert now is not None
-        digest = now.architecture if before is None else before.architecture
-        chain = None if before is None else " ".join(before.supersedes)
-        try:
-            written[now.path] = with_reason(now.text, options.reason, superseded(chain, digest, now.architecture))
-        except SnapshotError as error:
-            raise SourceError(f"{now.path}: {error}") from error
+    for change in verdict.denied:
+        if change.now is None:
+            written[removal_path(change.path)] = _declared_removal(change.path, verdict, options.reason)
+        else:
+            written[change.path] = _declared_change(change.before, change.now, options.reason)
+    for path in written:
+        if (root / path).is_symlink():
+            raise SourceError(f"{path} is a symbolic link: remove it, a declaration belongs there")
     for path, text in written.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text, "utf-8", newline="\n")
         print(printable(f"declared in {path}"))
-    deleted = [change.path for change in verdict.denied if change.now is None]
-    if deleted:
-        print(printable(f"{listed(deleted)}: what is deleted cannot declare it; `modelprobe check` prints the trailer"))
-    if not written and not deleted:
-        print(f"nothing to declare since {options.base}; for the whole of a branch name what it left: --base main")
-    return DIFFERENT if deleted else SAME
+    if not written:
+        print(f"nothing to declare since {options.base}; for a whole branch name its base: --base main")
+    return SAME
+
+
+def _declared_change(before: SnapshotVersion | None, now: SnapshotVersion, reason: str) -> str:
+    """Return the text of an architecture file with the reason for its change."""
+    digest = now.architecture if before is None else before.architecture
+    chain = None if before is None else " ".join(before.supersedes)
+    try:
+        return with_reason(now.text, reason, superseded(chain, digest, now.architecture))
+    except SnapshotError as error:
+        raise SourceError(f"{now.path}: {error}") from error
+
+
+def _declared_removal(path: str, verdict: Verdict, reason: str) -> str:
+    """Return the text of the file that declares the deletion of a snapshot, on all devices on which it was deleted."""
+    gone = [change.before for change in verdict.changes if change.now is None and change.path == path]
+    return removal_text(Removal(frozenset(before.content for before in gone if before is not None), reason))
 
 
 # --- log ----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ _OURS = re.compile(r"^<{7} ?(.*)$", re.MULTILINE)
 _THEIRS = re.compile(r"^>{7} ?(.*)$", re.MULTILINE)
 
 
-def parsed(text: str, where: str) -> dict[str, Any]:
-    """Return what a file holds, of our schema.
+def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
+    """Return what a file of our schema holds; it has an object of this name.
 
     Raises:
         SnapshotError: It is none of ours, damaged, or of a newer version.
@@ -58,7 +58,7 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
     except ValueError as error:  # ours, and that of an integer with thousands of digits
         raise SnapshotError(f"{where} is no strict JSON, {_line(error)}: {RESTORE}") from None
-    if type(data) is not dict or type(data.get(LAYERS)) is not dict:
+    if type(data) is not dict or type(data.get(section)) is not dict:
         raise SnapshotError(f"{where} is no file of pytest-modelprobe: {RESTORE}")
     schema = data.get("modelprobe")
     if type(schema) is not int or schema < 1:

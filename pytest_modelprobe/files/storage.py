@@ -19,6 +19,8 @@ from .layout import Texts
 from .parsing import MOST_BYTES, RESTORE, too_large
 
 ARCH, PROBE = ".arch.json", ".probe.json"
+REMOVED = ".removed.json"
+"""The ending of a file that declares why a snapshot was deleted."""
 DIRECTORY = "__modelprobe__"
 
 _TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .declarations import is_said, superseded
 from .git import Commit, GitError, Repository
+from .removals import declared_removals, removal_path
 from .sources import (
     ENDINGS,
     SnapshotSource,
@@ -31,7 +33,6 @@ from .verdict import (
     needs_reason,
     not_compared,
     parameters,
-    superseded,
 )
 
 __all__ = [
@@ -53,14 +54,17 @@ __all__ = [
     "SourceError",
     "Verdict",
     "class_of",
+    "declared_removals",
     "in_revision",
     "in_working_tree",
+    "is_said",
     "needs_reason",
     "not_compared",
     "on_disk",
     "parameters",
     "refuse_directory",
     "refuse_links",
+    "removal_path",
     "scope_in",
     "superseded",
     "without_ending",

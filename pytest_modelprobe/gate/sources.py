@@ -120,7 +120,7 @@ class SnapshotSource:
             path = pair.architecture
             with contextlib.suppress(SnapshotError):
                 if sizes.get(path, MOST_BYTES) < MOST_BYTES:
-                    text = _text(self.load([path])[path], path)
+                    text = text_of(self.load([path])[path], path)
                     found[name] = _made(pair, text, None, decode_architecture(text, where=path))
         return found
 
@@ -140,8 +140,8 @@ class SnapshotSource:
         if architecture is None:
             raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
         try:
-            numbers = None if pair.numbers is None else _text(contents[pair.numbers], pair.numbers)
-            return _decoded(pair, _text(architecture, pair.architecture), numbers)
+            numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
+            return _decoded(pair, text_of(architecture, pair.architecture), numbers)
         except SnapshotError as error:
             raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
 
@@ -317,7 +317,8 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     )
 
 
-def _text(data: bytes, where: str) -> str:
+def text_of(data: bytes, where: str) -> str:
+    """Return the text of a file; SnapshotError if it is not UTF-8."""
     try:
         # Checked out on Windows without our .gitattributes, lines end otherwise; that changes nothing.
         return data.decode("utf-8").replace("\r\n", "\n")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
 from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value, qualified
+
+from .declarations import is_said, words
 
 Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behavior", "weights", "renamed", "new", "format"
@@ -127,6 +126,8 @@ class SnapshotChange:
     diagnosis: Diagnosis | None = None
     """Why they differ; None where they do not, or one is missing."""
     effect: Effect = field(default_factory=Effect)
+    removal: str | None = None
+    """The reason declared for the deletion of exactly this snapshot."""
 
     @property
     def path(self) -> str:
@@ -152,19 +153,21 @@ class SnapshotChange:
 
     @property
     def reason(self) -> str | None:
-        """The reason that was declared for this very change, in the snapshot itself."""
-        if self.now is None or not is_said(self.now.reason):
+        """The reason declared for exactly this change: in the snapshot, or of a deleted one in a file beside it."""
+        if self.now is None:
+            return self.removal if is_said(self.removal) else None
+        if not is_said(self.now.reason):
             return None
         if self.before is None:
             return self.now.reason
         # A reason that was there before was given for an earlier change, whatever it says to supersede by now.
-        given_before = _words(self.before.reason or "") == _words(self.now.reason or "")
+        given_before = words(self.before.reason or "") == words(self.now.reason or "")
         follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
         return self.now.reason if follows and not given_before else None
 
     @property
     def denied(self) -> tuple[Finding, ...]:
-        """Findings that need a declaration and have none in the snapshot."""
+        """Findings that need a declaration and have none."""
         return () if self.reason else tuple(finding for finding in self.findings if finding.level == "deny")
 
 
@@ -176,34 +179,13 @@ class Verdict:
     """The gravest first."""
     unchanged: int = 0
     """Snapshots that say what they said."""
-    approval: str | None = None
-    """The reason given in a commit for exactly what is denied here."""
     base: str = ""
     """The commit that it changed from, where it is one."""
-    shallow: bool = False
-    """Whether not all commits of the branch could be read for it."""
 
     @property
     def denied(self) -> tuple[SnapshotChange, ...]:
         """Changes that no reason was given for."""
-        return () if self.approval else tuple(change for change in self.changes if change.denied)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen digits that stand for all that needs an approval, and for nothing else.
-
-        Another change of the same snapshots gives others, so that no approval holds for what came later.
-        """
-        lines = sorted(line for change in self.changes for line in _denied_lines(change))
-        return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def _denied_lines(change: SnapshotChange) -> Iterator[str]:
-    for finding in change.denied:
-        exact = change.before is None or change.now is None or change.before.architecture != change.now.architecture
-        numbers = finding.kind in ("behavior", "weights", "renamed", "format") or not exact
-        sides = (None if s is None else s.content if numbers else s.architecture for s in (change.before, change.now))
-        yield "\0".join([change.path, finding.kind, *(side or "-" for side in sides)])
+        return tuple(change for change in self.changes if change.denied)
 
 
 def judge(
@@ -212,7 +194,7 @@ def judge(
     *,
     levels: Mapping[Class, Level] = DEFAULTS,
     unchanged: int = 0,
-    approvals: Iterable[str] = (),
+    removals: Mapping[tuple[str, str], str] | None = None,
 ) -> Verdict:
     """Return what changed between the snapshots of two revisions, and what of it is denied.
 
@@ -221,13 +203,13 @@ def judge(
         now: name → snapshot, as it is.
         levels: what is done about each class.
         unchanged: snapshots known to be the same, which are not among the two.
-        approvals: digests of change sets, each followed by a reason, as the trailers of commits give them.
+        removals: (path, content) of deleted snapshots → declared reason, see `declared_removals`.
 
     >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
     >>> verdict = judge({"net": net}, {})
     >>> [(change.path, change.level) for change in verdict.denied]
     [('net', 'deny')]
-    >>> judge({"net": net}, {}, approvals=[f"{verdict.digest} the net is not used any more"]).denied
+    >>> judge({"net": net}, {}, removals={("net", "a"): "the net is not used any more"}).denied
     ()
     """
     changes, same = [], unchanged
@@ -240,12 +222,12 @@ def judge(
         architecture = new is None or new.path not in told
         if old and new:
             told.add(new.path)
-        changes.append(_change(old, new, levels, renamed=renamed, architecture=architecture))
+        change = _change(old, new, levels, renamed=renamed, architecture=architecture)
+        if old and new is None:
+            change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
+        changes.append(change)
     changes.sort(key=_gravity)
-    verdict = Verdict(changes=tuple(changes), unchanged=same)
-    given = (approval.split(None, 1) for approval in approvals)
-    reason = next((p[1] for p in given if len(p) == 2 and p[0] == verdict.digest and is_said(p[1])), None)
-    return dataclasses.replace(verdict, approval=reason if verdict.denied else None)
+    return Verdict(changes=tuple(changes), unchanged=same)
 
 
 def _gravity(change: SnapshotChange) -> tuple[bool, int, int, str]:
@@ -572,44 +554,3 @@ def parameters(record: Record) -> int:
     """Return how many elements all parameters have, shared ones counted once."""
     own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
     return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)
-
-
-def is_said(reason: str | None) -> bool:
-    r"""Whether a reason has anything to read in it: a letter or a digit, in any script.
-
-    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("\u3164"), is_said("--"), is_said(None)
-    (True, False, False, False, False, False)
-    """
-    return bool(_words(reason or ""))
-
-
-def _words(reason: str) -> list[str]:
-    """Return what there is to read in a reason: neither signs nor what has no look of its own."""
-    plain = unicodedata.normalize("NFKC", reason).casefold()
-    seen = (sign for sign in plain if unicodedata.category(sign) != "Cf" and "FILLER" not in unicodedata.name(sign, ""))
-    return re.findall(r"[^\W_]+", "".join(seen))
-
-
-# --- what the writer of snapshots declares ------------------------------------------------------------------------
-
-
-def superseded(chain: str | None, before: str, now: str, most: int = 64) -> str | None:
-    """Return what an architecture supersedes: all that its snapshot has been since it was last the same, in order.
-
-    With all of them, a reason given at the end of a branch is for the whole way from its base, however many updates
-    lie between; and as they stand in the file, a squash or a rebase loses nothing.
-
-    Args:
-        chain: What the snapshot that is updated supersedes.
-        before: Digest of its architecture.
-        now: Digest of the architecture that takes its place.
-        most: How many are kept, the newest.
-
-    >>> superseded(None, "a", "b"), superseded("a", "b", "c"), superseded("a b", "c", "b"), superseded("a", "b", "b")
-    ('a', 'a b', 'a', 'a')
-    """
-    known = (chain or "").split()
-    steps = [*known, before] if before != now else known
-    if now in steps:  # back to what it was: the way there and back is none
-        steps = steps[: steps.index(now)]
-    return " ".join(steps[-most:]) or None

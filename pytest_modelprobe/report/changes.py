@@ -18,9 +18,6 @@ from . import comparison
 from .comparison import noted, percent
 from .text import Cell, collapsed, count, failure, listed, number, pattern, printable, table
 
-TRAILER = "Modelprobe-Approve"
-"""The trailer of a commit that approves what no file can declare."""
-
 _MANY = 8
 """Files of one folder that a command names before it names the folder."""
 
@@ -207,11 +204,11 @@ def _row_text(row: Row) -> str:
     return f"{row.layer} {row.what} {row.was} → {row.now}{times}"
 
 
-def status(finding: Finding, change: SnapshotChange, verdict: Verdict) -> str:
-    """Return what the gate makes of a finding: ``denied``, ``declared``, ``approved``, ``warning`` or ``allowed``."""
+def status(finding: Finding, change: SnapshotChange) -> str:
+    """Return what the gate makes of a finding: ``denied``, ``declared``, ``warning`` or ``allowed``."""
     if finding.level != "deny":
         return {"warn": "warning", "allow": "allowed"}[finding.level]
-    return "declared" if change.reason else "approved" if verdict.approval else "denied"
+    return "declared" if change.reason else "denied"
 
 
 def first_line(verdict: Verdict) -> str:
@@ -251,7 +248,7 @@ def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
     alike: dict[tuple[str, str, str], list[tuple[Finding, SnapshotChange]]] = {}
     for change in verdict.changes:
         for finding in change.findings:
-            key = finding.kind, status(finding, change, verdict), _unsized(finding) or finding_text(finding, change)
+            key = finding.kind, status(finding, change), _unsized(finding) or finding_text(finding, change)
             alike.setdefault(key, []).append((finding, change))
     rows: list[list[Cell]] = []
     for (kind, judged, _), same in alike.items():
@@ -270,7 +267,7 @@ VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
 
 
 def next_steps(verdict: Verdict) -> list[str]:
-    """Return how what is denied is declared: the command, and the trailer for what no file can declare."""
+    """Return the commands that declare the denied changes: an update of the tests, or `modelprobe declare`."""
     if not verdict.denied:
         return []
     there = [change for change in verdict.denied if change.now is not None]
@@ -290,15 +287,9 @@ def next_steps(verdict: Verdict) -> list[str]:
             steps.append(
                 f"The reason in {listed([change.path for change in stale])} was given for another change than this one."
             )
-    where = "What is deleted cannot declare it" if len(there) < len(verdict.denied) else "Where no test can be run"
-    steps.append(
-        f"{where}: end the message of a commit on this branch with the line below; "
-        "a squash merge loses it unless it is kept in the message of the squashed commit:\n"
-        f"  {TRAILER}: {verdict.digest} why this is meant"
-    )
-    if verdict.shallow:
-        steps.append("This clone is shallow, so not every commit was read: fetch-depth: 0 in the workflow's checkout.")
-    return steps
+    where = "For a deleted snapshot" if len(there) < len(verdict.denied) else "Where no test can be run"
+    base = f" --base {verdict.base[:12]}" if verdict.base else ""
+    return [*steps, f'{where} this writes the reason into a file to be committed:\n  modelprobe declare "..."{base}']
 
 
 def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
@@ -345,8 +336,7 @@ def reasons(verdict: Verdict) -> list[str]:
     for change in verdict.changes:
         if change.reason:
             given.setdefault(change.reason, []).append(change.model)
-    lines = [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
-    return [*lines, f"Approved in a commit: {verdict.approval}"] if verdict.approval else lines
+    return [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
 
 
 def details(change: SnapshotChange) -> list[Row]:
@@ -429,11 +419,8 @@ def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:
 
 def as_data(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
-    denied = verdict.denied
     return {
-        "denied": [change.path for change in denied],
-        "digest": verdict.digest if denied else None,
-        "approval": verdict.approval,
+        "denied": [change.path for change in verdict.denied],
         "unchanged": verdict.unchanged,
         "changes": [
             {
@@ -443,7 +430,7 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
                 "device": change.either.record.device,
                 "reason": change.reason,
                 "not_compared": _unknown(change),
-                "findings": [_plain_finding(finding, change, verdict) for finding in change.findings],
+                "findings": [_finding_data(finding, change) for finding in change.findings],
                 "causes": _causes(change),
             }
             for change in verdict.changes
@@ -451,7 +438,7 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _plain_finding(finding: Finding, change: SnapshotChange, verdict: Verdict) -> dict[str, Any]:
+def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
     differences = [
         {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -462,7 +449,7 @@ def _plain_finding(finding: Finding, change: SnapshotChange, verdict: Verdict) -
     ]
     return {
         "class": finding.kind,
-        "verdict": status(finding, change, verdict),
+        "verdict": status(finding, change),
         "said": finding_text(finding, change),
         "differences": differences,
     }

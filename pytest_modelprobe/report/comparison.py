@@ -342,7 +342,7 @@ _REDRAWN = (
     "modelprobe.build(Net) gives the same weights in every run."
 )
 
-_POSSIBLE = "Possible, as an input is not known or one of two witnesses is silent:"
+_POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
 
 _SEEN = {
     "recorded": "in the record",

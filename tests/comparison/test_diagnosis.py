@@ -748,7 +748,7 @@ def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible()
     diagnosis = found(chain((X, OTHER), response=ANSWER), chain((X, Y), response=ANSWER))
     assert diagnosis.causes == ()
     assert diagnosis.possible[0].layer == "a"
-    assert diagnosis.possible[0].hints[-1] == "its own code answers synthetic inputs as before"
+    assert diagnosis.possible[0].hints[-1] == "its isolated response is unchanged"
 
 
 def test_both_kinds_of_evidence_are_one_cause() -> None:

@@ -101,7 +101,7 @@ def said(attack: Attack) -> str:
     if not verdict.changes:
         return "unseen"
     change = verdict.changes[0]
-    return f"{status(change.findings[0], change, verdict)}: {change.findings[0].kind}"
+    return f"{status(change.findings[0], change)}: {change.findings[0].kind}"
 
 
 # --- what a pull request can do to files --------------------------------------------------------------------------

@@ -507,11 +507,6 @@ def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes(
     assert denied(before, snapshot(NOW, reason=reason, supersedes=("x", before.architecture)))
 
 
-def test_an_approval_without_a_word_is_none() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[f"{verdict.digest} \u200b"]).denied
-
-
 def test_a_reason_follows_several_updates_of_one_branch() -> None:
     before, between = snapshot(BEFORE), snapshot(NOW)
     now = snapshot(LATER, reason="wider still", supersedes=(before.architecture, between.architecture))
@@ -538,33 +533,40 @@ def test_what_is_deleted_is_denied() -> None:
     assert judge({"a": snapshot(BEFORE)}, {}).denied
 
 
-def test_a_trailer_with_the_digest_and_a_reason_approves() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    approved = judge({"a": snapshot(BEFORE)}, {}, approvals=["0" * 16 + " no", f"{verdict.digest} not used any more"])
-    assert (approved.denied, approved.approval) == ((), "not used any more")
-
-
-def test_a_trailer_without_a_reason_does_not() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[verdict.digest]).denied
-
-
-@pytest.mark.parametrize("now", [{}, {"a": snapshot(LATER)}])
-def test_an_approval_does_not_hold_for_another_change(now: dict[str, SnapshotVersion]) -> None:
-    digest = judge({"a": snapshot(BEFORE)}, {"a": snapshot(NOW)}).digest
-    assert judge({"a": snapshot(BEFORE)}, now, approvals=[f"{digest} yes"]).denied
-
-
-def test_an_approval_holds_where_other_models_changed_too() -> None:
-    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
-    digest = judge({"a": before}, {}).digest
-    assert not judge({"a": before}, {"b": snapshot(other, "b")}, approvals=[f"{digest} yes"]).denied
-
-
-def test_a_declared_change_needs_no_approval() -> None:
+def removed(reason: str, path: str | None = None, content: str | None = None) -> Verdict:
+    """Return the verdict on a deleted snapshot, of which the reason is for this path and content."""
     before = snapshot(BEFORE)
-    verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
-    assert verdict.digest == judge({}, {}).digest
+    return judge({"a": before}, {}, removals={(path or before.path, content or before.content): reason})
+
+
+def test_the_reason_for_a_deletion_declares_it() -> None:
+    verdict = removed("not used any more")
+    assert (verdict.denied, verdict.changes[0].reason) == ((), "not used any more")
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "..."])
+def test_the_reason_for_a_deletion_has_a_word_in_it(reason: str) -> None:
+    assert removed(reason).denied
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_another_snapshot() -> None:
+    assert removed("not used any more", path="t/__modelprobe__/test_net/test_b.arch.json").denied
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_another_content() -> None:
+    assert removed("not used any more", content="another").denied
+
+
+def test_the_reason_for_a_deletion_does_not_declare_a_change() -> None:
+    before = snapshot(BEFORE)
+    removals = {(before.path, before.content): "not used any more"}
+    assert judge({"a": before}, {"a": snapshot(NOW)}, removals=removals).denied
+
+
+def test_the_reason_for_a_deletion_holds_where_other_models_changed_too() -> None:
+    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
+    removals = {(before.path, before.content): "not used any more"}
+    assert not judge({"a": before}, {"b": snapshot(other, "b")}, removals=removals).denied
 
 
 def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:

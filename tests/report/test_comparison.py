@@ -283,7 +283,7 @@ cause                             class         changed by   x noise   seen     
 h.*.norm.eps 1e-05 → 1e-06 x3     attribute     2 %           20,000   in the record          -
 head: own code changed after fc   computation   50 %         500,000   alone and in the run   scaled by 2
 
-Possible, as an input is not known or one of two witnesses is silent:
+Possible (an input is unknown, or only one of two kinds of evidence shows it):
 cause                   class         changed by   x noise   seen         looks like
 odd: own code changed   computation            -         -   in the run            -
 

@@ -64,7 +64,7 @@ def computation_causes(
         elif not sure:
             possible.setdefault(cause.layer, cause)
         elif index.is_response_conclusive(pair_here):
-            hint = "its own code answers synthetic inputs as before"
+            hint = "its isolated response is unchanged"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
             certain[cause.layer] = cause
