@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import cli
-from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
+from pytest_modelprobe.cli import GIT_ATTRIBUTES, common, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import sources
 from pytest_modelprobe.gate.declarations import superseded
@@ -619,8 +618,8 @@ def test_on_windows_a_letter_is_a_drive_unless_it_is_a_revision(
     git: Git, branch: str, monkeypatch: pytest.MonkeyPatch, letter: str, is_drive: bool
 ) -> None:
     git("branch", "f")
-    monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
-    assert cli._is_drive(letter) == is_drive
+    monkeypatch.setattr(common, "os", SimpleNamespace(name="nt"))
+    assert common._is_drive(letter) == is_drive
 
 
 def test_a_diff_needs_two(branch: str, modelprobe: Run) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.models.flatten import flatten
 from pytest_modelprobe.record.records import Record
 from pytest_modelprobe.report.comparison import first_line, said

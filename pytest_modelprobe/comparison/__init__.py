@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .compare import BEHAVIOR, Comparison, Difference, Parts, Tolerance, compare
+from .compare import compare
 from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
+from .differences import BEHAVIOR, Comparison, Difference, Parts, Tolerance
 from .tolerance import LARGEST_TOLERANCE
 
 __all__ = [

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import (
     ROOT,
     Call,
     Dimension,
-    EmittedTensor,
     Glob,
     IsolatedResponse,
     Layer,
@@ -30,116 +27,10 @@ from pytest_modelprobe.record import (
 )
 
 from . import tolerance as _tolerance
+from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
+from .pairing import comparable, has_both_modes, paired_emitted, paired_values
 from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
-
-DifferenceKind = Literal[
-    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
-    "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
-    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
-    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
-]  # fmt: skip
-
-BEHAVIOR: frozenset[DifferenceKind] = frozenset({
-    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
-})  # fmt: skip
-"""The kinds that numbers show; the others are architecture."""
-
-Parts = Literal["all", "architecture", "behavior"]
-Tolerance = float | Mapping[str, float] | None
-
-CallKey = tuple[str, bool | None, int]
-"""Root, its mode where forwards of both modes were recorded, and the number of the call."""
-ValueKey = tuple[str, CallKey | None, str, str]
-"""Layer, call (None: of the layer itself), side, and path or name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing that is not as expected."""
-
-    layer: str
-    """By the actual's name; of a layer that is gone, by the expected's."""
-    kind: DifferenceKind
-    what: str = ""
-    """Which attribute, parameter or value."""
-    call: int = 0
-    """Which call of the layer, from 0."""
-    actual: Plain = None
-    expected: Plain = None
-    change: float | None = None
-    """Change relative to the expected norm (integers: share of elements); inf where there was nothing."""
-    noise: float | None = None
-    """Measured noise of the expected; None: not measured."""
-    limit: float | None = None
-    """Change up to which the two count as the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallPair:
-    """One call in both records."""
-
-    layer: str
-    key: CallKey
-    actual: Call
-    expected: Call
-
-    @property
-    def outermost(self) -> bool:
-        """Whether the call is a forward: what it takes in comes from the test."""
-        return self.layer == self.actual.root and self.actual.index == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """All differences between two records, and how far every value moved."""
-
-    actual: Record
-    expected: Record
-    """With its layers under the actual's names."""
-    found: tuple[Difference, ...] = ()
-    """What differs, also in layers that were not asked for."""
-    notes: tuple[Difference, ...] = ()
-    """Attributes that only one of the two has: what they change, if anything, differs by itself."""
-    looser: tuple[Difference, ...] = ()
-    """Where the noise of the actual allows far more than that of the expected: it would pass what did not pass."""
-    wanted: frozenset[str] | None = None
-    """The layers that were asked for; None: all."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Layers that have another name now: expected → actual."""
-    changes: Mapping[ValueKey, ValueChange] = field(default_factory=dict, repr=False)
-    """How far each value is from what it was."""
-    calls: tuple[CallPair, ...] = field(default=(), repr=False)
-    """The calls that are in both, in order of execution of the actual."""
-
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        """What differs in the layers that were asked for."""
-        if self.wanted is None:
-            return self.found
-        return tuple(difference for difference in self.found if difference.layer in self.wanted)
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-    @property
-    def unknown(self) -> int:
-        """Values of which neither record has numbers: they count as the same."""
-        return sum(not change.known for change in self.changes.values())
-
-    @property
-    def names_before(self) -> dict[str, str]:
-        """Layers that have another name now: actual → expected."""
-        return {new: old for old, new in self.renamed.items()}
-
-    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
-        """Return how far a value moved; unknown where it was not compared."""
-        return self.changes.get((layer, key, side, path), UNKNOWN)
 
 
 def compare(
@@ -244,7 +135,7 @@ class _Comparer:
         self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _coarsest(expected)
-        self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
+        self.modes_apart = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
         """Yield what differs in the layers that are in both."""
@@ -355,7 +246,7 @@ class _Comparer:
             mine, theirs = getattr(a, name), getattr(e, name)
             if mine != theirs:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
-        inputs, added, removed = _paired(a.inputs, e.inputs)
+        inputs, added, removed = paired_values(a.inputs, e.inputs)
         for value in added:
             yield at(kind="input added", what=value.path, actual=_described(value))
         for value in removed:
@@ -363,7 +254,7 @@ class _Comparer:
         scales = functools.partial(_scale, e), functools.partial(_scale, e, of="backward")
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
-        outputs, added, removed = _paired(a.outputs, e.outputs)
+        outputs, added, removed = paired_values(a.outputs, e.outputs)
         for value in added:
             yield at(kind="path", what=value.path, actual=value.path)
         for value in removed:
@@ -433,7 +324,7 @@ class _Comparer:
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
         dtype = next((value.dtype for value in pair.expected.outputs), "float32")
-        pairs, gone = _handed_pairs(a.handed, e.handed, paths)
+        pairs, gone = paired_emitted(a.handed, e.handed, paths)
         for handed, other in pairs:
             if other is None:
                 yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
@@ -513,29 +404,9 @@ class _Comparer:
         return (found,)
 
 
-def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
-    """Whether two responses are answers to the same synthetic tensors."""
-    if a is None or e is None or a.reason is not None or e.reason is not None:
-        return False
-    if a.recipes == e.recipes:
-        return True
-    return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
-
-
-def children(response: IsolatedResponse) -> Mapping[str, None]:
-    """Return the children of a call as they are called: ``attn``, ``attn (call 2)``."""
-    return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
-
-
 def _structural(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
     kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
-
-
-def _has_both_modes(record: Record) -> bool:
-    """Whether there are forwards in training mode and in evaluation mode of one root."""
-    kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
-    return len(kinds) > len({root for root, _ in kinds})
 
 
 def _coarsest(record: Record) -> float:
@@ -561,40 +432,6 @@ def _equal(a: Plain, e: Plain) -> bool:
     return type(a) is type(e) and (a == e or (a != a and e != e))
 
 
-def _handed_pairs(
-    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor], paths: Mapping[str, str]
-) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
-    """Return what is handed on with what was handed on to the same place, and what is not any more.
-
-    ``paths`` are those of outputs that were known by another.
-    """
-    was = [paths.get(handed.where, handed.where) for handed in actual]
-    if was == [handed.where for handed in expected]:
-        return list(zip(actual, expected, strict=True)), ()
-    theirs: dict[str, list[EmittedTensor]] = {}
-    for handed in expected:
-        theirs.setdefault(handed.where, []).append(handed)
-    pairs = [(h, theirs[where].pop(0) if theirs.get(where) else None) for h, where in zip(actual, was, strict=True)]
-    gone = [handed for left in theirs.values() for handed in left]
-    came = [handed for handed, other in pairs if other is None]
-
-    def alone(handed: EmittedTensor, others: Sequence[EmittedTensor]) -> bool:
-        child = _child(handed)
-        tensor = child != "" and not (handed.passed or "").startswith("=")
-        return tensor and sum(_child(other) == child for other in others) == 1
-
-    # One tensor that a child gets by keyword now, and got by position then.
-    renamed = {id(h): other for h in came for other in gone if _child(h) == _child(other) and alone(h, came)}
-    renamed = {key: other for key, other in renamed.items() if alone(other, gone)}
-    moved = set(map(id, renamed.values()))
-    return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
-
-
-def _child(handed: EmittedTensor) -> str:
-    """Return the child that gets something; empty for what a call gives out."""
-    return handed.where.rpartition(" ")[0]
-
-
 def _handed_alone(difference: Difference) -> Sequence[Difference]:
     """Return the difference that only one of two responses hands on something; a plain False is as good as nothing."""
     return () if "=False" in (difference.actual, difference.expected) else (difference,)
@@ -604,28 +441,6 @@ def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, P
     """Whether an argument is None or False in one call and not given in the other: what it most often is by default."""
     value = actual.get(name, expected.get(name))
     return (name in actual) != (name in expected) and (value is None or value is False)
-
-
-def _paired(
-    actual: Sequence[Value], expected: Sequence[Value]
-) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
-    """Return which value is which, and those that came and went.
-
-    They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
-    """
-    if [value.path for value in actual] == [value.path for value in expected]:
-        return list(zip(actual, expected, strict=True)), [], []
-    theirs = {value.path: value for value in expected}
-    pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
-    left = list(theirs.values())
-    for value in actual:
-        if value.path not in pairs:
-            alike = (v for v in left if (v.shape, v.dtype) == (value.shape, value.dtype))
-            if (other := next(alike, None)) is not None:
-                pairs[value.path] = other
-                left = [v for v in left if v is not other]
-    added = [value for value in actual if value.path not in pairs]
-    return [(value, pairs[value.path]) for value in actual if value.path in pairs], added, left
 
 
 def _described(tensor: Parameter | Value) -> str:

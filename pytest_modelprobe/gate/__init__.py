@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .checkpoints import Effect, parameters
+from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import is_said, superseded
 from .git import Commit, GitError, Repository
 from .removals import declared_removals, removal_path
@@ -17,23 +19,7 @@ from .sources import (
     scope_in,
     without_ending,
 )
-from .verdict import (
-    CLASSES,
-    DEFAULTS,
-    LEVELS,
-    MEANING,
-    Class,
-    Effect,
-    Finding,
-    Level,
-    SnapshotChange,
-    SnapshotVersion,
-    Verdict,
-    class_of,
-    needs_reason,
-    not_compared,
-    parameters,
-)
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, not_compared
 
 __all__ = [
     "CLASSES",
@@ -58,6 +44,7 @@ __all__ = [
     "in_revision",
     "in_working_tree",
     "is_said",
+    "judge",
     "needs_reason",
     "not_compared",
     "on_disk",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.comparison import Cause, Difference
+from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, not_compared
-from pytest_modelprobe.record import Plain, Record
 
 from . import comparison
 from .comparison import noted, percent
-from .text import Cell, collapsed, count, failure, listed, number, pattern, printable, table
+from .rows import Row, rows
+from .text import Cell, collapsed, count, failure, listed, printable, table
 
 _MANY = 8
 """Files of one folder that a command names before it names the folder."""
@@ -24,96 +21,6 @@ _MANY = 8
 
 _EACH_WHOLE = 4
 """Snapshots that changed of which each is told as a failure tells it: of more the causes are told together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One change of one layer, or the same change of several."""
-
-    layer: str
-    what: str
-    now: str
-    was: str
-    layers: tuple[str, ...]
-    """The layers that it stands for."""
-
-    @property
-    def times(self) -> str:
-        """``x6`` where there are several, else nothing."""
-        return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of `CHANGE_COLUMNS`."""
-        return self.layer, self.times, self.what, self.now, self.was
-
-
-CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
-
-
-def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
-    """Return differences as rows: those that are the same in repeated layers as one, numbers as one for each layer."""
-    alike: dict[tuple[str, str, str, str], list[str]] = {}
-    moved: dict[str, list[Difference]] = {}
-    # Of layers that came or went with one that contains them, only that one is told.
-    outer = {(d.kind, d.layer) for d in differences if d.kind in ("layer added", "layer removed")}
-    for difference in differences:
-        shown = pattern(difference.layer)
-        if difference.change is not None:
-            moved.setdefault(shown, []).append(difference)
-        elif not any((difference.kind, container) in outer for container in _containers(difference.layer)):
-            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
-    return [
-        *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
-        *(_moved(shown, found) for shown, found in moved.items()),
-    ]
-
-
-def _row(shown: str, what: str, now: str, was: str, names: Iterable[str]) -> Row:
-    layers = tuple(dict.fromkeys(names))
-    return Row(layer=shown if len(layers) > 1 else layers[0], what=what, now=now, was=was, layers=layers)
-
-
-def _moved(shown: str, differences: Sequence[Difference]) -> Row:
-    changes = [d.change for d in differences if d.change is not None]
-    by = f"moved by {'up to ' if len(changes) > 1 else ''}{percent(max(changes))}"
-    what = listed(list(dict.fromkeys(_label(d) for d in differences)))
-    return _row(shown, what, by, "", (d.layer for d in differences))
-
-
-def _containers(layer: str) -> Iterator[str]:
-    while "." in layer:
-        layer = layer.rpartition(".")[0]
-        yield layer
-
-
-def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
-    """Return what changed, what it is now and what it was."""
-    kind = difference.kind
-    now, was = _cell(difference.actual), _cell(difference.expected)
-    if kind == "layer added" and difference.layer in actual.layers:
-        now = actual[difference.layer].type_name
-    elif kind == "layer removed" and difference.layer in expected.layers:
-        was = expected[difference.layer].type_name
-    return _label(difference), now, was
-
-
-def _label(difference: Difference) -> str:
-    kind, what = difference.kind, difference.what
-    own, _, how = kind.partition(" ")
-    if own in ("parameter", "buffer") and how:
-        label = f"{what} {how}"
-    elif kind == "attribute":
-        label = what
-    else:
-        label = what if what.startswith(kind) else f"{kind} {what}".strip()
-    return f"{label} (call {difference.call + 1})" if difference.call else label
-
-
-def _cell(value: Plain) -> str:
-    if value is None:
-        return "-"
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def effect_text(effect: Effect) -> str:
@@ -218,7 +125,7 @@ def first_line(verdict: Verdict) -> str:
     'no model changed; 12 unchanged'
     """
     changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
-    unknown = sum(_unknown(change) for change in verdict.changes)
+    unknown = sum(values_not_compared(change) for change in verdict.changes)
     changed += f", {count(unknown, 'value')} could not be compared" if unknown else ""
     if verdict.denied:
         worst = verdict.denied[0]
@@ -231,7 +138,8 @@ def first_line(verdict: Verdict) -> str:
     return f"nothing to object: {changed}"
 
 
-def _unknown(change: SnapshotChange) -> int:
+def values_not_compared(change: SnapshotChange) -> int:
+    """Return how many values of a snapshot were not compared, for lack of repeatable numbers."""
     return 0 if change.comparison is None else change.comparison.unknown
 
 
@@ -415,59 +323,3 @@ def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:
     for finding in change.findings:
         if finding.kind in ("checkpoint", "new", "removed") or (finding.kind == "renamed" and not finding.causes):
             yield finding.kind, finding_text(finding, change)
-
-
-def as_data(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
-    return {
-        "denied": [change.path for change in verdict.denied],
-        "unchanged": verdict.unchanged,
-        "changes": [
-            {
-                "snapshot": change.path,
-                "before": None if change.before is None else change.before.path,
-                "model": change.model,
-                "device": change.either.record.device,
-                "reason": change.reason,
-                "not_compared": _unknown(change),
-                "findings": [_finding_data(finding, change) for finding in change.findings],
-                "causes": _causes(change),
-            }
-            for change in verdict.changes
-        ],
-    }
-
-
-def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
-    differences = [
-        {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in dataclasses.asdict(difference).items()
-            if value is not None and value != ""
-        }
-        for difference in finding.differences
-    ]
-    return {
-        "class": finding.kind,
-        "verdict": status(finding, change),
-        "said": finding_text(finding, change),
-        "differences": differences,
-    }
-
-
-def _causes(change: SnapshotChange) -> list[dict[str, str]]:
-    diagnosis = change.diagnosis
-    if diagnosis is None:
-        return []
-    sure = {True: diagnosis.causes, False: diagnosis.possible}
-    return [
-        {
-            "kind": cause.kind,
-            "class": class_of(cause, diagnosis),
-            "layer": cause.layer,
-            "said": comparison.said(cause),
-            **({} if known else {"sure": "no"}),
-        }
-        for known, causes in sure.items()
-        for cause in causes
-    ]

@@ -12,7 +12,6 @@ from pytest_modelprobe.gate import Verdict
 
 from . import changes, comparison
 from .changes import (
-    CHANGE_COLUMNS,
     VERDICT_COLUMNS,
     cause_rows,
     details,
@@ -22,6 +21,7 @@ from .changes import (
     reasons,
     verdict_rows,
 )
+from .rows import CHANGE_COLUMNS
 from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50

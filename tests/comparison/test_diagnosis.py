@@ -21,7 +21,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
-from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.record.records import (
     Call,
     EmittedTensor,

@@ -7,14 +7,9 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.gate.verdict import (
-    DEFAULTS,
-    SnapshotChange,
-    SnapshotVersion,
-    Verdict,
-    effect_on_checkpoints,
-    judge,
-)
+from pytest_modelprobe.gate.checkpoints import effect_on_checkpoints
+from pytest_modelprobe.gate.classes import DEFAULTS
+from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record.records import (
     Call,
     EmittedTensor,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, compare
+from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.record.records import Layer, Record
 from pytest_modelprobe.report.comparison import first_line, grouped, percent, said, text
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_modelprobe import cli
+from pytest_modelprobe.cli.common import as_json
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record.records import Layer, Record
-from pytest_modelprobe.report import changes, github, markdown
+from pytest_modelprobe.report import changes, data, github, markdown
 from pytest_modelprobe.report.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_errors_hold_no_command() -> None:
 
 def test_json_holds_no_command_and_says_the_name() -> None:
     for name in NAMES:
-        said = cli._json(changes.as_data(verdict_of(name)))
+        said = as_json(data.as_data(verdict_of(name)))
         assert list(Runner().commands(said)) == [], repr(name)
         assert said.isascii()
         assert json.loads(said)["changes"][0]["model"] == name

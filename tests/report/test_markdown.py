@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_modelprobe.gate.verdict import DEFAULTS, SnapshotVersion, Verdict, judge
+from pytest_modelprobe.gate.classes import DEFAULTS
+from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record.records import Layer, Parameter, Record
 from pytest_modelprobe.report import changes, markdown
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, DifferenceKind
+from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes

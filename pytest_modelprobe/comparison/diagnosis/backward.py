@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pytest_modelprobe.comparison.compare import CallPair, Difference
+from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
 from pytest_modelprobe.record import Step
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference
+from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.record import Plain
 
 CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.comparison.compare import CallPair, Difference, children
+from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.comparison.pairing import children
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import ROOT, Plain, Step
 

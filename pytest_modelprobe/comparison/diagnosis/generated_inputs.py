@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_modelprobe.comparison.compare import CallPair, Difference, is_quantity
+from pytest_modelprobe.comparison.compare import is_quantity
+from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.record import Statistics, Value
 
 from .causes import ShareMethod

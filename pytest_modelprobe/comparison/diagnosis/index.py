@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.comparison.compare import CallPair, Comparison, Difference, DifferenceKind, children, comparable
+from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
+from pytest_modelprobe.comparison.pairing import children, comparable
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
 

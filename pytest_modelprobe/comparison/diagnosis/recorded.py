@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, DifferenceKind
+from pytest_modelprobe.comparison.differences import Difference, DifferenceKind
 from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain
 
 from .causes import Cause, CauseKind, cause_of, worst_first
