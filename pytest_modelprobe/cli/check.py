@@ -23,9 +23,9 @@ from pytest_modelprobe.gate import (
     SourceError,
     Verdict,
     declared_removals,
+    has_words,
     in_revision,
     in_working_tree,
-    is_said,
     judge,
     refuse_directory,
     refuse_links,
@@ -137,9 +137,9 @@ def _print(
         print(as_markdown(verdict), end="")
     else:
         said = as_text(verdict)
-        print(github.unheard(said) if form == "github" else said)
+        print(github.without_commands(said) if form == "github" else said)
     if form == "github":
-        print(*github.shown(verdict), sep="\n")
+        print(*github.annotation_commands(verdict), sep="\n")
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary:
             github.write_summary(Path(summary), as_markdown(verdict))
@@ -147,7 +147,7 @@ def _print(
 
 def run_declare(options: argparse.Namespace) -> int:
     """Write a reason for every denied change."""
-    if not is_said(options.reason):
+    if not has_words(options.reason):
         raise UsageError("the reason is empty: say why the snapshots changed")
     root = Repository(Path.cwd()).root
     verdict = _since_base(options, DEFAULTS)

@@ -1,4 +1,4 @@
-"""Record × record → differences: what is not as expected, layer by layer; nothing of why."""
+"""Two records → their differences, layer by layer; `diagnosis` finds the causes."""
 
 from __future__ import annotations
 
@@ -46,19 +46,18 @@ def compare(
     """Return what differs between two records.
 
     Args:
-        actual: The record of now.
-        expected: The record that it should be like.
-        rename: Actual glob → expected glob, for layers that have another name.
+        actual: The new record.
+        expected: The record that it is compared with.
+        rename: Actual glob → expected glob, for renamed layers.
         layers: Names, in the actual, of the layers to compare; None: all.
-        tolerance: Multiplies what a value may change: one number, or a number for each glob of layers.
-        parts: Everything, or what numbers do not show, or what they do.
-        nondeterministic: Do not compare values that moved by more than a hundredth when the expected was repeated; they
-            are counted. Else noise allows a hundredth.
+        tolerance: Factor of the tolerance of each value: one number, or a number for each glob of layers.
+        parts: Compare everything, the architecture alone, or the values alone.
+        nondeterministic: Do not compare values whose noise is above a hundredth; they are counted.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
         UsageError: A tolerance is not a positive number.
-        NothingObservedError: Numbers alone are to be compared, and there are none.
+        NothingObservedError: ``parts`` is ``behavior`` and there are no numbers.
 
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
@@ -68,16 +67,16 @@ def compare(
     [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
     """
     __tracebackhide__ = True
-    said = declared(actual, expected, rename) if rename else {}
-    found = match(actual, expected, said)
+    renames = declared(actual, expected, rename) if rename else {}
+    found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
-    # A layer that is gone may have left its name to another.
+    # Another layer may have the name of a removed one.
     names = found | {name: f"{name} (removed)" for name in removed}
     kept = set(found.values())
     original = expected
     expected = renamed(expected, names)
-    comparer = _Comparer(actual, expected, _Times(tolerance, actual), nondeterministic=nondeterministic)
-    moved_names = {old: new for old, new in found.items() if old != new and old not in said}
+    comparer = _Comparer(actual, expected, _ToleranceFactors(tolerance, actual), nondeterministic=nondeterministic)
+    moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     differences = [
         *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
         *(Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name) for name in removed),
@@ -96,14 +95,14 @@ def compare(
         notes=() if parts == "behavior" else tuple(comparer.notes),
         looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
-        renamed={**said, **moved_names},
+        renamed={**renames, **moved_names},
         changes=comparer.changes,
         calls=tuple(comparer.pairs),
     )
 
 
-class _Times:
-    """The user's tolerance for each layer."""
+class _ToleranceFactors:
+    """The user's factors of the tolerance."""
 
     def __init__(self, tolerance: Tolerance, record: Record) -> None:
         __tracebackhide__ = True
@@ -116,14 +115,14 @@ class _Times:
         self._globs = [(Glob(glob), float(times)) for glob, times in given.items()]
 
     def of(self, layer: str) -> float:
-        """Return the factor of the last glob that means the layer."""
+        """Return the factor of the last glob that matches the layer."""
         if not self._globs:
             return 1.0
         return next((times for glob, times in reversed(self._globs) if glob.matches(layer)), 1.0)
 
 
 class _Comparer:
-    def __init__(self, actual: Record, expected: Record, times: _Times, *, nondeterministic: bool) -> None:
+    def __init__(self, actual: Record, expected: Record, times: _ToleranceFactors, *, nondeterministic: bool) -> None:
         self.actual, self.expected = actual, expected
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
@@ -134,11 +133,11 @@ class _Comparer:
         self.measured = expected.noise == "measured"
         self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
         self.both_read = has_numbers(actual) and has_numbers(expected)
-        self.rounding = _coarsest(expected)
-        self.modes_apart = has_both_modes(actual) or has_both_modes(expected)
+        self.rounding = _largest_epsilon(expected)
+        self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
-        """Yield what differs in the layers that are in both."""
+        """Yield the differences of the layers that are in both records."""
         a, e = self.actual, self.expected
         if a.forwards != e.forwards:
             yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
@@ -188,9 +187,9 @@ class _Comparer:
 
         for name in dict.fromkeys((*theirs, *mine)):
             if name not in theirs:
-                yield _structural(layer.name, what, name, "added", _described(mine[name]), None)
+                yield _structural_difference(layer.name, what, name, "added", _description(mine[name]), None)
             elif name not in mine:
-                yield _structural(layer.name, what, name, "removed", None, _described(theirs[name]))
+                yield _structural_difference(layer.name, what, name, "removed", None, _description(theirs[name]))
             else:
                 a, e = mine[name], theirs[name]
                 for aspect, x, y in (
@@ -203,15 +202,15 @@ class _Comparer:
                     unknown = aspect == "persistent" and None in (x, y)
                     if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
                         shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
-                        yield _structural(layer.name, what, name, aspect, *shown)
+                        yield _structural_difference(layer.name, what, name, aspect, *shown)
                 if a.shape == e.shape:
-                    yield from self._numbers_of(layer.name, a, e, what, scale)
+                    yield from self._parameter_values(layer.name, a, e, what, scale)
 
-    def _numbers_of(
+    def _parameter_values(
         self, layer: str, a: Parameter, e: Parameter, what: str, scale: Callable[[], float]
     ) -> Iterator[Difference]:
         kind: DifferenceKind = "weights" if what == "parameter" else "buffer"
-        if a.tied_to is None or a.tied_to != e.tied_to:  # else it was looked at where it is owned
+        if a.tied_to is None or a.tied_to != e.tied_to:  # else reported at its owner
             yield from self._value((layer, None, what, a.name), kind, a.reading, e.reading, e.dtype, "state")
         if a.after is not None or e.after is not None:
             left, was_left = a.after or a.reading, e.after or e.reading
@@ -223,7 +222,7 @@ class _Comparer:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _key(self, call: Call) -> CallKey:
-        return call.root, call.root_training if self.modes_apart else None, call.index
+        return call.root, call.root_training if self.has_both_modes else None, call.index
 
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
         mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
@@ -248,9 +247,9 @@ class _Comparer:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
         inputs, added, removed = paired_values(a.inputs, e.inputs)
         for value in added:
-            yield at(kind="input added", what=value.path, actual=_described(value))
+            yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
-            yield at(kind="input removed", what=value.path, expected=_described(value))
+            yield at(kind="input removed", what=value.path, expected=_description(value))
         scales = functools.partial(_scale, e), functools.partial(_scale, e, of="backward")
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
@@ -273,29 +272,29 @@ class _Comparer:
     ) -> Iterator[Difference]:
         index = pair.actual.index
         if a.shape != e.shape or a.dtype != e.dtype:
-            mine, theirs = _described(a), _described(e)
+            mine, theirs = _description(a), _description(e)
             yield Difference(layer=pair.layer, kind="interface", call=index, what=a.path, actual=mine, expected=theirs)
         is_input = side == "input"
-        if is_input and a.source != e.source and not pair.outermost and not self._one_tensor(pair, a, e):
+        if is_input and a.source != e.source and not pair.outermost and not self._is_same_tensor(pair, a, e):
             yield Difference(
                 layer=pair.layer, kind="source", call=index, what=a.path, actual=a.source, expected=e.source
             )
-        told = not is_input or a.source is None  # else it is told of the output that it is
+        reported = not is_input or a.source is None  # else the difference is reported at the output
         place = (pair.layer, pair.key, side, a.path)
         kind: DifferenceKind = "input" if is_input else "output"
         found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scales[0])
-        yield from found if told else ()
+        yield from found if reported else ()
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
             found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scales[1])
-            yield from found if told else ()
+            yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
             scale = functools.partial(_scale, pair.expected, of="backward_inner")
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
-    def _one_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
-        """Whether two sources name one tensor: a container's output may be that of its last child, or not any more."""
+    def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
+        """Whether two sources are the same tensor, as the output of a container and of its last child."""
 
         def found(outputs: Mapping[tuple[str, bool, str], Value], call: Call, value: Value, source: str | None) -> bool:
             made = outputs.get((call.root, call.root_training, source or ""))
@@ -319,7 +318,7 @@ class _Comparer:
     def _responses(
         self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
     ) -> Iterator[Difference]:
-        """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
+        """Yield the differences of isolated responses; ``paths`` maps paths of outputs to the expected ones."""
         if not comparable(a, e):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
@@ -327,7 +326,7 @@ class _Comparer:
         pairs, gone = paired_emitted(a.handed, e.handed, paths)
         for handed, other in pairs:
             if other is None:
-                yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
+                yield from _one_sided(at(what=handed.where, actual=handed.passed or "computed"))
             elif handed.passed != other.passed:
                 computed = "computed"
                 yield at(what=handed.where, actual=handed.passed or computed, expected=other.passed or computed)
@@ -335,11 +334,11 @@ class _Comparer:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
         for other in gone:
-            yield from _handed_alone(at(what=other.where, expected=other.passed or "computed"))
+            yield from _one_sided(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        # Gradients are put together by the names of what they are of.
+        # The gradient is a sum over names, so renamed inputs change it.
         renamed = any(other is not None and handed.where != other.where for handed, other in pairs)
         if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
             place = (pair.layer, pair.key, "response gradient", "")
@@ -357,7 +356,7 @@ class _Comparer:
         direction: Direction,
         scale: Callable[[], float] = float,
     ) -> Sequence[Difference]:
-        if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
+        if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
         if self.nondeterministic and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
             self.changes[place] = UNKNOWN
@@ -399,18 +398,20 @@ class _Comparer:
         layer, key, _, path = place
         change = self.changes[place] = GONE if a is None else CAME
         index = 0 if key is None else key[-1]
-        there = {"actual": a is not None, "expected": e is not None}
-        found = Difference(layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **there)
+        presence = {"actual": a is not None, "expected": e is not None}
+        found = Difference(
+            layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **presence
+        )
         return (found,)
 
 
-def _structural(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
+def _structural_difference(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
     kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
 
 
-def _coarsest(record: Record) -> float:
-    """Return the largest rounding of any dtype that a run computed in."""
+def _largest_epsilon(record: Record) -> float:
+    """Return the largest `epsilon` of the dtypes in a run."""
     calls = [call for _, call in record.calls]
     dtypes = {call.autocast or "" for call in calls} | {
         v.dtype for call in calls for v in (*call.inputs, *call.outputs)
@@ -419,7 +420,7 @@ def _coarsest(record: Record) -> float:
 
 
 def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
-    """Return each output by the kind of its forward and its address."""
+    """Return (root, mode, address) → output."""
     return {
         (call.root, call.root_training, address(layer.name, call, value.path)): value
         for layer in record.layers.values()
@@ -428,22 +429,22 @@ def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
 
 
 def _equal(a: Plain, e: Plain) -> bool:
-    """Whether two plain values are one, also NaN and NaN; True is not 1."""
+    """Whether two plain values are equal; NaN equals NaN, True is not 1."""
     return type(a) is type(e) and (a == e or (a != a and e != e))
 
 
-def _handed_alone(difference: Difference) -> Sequence[Difference]:
-    """Return the difference that only one of two responses hands on something; a plain False is as good as nothing."""
+def _one_sided(difference: Difference) -> Sequence[Difference]:
+    """Return the difference of a value in one response only; a plain False counts as no value."""
     return () if "=False" in (difference.actual, difference.expected) else (difference,)
 
 
 def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> bool:
-    """Whether an argument is None or False in one call and not given in the other: what it most often is by default."""
+    """Whether an argument is None or False in one call and missing in the other: probably its default."""
     value = actual.get(name, expected.get(name))
     return (name in actual) != (name in expected) and (value is None or value is False)
 
 
-def _described(tensor: Parameter | Value) -> str:
+def _description(tensor: Parameter | Value) -> str:
     said = f"{_shape(tensor.shape)} {tensor.dtype}"
     return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
 
@@ -459,13 +460,13 @@ def _norm(reading: Reading | None) -> float:
 
 
 def _scale(call: Call, *, of: str = "forward") -> float:
-    """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
+    """Return the largest norm in a call, which values that are zero in exact arithmetic are compared with."""
     values = filter(is_quantity, (*call.inputs, *call.outputs))
     return max((_norm(getattr(value, of)) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:
-    """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
+    """Whether a value is floating-point and no attention mask."""
     numbers = value.forward.statistics
     if not value.dtype.startswith(("float", "bfloat", "complex")):
         return False

@@ -1,4 +1,4 @@
-"""The differences between two records, and how far every value is from the expected one."""
+"""The differences between two records, and the change of every value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEHAVIOR: frozenset[DifferenceKind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
 })  # fmt: skip
-"""The kinds that numbers show; the others are architecture."""
+"""Kinds of differences of values; the others are of the architecture."""
 
 
 Parts = Literal["all", "architecture", "behavior"]
@@ -38,7 +38,7 @@ Tolerance = float | Mapping[str, float] | None
 
 
 CallKey = tuple[str, bool | None, int]
-"""Root, its mode where forwards of both modes were recorded, and the number of the call."""
+"""Root, its mode where forwards of both modes were recorded, and the index of the call."""
 
 
 ValueKey = tuple[str, CallKey | None, str, str]
@@ -47,10 +47,10 @@ ValueKey = tuple[str, CallKey | None, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is not as expected."""
+    """One difference between two records."""
 
     layer: str
-    """By the actual's name; of a layer that is gone, by the expected's."""
+    """Name in the actual record; of a removed layer, in the expected one."""
     kind: DifferenceKind
     what: str = ""
     """Which attribute, parameter or value."""
@@ -59,16 +59,16 @@ class Difference:
     actual: Plain = None
     expected: Plain = None
     change: float | None = None
-    """Change relative to the expected norm (integers: share of elements); inf where there was nothing."""
+    """Change relative to the expected norm (integers: share of elements); inf if there was nothing."""
     noise: float | None = None
-    """Measured noise of the expected; None: not measured."""
+    """Measured noise of the expected value; None: not measured."""
     limit: float | None = None
-    """Change up to which the two count as the same."""
+    """Tolerance of the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPair:
-    """One call in both records."""
+    """One call that is in both records."""
 
     layer: str
     key: CallKey
@@ -77,35 +77,35 @@ class CallPair:
 
     @property
     def outermost(self) -> bool:
-        """Whether the call is a forward: what it takes in comes from the test."""
+        """Whether the call is a forward, whose inputs come from the test."""
         return self.layer == self.actual.root and self.actual.index == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All differences between two records, and how far every value moved."""
+    """All differences between two records, and the change of every value."""
 
     actual: Record
     expected: Record
-    """With its layers under the actual's names."""
+    """With the layers under their names in the actual record."""
     found: tuple[Difference, ...] = ()
-    """What differs, also in layers that were not asked for."""
+    """All differences, also of layers that were not selected."""
     notes: tuple[Difference, ...] = ()
-    """Attributes that only one of the two has: what they change, if anything, differs by itself."""
+    """Attributes that only one record has: an effect of theirs is a difference of its own."""
     looser: tuple[Difference, ...] = ()
-    """Where the noise of the actual allows far more than that of the expected: it would pass what did not pass."""
+    """Values whose noise grew tenfold: an update would tolerate larger changes."""
     wanted: frozenset[str] | None = None
-    """The layers that were asked for; None: all."""
+    """The selected layers; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Layers that have another name now: expected → actual."""
+    """Renamed layers: expected → actual name."""
     changes: Mapping[ValueKey, ValueChange] = field(default_factory=dict, repr=False)
-    """How far each value is from what it was."""
+    """The change of each value."""
     calls: tuple[CallPair, ...] = field(default=(), repr=False)
-    """The calls that are in both, in order of execution of the actual."""
+    """The calls in both records, in order of execution of the actual one."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """What differs in the layers that were asked for."""
+        """The differences of the selected layers."""
         if self.wanted is None:
             return self.found
         return tuple(difference for difference in self.found if difference.layer in self.wanted)
@@ -117,14 +117,14 @@ class Comparison:
 
     @property
     def unknown(self) -> int:
-        """Values of which neither record has numbers: they count as the same."""
+        """The number of values without numbers in both records; they count as equal."""
         return sum(not change.known for change in self.changes.values())
 
     @property
     def names_before(self) -> dict[str, str]:
-        """Layers that have another name now: actual → expected."""
+        """Renamed layers: actual → expected name."""
         return {new: old for old, new in self.renamed.items()}
 
     def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
-        """Return how far a value moved; unknown where it was not compared."""
+        """Return the change of a value; `UNKNOWN` if it was not compared."""
         return self.changes.get((layer, key, side, path), UNKNOWN)

@@ -1,4 +1,4 @@
-"""Which call, value and emitted tensor of one record belongs to which of the other."""
+"""Pair the values of a call, and of its isolated response, with the expected ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_modelprobe.record import (
 
 
 def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
-    """Whether two responses are answers to the same synthetic tensors."""
+    """Whether two responses were made from the same synthetic tensors."""
     if a is None or e is None or a.reason is not None or e.reason is not None:
         return False
     if a.recipes == e.recipes:
@@ -22,7 +22,7 @@ def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
 
 
 def children(response: IsolatedResponse) -> Mapping[str, None]:
-    """Return the children of a call as they are called: ``attn``, ``attn (call 2)``."""
+    """Return the calls of children in a response: ``attn``, ``attn (call 2)``."""
     return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
 
 
@@ -35,9 +35,9 @@ def has_both_modes(record: Record) -> bool:
 def paired_emitted(
     actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor], paths: Mapping[str, str]
 ) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
-    """Return what is handed on with what was handed on to the same place, and what is not any more.
+    """Return each emitted tensor with the expected one at the same place, and the expected ones that are left.
 
-    ``paths`` are those of outputs that were known by another.
+    ``paths`` maps paths of outputs to the expected ones.
     """
     was = [paths.get(handed.where, handed.where) for handed in actual]
     if was == [handed.where for handed in expected]:
@@ -62,14 +62,14 @@ def paired_emitted(
 
 
 def _child(handed: EmittedTensor) -> str:
-    """Return the child that gets something; empty for what a call gives out."""
+    """Return the child that a tensor is passed to; empty for an output."""
     return handed.where.rpartition(" ")[0]
 
 
 def paired_values(
     actual: Sequence[Value], expected: Sequence[Value]
 ) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
-    """Return which value is which, and those that came and went.
+    """Return pairs of values, added values and removed values.
 
     They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
     """

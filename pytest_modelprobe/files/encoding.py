@@ -50,7 +50,7 @@ from .layout import (
     digest_of,
     laid_out,
 )
-from .order import containers, forward_order, implied, kind_of, moments, timelines
+from .order import all_events, containers, forward_order, implied_timelines, kind_of, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
 from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
@@ -88,18 +88,18 @@ def encode(
     """
     lines = forward_order(record)
     numbers = has_numbers(record)
-    header, usual = _header(record, lines, numbers)
+    header, defaults = _header(record, lines, numbers)
     if reason is not None:
         header["reason"] = reason
     if supersedes is not None:
         header["supersedes"] = supersedes
-    structure = _Structure(lines, header, usual)
+    structure = _Structure(lines, header, defaults)
     layers = {name: structure.layer(name, layer, calls) for name, layer, calls in lines}
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
     if not numbers:
         return Texts(architecture, None)
     top = _numbers_header(record, digest_of({**header, "layers": layers}), compared)
-    content = _Numbers(lines, usual)
+    content = _Numbers(lines, defaults)
     rows = list(content.lines())
     return Texts(architecture, laid_out(top, rows, content.responses.items()))
 
@@ -127,7 +127,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "attributes": _everywhere(lines) or None,
         "numbers": None if numbers else False,
         "notes": None if numbers else record.notes or None,
-        "order": order if order != implied([name for name, _, _ in lines], calls) else None,
+        "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
     }
     return {k: v for k, v in header.items() if v is not None}, Defaults(dtype, requires_grad)
 
@@ -173,8 +173,8 @@ def _operation(operation: Operation | None) -> list[str | None] | None:
 class _Structure:
     """What stands in each line of the architecture file."""
 
-    def __init__(self, lines: Sequence[LayerCalls], header: Mapping[str, Any], usual: Defaults) -> None:
-        self.usual = usual
+    def __init__(self, lines: Sequence[LayerCalls], header: Mapping[str, Any], defaults: Defaults) -> None:
+        self.defaults = defaults
         self.header = header
         self.parents = containers([name for name, _, _ in lines])
         self.only_root = len(lines) == 1
@@ -198,12 +198,12 @@ class _Structure:
         found = {k: _json_value(v) for k, v in layer.attributes.items()}
         if layer.functional:
             return found
-        usual: Mapping[str, Any] = self.header.get("attributes", {})
-        own = {k: v for k, v in found.items() if k not in usual or not _same_attribute(usual[k], v)}
-        return own | {k: ABSENT for k in usual if k not in found}
+        defaults: Mapping[str, Any] = self.header.get("attributes", {})
+        own = {k: v for k, v in found.items() if k not in defaults or not _same_attribute(defaults[k], v)}
+        return own | {k: ABSENT for k in defaults if k not in found}
 
     def _own(self, own: Sequence[Parameter], *, trainable: bool) -> dict[str, str]:
-        texts = (parameter_text(p, self.usual, trainable=trainable) for p in own)
+        texts = (parameter_text(p, self.defaults, trainable=trainable) for p in own)
         return dict(zip(keys(p.name for p in own), texts, strict=True))
 
     def _calls(self, name: str, layer: Layer, calls: Sequence[Call]) -> list[dict[str, Any] | str]:
@@ -243,7 +243,7 @@ class _Structure:
         return found
 
     def _values(self, values: Sequence[Value], layer: str) -> dict[str, str]:
-        texts = (value_text(v, layer, self.usual) for v in values)
+        texts = (value_text(v, layer, self.defaults) for v in values)
         return dict(zip(keys(v.path for v in values), texts, strict=True))
 
 
@@ -272,8 +272,8 @@ def _json_value(value: Plain) -> Any:
 class _Numbers:
     """What stands in each line of the numbers file; what is the same tensor is written where it was first seen."""
 
-    def __init__(self, lines: Sequence[LayerCalls], usual: Defaults) -> None:
-        self.usual = usual
+    def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults) -> None:
+        self.defaults = defaults
         self.lines_of = lines
         self.known: dict[tuple[Any, ...], str] = {}
         self.entries = dict(self._values())
@@ -322,7 +322,7 @@ class _Numbers:
         owners: dict[tuple[ForwardKind, int], tuple[str, str]] = {}
         written: dict[tuple[ForwardKind, str], tuple[int, str]] = {}
         known: set[tuple[ForwardKind, str]] = set()
-        for i, j, end in moments(timelines(calls), calls):
+        for i, j, end in all_events(timelines(calls), calls):
             name, call = self.lines_of[i][0], calls[i][j]
             kind = kind_of(call)
             for k, value in enumerate(call.outputs if end else call.inputs):

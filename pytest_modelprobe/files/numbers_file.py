@@ -37,8 +37,8 @@ from .layout import (
     UNREACHED,
     ComparedParts,
 )
-from .order import kind_of, moments
-from .parsing import known, shown, string_tuple
+from .order import all_events, kind_of
+from .parsing import check_fields, excerpt, string_tuple
 from .readings import FULL, Role, check_statistics, reading_from
 from .recipe_text import Outline, Recipes
 from .specs import FormatError, ParsedSpec, absolute, keys, name_of
@@ -49,7 +49,7 @@ def operation_from(data: Any) -> Operation | None:
     if data is None:
         return None
     if len(data) != 3 or type(data[0]) is not str or type(data[2]) is not str or type(data[1]) not in (str, type(None)):
-        raise FormatError(f"{shown(data)} is no operation")
+        raise FormatError(f"{excerpt(data)} is no operation")
     return Operation(name=data[0], location=data[1], detail=data[2])
 
 
@@ -67,11 +67,11 @@ class Numbers:
     """A parsed numbers file; its lines are checked where they are used."""
 
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
-        known(data, _NUMBERS)
+        check_fields(data, _NUMBERS)
         if data.get("noise", _MEASURED[0]) not in _MEASURED:
-            raise FormatError(f"how its noise came about is {shown(data['noise'])}")
+            raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
         if data.get("compared", "all") not in get_args(ComparedParts):
-            raise FormatError(f"what is compared of it is {shown(data['compared'])}")
+            raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
         if (
             data.get("columns", COLUMNS) != COLUMNS
             or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
@@ -82,10 +82,10 @@ class Numbers:
         self.responses: dict[str, Any] = data.get(RESPONSES, {})
         unknown = self.lines.keys() - structure.data[LAYERS].keys()
         if unknown:
-            raise FormatError(f"there is no layer {shown(min(unknown))} in the architecture")
+            raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
         for name, line in self.lines.items():
             if type(line) is not dict:
-                raise FormatError(f"in the line of {shown(name)}: it is no object")
+                raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
 class _Entry(NamedTuple):
@@ -140,9 +140,9 @@ class RecordBuilder:
         """Take a line of the numbers apart."""
         own = [*line.parameters, *line.buffers]
         found = 0
-        for key, (name, worded) in zip(keys([name for name, _ in own]), own, strict=True):
+        for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
             if OWN + key in data:
-                entry = self._entry(data[OWN + key], worded.shape, "own", "own gradient", "own")
+                entry = self._entry(data[OWN + key], spec.shape, "own", "own gradient", "own")
                 self.own[qualified(line.name, name)] = entry
                 found += 1
         for j, (inputs, outputs) in enumerate(line.values):
@@ -156,7 +156,7 @@ class RecordBuilder:
                 text = data.get(number + key)
                 if text is not None:
                     if type(text) is not str:
-                        raise FormatError(f"{key!r} is {shown(text)}, no text")
+                        raise FormatError(f"{key!r} is {excerpt(text)}, no text")
                     self.besides.setdefault((i, j), {})[key] = text
                     found += 1
         if found != len(data):
@@ -164,7 +164,7 @@ class RecordBuilder:
 
     def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
         if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
-            raise FormatError(f"{shown(data)} are no numbers of a tensor")
+            raise FormatError(f"{excerpt(data)} are no numbers of a tensor")
         second, third = (*data[1:], None, None)[:2]
         return _Entry(
             self._reading(data[0], shape, first),
@@ -188,25 +188,25 @@ class RecordBuilder:
         lines, calls = self.structure.lines, self.structure.calls
         known: dict[tuple[ForwardKind, str], _Entry] = {}
         written: dict[tuple[ForwardKind, str], _Entry] = {}
-        for i, j, end in moments(self.structure.order, calls):
+        for i, j, end in all_events(self.structure.order, calls):
             values = lines[i].values[j][end]
             if not values:
                 continue
             name, call = lines[i].name, calls[i][j]
             kind = kind_of(call)
             with in_line(name):
-                for k, (path, worded) in enumerate(values):
+                for k, (path, spec) in enumerate(values):
                     data = self.given.get((i, j, end, k))
                     if type(data) is list:
-                        entry = self._entry(data, worded.shape, "value", "gradient", "gradient")
-                    elif data is None and worded.origin is None:
+                        entry = self._entry(data, spec.shape, "value", "gradient", "gradient")
+                    elif data is None and spec.origin is None:
                         entry = _Entry(_NOTHING, None, None, len(self.values))
                     else:
-                        where = worded.origin if data is None else data
+                        where = spec.origin if data is None else data
                         there = (kind, absolute(where, name)) if type(where) is str else None
                         same = there and (written if data is None else known).get(there)
                         if same is None:
-                            raise FormatError(f"there are no numbers of {shown(where)}, which {shown(path)} is")
+                            raise FormatError(f"there are no numbers of {excerpt(where)}, which {excerpt(path)} is")
                         entry = same
                     self.values[i, j, end, k] = entry
                     here = kind, address(name, call, path)
@@ -234,18 +234,18 @@ class RecordBuilder:
 
     def _parameters(self, line: LayerLine, own: Named) -> tuple[Parameter, ...]:
         found = []
-        for name, worded in own:
-            entry = self.own.get(qualified(line.name, name)) or self.own.get(worded.origin or "")
+        for name, spec in own:
+            entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
             first, gradient, after, _ = entry or _Entry(_NOTHING, None, None, -1)
             found.append(
                 Parameter(
                     name=name,
-                    shape=worded.shape,  # type: ignore[arg-type]
-                    dtype=worded.dtype,
+                    shape=spec.shape,  # type: ignore[arg-type]
+                    dtype=spec.dtype,
                     device=self.device,
-                    requires_grad=worded.requires_grad,
-                    tied_to=worded.origin,
-                    persistent=worded.persistent,
+                    requires_grad=spec.requires_grad,
+                    tied_to=spec.origin,
+                    persistent=spec.persistent,
                     reading=first,
                     after=after,
                     gradient=gradient,
@@ -278,20 +278,20 @@ class RecordBuilder:
         )
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
-        path, worded = value
+        path, spec = value
         first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
         return Value(
             path=path,
-            shape=worded.shape,
-            dtype=worded.dtype,
+            shape=spec.shape,
+            dtype=spec.dtype,
             device=self.device,
-            requires_grad=worded.requires_grad,
+            requires_grad=spec.requires_grad,
             tensor=tensor,
             forward=first,
             backward=gradient,
             backward_inner=inner,
-            overwritten=worded.overwritten,
-            source=None if worded.origin is None else absolute(worded.origin, layer),
+            overwritten=spec.overwritten,
+            source=None if spec.origin is None else absolute(spec.origin, layer),
         )
 
     # --- responses
@@ -299,7 +299,7 @@ class RecordBuilder:
     def _response(self, i: int, j: int, key: str) -> IsolatedResponse:
         data = self.responses.get(key)
         if type(data) is not dict:
-            raise FormatError(f"there is no response {shown(key)}")
+            raise FormatError(f"there is no response {excerpt(key)}")
         if key not in self.answers:
             with in_line(key):
                 self.answers[key] = self._answer(data)
@@ -322,10 +322,10 @@ class RecordBuilder:
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
             elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
-                raise FormatError(f"it has an unknown field {shown(key)}")
+                raise FormatError(f"it has an unknown field {excerpt(key)}")
         reason = data.get(REASON)
         if type(reason) not in (str, type(None)):
-            raise FormatError(f"the reason is {shown(reason)}, no text")
+            raise FormatError(f"the reason is {excerpt(reason)}, no text")
         return (
             tuple(handed),
             self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,

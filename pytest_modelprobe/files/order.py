@@ -88,7 +88,7 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     return [[-line if end else line for _, end, line in sorted(events[kind])] for kind in sorted(events)]
 
 
-def implied(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
+def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
     """Return the timelines that the order of lines tells, if each call is the only one and lies in those above it."""
     kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
@@ -139,7 +139,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     return found
 
 
-def moments(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
+def all_events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
     """Return all starts and ends of calls in their order, those that the timelines do not tell of last."""
     seen = {event: None for timeline in events(given, calls) for event in timeline}
     for i, of_layer in enumerate(calls):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pytest_modelprobe.record import Dimension, Reading, Statistics, Units
 
 from . import fixed_point
-from .parsing import shown
+from .parsing import excerpt
 from .specs import FormatError, floating
 
 Role = Literal["value", "gradient", "own", "own gradient", "response", "response gradient"]
@@ -231,7 +231,7 @@ def _statistics(
     odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
     finite = _whole(count) - sum(odd.get(name, 0) for name in _COUNTS)
     if not 0 <= _whole(zeros) <= finite:
-        raise FormatError(f"{shown(zeros)} zeros are among {shown(finite)} finite elements")
+        raise FormatError(f"{excerpt(zeros)} zeros are among {excerpt(finite)} finite elements")
     deviation = 0.0 if std is None else _float(std)
     return Statistics(
         count=count,
@@ -320,7 +320,7 @@ def _noise(data: Any) -> float:
     """Return a noise: infinite where a repeat had something else altogether, never negative."""
     found = _float(data)
     if found < 0:
-        raise FormatError(f"{shown(data)} is no noise")
+        raise FormatError(f"{excerpt(data)} is no noise")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .checkpoints import Effect, parameters
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
-from .declarations import is_said, superseded
+from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
 from .removals import declared_removals, removal_path
 from .sources import (
@@ -43,7 +43,7 @@ __all__ = [
     "declared_removals",
     "in_revision",
     "in_working_tree",
-    "is_said",
+    "has_words",
     "judge",
     "needs_reason",
     "not_compared",

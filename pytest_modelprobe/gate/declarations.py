@@ -6,10 +6,10 @@ import re
 import unicodedata
 
 
-def is_said(reason: str | None) -> bool:
+def has_words(reason: str | None) -> bool:
     r"""Whether a reason contains a letter or a digit, in any script.
 
-    >>> is_said("wider"), is_said(" "), is_said("\u200b"), is_said("\u3164"), is_said("--"), is_said(None)
+    >>> has_words("wider"), has_words(" "), has_words("\u200b"), has_words("\u3164"), has_words("--"), has_words(None)
     (True, False, False, False, False, False)
     """
     return bool(words(reason or ""))

@@ -19,7 +19,7 @@ from .classes import (
     causes_of,
     differences_by_class,
 )
-from .declarations import is_said, words
+from .declarations import has_words, words
 from .file_differences import (
     architecture_differences,
     noise_differences,
@@ -103,8 +103,8 @@ class SnapshotChange:
     def reason(self) -> str | None:
         """The reason declared for exactly this change: in the snapshot, or of a deleted one in a file beside it."""
         if self.now is None:
-            return self.removal if is_said(self.removal) else None
-        if not is_said(self.now.reason):
+            return self.removal if has_words(self.removal) else None
+        if not has_words(self.now.reason):
             return None
         if self.before is None:
             return self.now.reason

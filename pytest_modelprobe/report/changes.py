@@ -86,7 +86,7 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
 
 def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     """Return the causes of a finding as a failure says them, and what becomes of the output."""
-    told = listed([_said(*pair) for pair in comparison.grouped(finding.causes)], most=2)
+    told = listed([_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
     if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
         told = f"possibly {told}"
@@ -99,8 +99,8 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     return told if by is None else f"{told}; output changed by {percent(by)}"
 
 
-def _said(cause: Cause, times: int) -> str:
-    return comparison.said(cause) + (f" x{times}" if times > 1 else "")
+def _repeated_cause_text(cause: Cause, times: int) -> str:
+    return comparison.cause_text(cause) + (f" x{times}" if times > 1 else "")
 
 
 def _row_text(row: Row) -> str:
@@ -283,7 +283,7 @@ def cause_rows(verdict: Verdict) -> list[list[Cell]]:
         for sure, causes in (("", diagnosis.causes), ("possibly ", diagnosis.possible)):
             for cause, times in comparison.grouped(causes):
                 what = "all layers" if cause.is_retraining else cause.what
-                said = sure + _said(dataclasses.replace(cause, change=None, what=what), times)
+                said = sure + _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = max((models.get(change.model), cause.change), key=lambda size: size or 0.0)
     return [

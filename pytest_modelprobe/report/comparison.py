@@ -47,7 +47,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
     if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
         effect = f"{';' if first.share_method else ':'} output changed{_by(diagnosis.output)}"
-    shown = said(first, _label(first.layer, diagnosis))
+    shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
 
@@ -62,11 +62,13 @@ def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
     """Return how many places, and the first three."""
-    told = [
-        said(cause, _label(cause.layer, diagnosis)) + (f" x{times}" if times > 1 else "") for cause, times in found[:3]
-    ]
-    more = ["..."] if len(found) > len(told) else []
-    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(told + more)}"
+    first = [_repeated(cause_text(cause, _label(cause.layer, diagnosis)), times) for cause, times in found[:3]]
+    more = ["..."] if len(found) > len(first) else []
+    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(first + more)}"
+
+
+def _repeated(text: str, times: int) -> str:
+    return f"{text} x{times}" if times > 1 else text
 
 
 def _label(layer: str, diagnosis: Diagnosis) -> str:
@@ -127,7 +129,7 @@ def noted(notes: Iterable[Difference]) -> list[str]:
         said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
         there[said] = there.get(said, 0) + 1
     told = {"Also new": came, "Also gone": went}
-    shown = ([said + (f" x{n}" if n > 1 else "") for said, n in found.items()] for found in told.values())
+    shown = ([_repeated(said, n) for said, n in found.items()] for found in told.values())
     parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
     return [f"{'. '.join(parts)}."] if parts else []
 
@@ -142,7 +144,7 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
     """Return the rows of the table of causes, equal ones of repeated layers as one."""
     return [
         [
-            said(cause) + (f" x{times}" if times > 1 else ""),
+            _repeated(cause_text(cause), times),
             cause.kind,
             percent(cause.change),
             _times_noise(cause) or "-",
@@ -153,18 +155,18 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
     ]
 
 
-def said(cause: Cause, label: str | None = None) -> str:
+def cause_text(cause: Cause, label: str | None = None) -> str:
     """Return a cause in a few words, its layer first.
 
     Args:
         cause: The cause.
         label: What to call the layer in a sentence; None: its name, as in a table.
 
-    >>> said(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
+    >>> cause_text(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
     'blocks.2: own code changed between norm1 and attn'
-    >>> said(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
+    >>> cause_text(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
     'fc1: weights changed by 0.08 % (weight, bias)'
-    >>> said(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
+    >>> cause_text(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
     'act: ReLU → GELU'
     """
     layer, what = cause.layer, cause.what

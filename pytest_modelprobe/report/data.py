@@ -60,7 +60,7 @@ def _causes(change: SnapshotChange) -> list[dict[str, str]]:
             "kind": cause.kind,
             "class": class_of(cause, diagnosis),
             "layer": cause.layer,
-            "said": comparison.said(cause),
+            "said": comparison.cause_text(cause),
             **({} if known else {"sure": "no"}),
         }
         for known, causes in sure.items()

@@ -40,7 +40,7 @@ def _property(text: str) -> str:
     return printable(text).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
 
 
-def shown(verdict: Verdict) -> list[str]:
+def annotation_commands(verdict: Verdict) -> list[str]:
     """Return the commands that show each change at its snapshot: denied ones as errors, the rest as warnings."""
     lines = []
     for level in ("deny", "warn"):
@@ -85,7 +85,7 @@ def line_of(text: str, layer: str) -> int:
     return next((n for n, line in lines if any(line.lstrip().startswith(key) for key in keys)), 1)
 
 
-def unheard(text: str) -> str:
+def without_commands(text: str) -> str:
     """Return text for the log of a job, in which nothing is taken for a command."""
     token = secrets.token_hex(16)
     return f"::stop-commands::{token}\n{text}\n::{token}::"

@@ -290,7 +290,7 @@ def _cause_data(cause: Cause, layers: int) -> dict[str, Any]:
         **finite,
         "evidence": cause.evidence,
         "hints": list(cause.hints),
-        "said": report.said(cause),
+        "said": report.cause_text(cause),
         "key": words.key(cause),
     }
 

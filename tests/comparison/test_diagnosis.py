@@ -33,7 +33,7 @@ from pytest_modelprobe.record.records import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report.comparison import first_line, said, text
+from pytest_modelprobe.report.comparison import cause_text, first_line, text
 
 # --- real models --------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient
     old, new = (PROBE.run(PROBE.build(Net), IDS, loss=loss_with(power)) for power in (2, 3))
     diagnosis = diagnose(compare(new, old))
     assert causes(diagnosis) == [("gradient", "(root)", "the loss")]
-    assert said(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
+    assert cause_text(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
 
 
 def test_another_seed_is_the_first_cause() -> None:
@@ -533,13 +533,13 @@ def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached))
     assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
     assert diagnosis.causes[0].evidence == "both"
-    assert said(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
 
 
 def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached), alone=False)
     assert causes(diagnosis) == [("gradient", "blocks.1", "after down")]
-    assert said(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
 
 
 @isolated_and_not
@@ -551,7 +551,7 @@ def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
 
     diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
     assert causes(diagnosis) == [("gradient", "blocks.1", "norm grad_enabled")]
-    assert said(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
 
 
 class Reversed(torch.autograd.Function):
@@ -581,7 +581,7 @@ def test_a_gradient_that_only_one_weight_gets_otherwise_is_told_of_that_weight()
         model.blocks[1].up.bias.register_hook(lambda gradient: 2 * gradient)
 
     (cause,) = diagnosed(edit, alone=False).causes
-    assert said(cause) == "blocks.1.up: gradient of bias changed"
+    assert cause_text(cause) == "blocks.1.up: gradient of bias changed"
 
 
 def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
@@ -589,7 +589,7 @@ def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them
         return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
 
     (cause,) = diagnosed(with_forward("blocks.1", forward), alone=False).causes
-    assert said(cause) == "blocks.1: gradient changed between up and act"
+    assert cause_text(cause) == "blocks.1: gradient changed between up and act"
 
 
 # --- real architectures -------------------------------------------------------------------------------------------
@@ -1033,13 +1033,13 @@ def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: tor
 )
 def test_outputs_with_other_names_are_told_as_that(given: Any, lines: list[str]) -> None:
     found = rewritten(Dictionary, like(Dictionary, given=given), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == lines
+    assert [cause_text(cause) for cause in found.causes] == lines
 
 
 def test_of_an_output_with_another_name_the_layer_that_takes_it_is_not_accused() -> None:
     new = like(Dictionary, given=lambda self, logits, hidden: {"logits": logits, "features": hidden})
     found = rewritten(lambda: Outer(Dictionary), lambda: Outer(new), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
+    assert [cause_text(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
 
 
 def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others() -> None:
@@ -1053,7 +1053,7 @@ def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others
 
     edit = like(nn.Sequential, forward=one_by_one, __module__=nn.Sequential.__module__)
     found = rewritten(nested, lambda: edit(*nested()), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
 
 
 def test_another_mode_hides_no_change_of_code() -> None:
@@ -1073,7 +1073,7 @@ def test_another_mode_that_changes_nothing_accuses_no_code() -> None:
 
 def test_a_child_of_another_type_leaves_the_gradient_of_its_parent_alone() -> None:
     found = rewritten(Recurrent, lambda: retyped(Recurrent()), PROBE.randn(2, 5, 4))
-    assert [said(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
+    assert [cause_text(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
 
 
 def retyped(model: nn.Module) -> nn.Module:
@@ -1092,7 +1092,7 @@ def test_a_value_that_is_detached_on_the_way_is_named() -> None:
 
     old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
     found = rewritten(old, new, PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
 
 
 def test_a_momentum_changes_the_statistics_and_no_output() -> None:
@@ -1126,7 +1126,7 @@ def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
         return nn.Sequential(OrderedDict([("fc1", nn.Linear(8, 8)), (name, nn.Linear(8, 8))]))
 
     found = rewritten(lambda: named("fc2"), lambda: named("hidden"), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
+    assert [cause_text(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
     assert found.causes[0].hints == ("its weights are others: build draws them by name",)
 
 
@@ -1187,7 +1187,7 @@ def refactored(old: Callable[[], nn.Module], new: Callable[[], nn.Module]) -> Di
 
 def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
     found = refactored(Scaling, lambda: Scaling(1.5, in_chans=3))
-    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
     assert "in_chans 3 is new" in found.causes[0].hints
 
 
@@ -1198,7 +1198,7 @@ def test_statements_in_another_order_are_no_change_of_code() -> None:
 
 def test_code_beside_statements_in_another_order_is_named() -> None:
     found = refactored(Scaling, lambda: Scaling(1.5, swapped=True, in_chans=3))
-    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
 
 
 def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_same() -> None:
@@ -1224,7 +1224,7 @@ def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> No
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
     # No effect: the weights changed the output, too.
     assert first_line(found).startswith("(root): own code changed between a and b; ")
-    assert said(found.causes[1]).startswith("all weights changed by ")
+    assert cause_text(found.causes[1]).startswith("all weights changed by ")
 
 
 def redrawn(model: nn.Module) -> nn.Module:
@@ -1239,7 +1239,7 @@ def test_norms_as_fresh_as_they_were_are_no_exception_among_weights_drawn_anew()
     ids = PROBE.randint(0, 32, (2, 6))
     old = recorded(PROBE.build(Net), ids)
     (weights,) = diagnose(compare(recorded(redrawn(PROBE.build(Net)), ids), old)).causes
-    assert said(weights).startswith("all weights changed by ")
+    assert cause_text(weights).startswith("all weights changed by ")
     assert weights.what == "all 8 layers"
 
     changed = redrawn(PROBE.build(Net))
@@ -1339,7 +1339,7 @@ def test_an_argument_by_keyword_is_no_other_code_in_a_model_that_was_trained_aga
 def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
     found = refactored(lambda: in_a_row(lambda: Called(mask=True)), lambda: in_a_row(Called))
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "1")]
-    assert said(found.causes[0]) == "1: own code no longer gives masked mask"
+    assert cause_text(found.causes[0]) == "1: own code no longer gives masked mask"
 
 
 class Adapter(nn.Module):
@@ -1382,7 +1382,7 @@ def test_weights_that_are_trained_now_come_before_those_of_a_model_that_was_trai
         return model
 
     found = refactored(frozen, lambda: trained_again(Scaling()))
-    assert (said(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
+    assert (cause_text(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
 
 
 def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_trained_again() -> None:
@@ -1555,7 +1555,7 @@ class Unpacking(nn.Module):
 def test_an_output_with_another_name_does_not_excuse_the_code_that_makes_it() -> None:
     found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(2.0, bare=False))
     assert first_line(found).startswith("inner: own code changed after fc: by ")
-    assert {said(cause) for cause in found.causes} == {
+    assert {cause_text(cause) for cause in found.causes} == {
         "inner: own code changed after fc", "inner: output renamed to output[0]",
     }  # fmt: skip
 
@@ -1616,7 +1616,7 @@ def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() 
     found = refactored(
         lambda: Handing(9, rotary=False, tidy=True), lambda: Handing(2, rotary=True, tidy=False, bare=False)
     )
-    assert said(found.causes[0]) == "(root): own code no longer gives body tidy"
+    assert cause_text(found.causes[0]) == "(root): own code no longer gives body tidy"
     assert first_line(found).startswith("possibly body: ")
     assert "it does not get tidy now" in found.possible[0].hints
     assert ", 3 others without a known effect" in first_line(found)
@@ -1638,8 +1638,10 @@ class Stages(nn.Module):
 
 def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
     apart, shared = (functools.partial(Stages, shared=shared) for shared in (False, True))
-    assert "second removed: it is first again" in {said(cause) for cause in refactored(apart, shared).causes}
-    assert "second added: Linear, it was first again" in {said(cause) for cause in refactored(shared, apart).causes}
+    assert "second removed: it is first again" in {cause_text(cause) for cause in refactored(apart, shared).causes}
+    assert "second added: Linear, it was first again" in {
+        cause_text(cause) for cause in refactored(shared, apart).causes
+    }
 
 
 def test_weights_are_told_with_their_size_then_and_now() -> None:
@@ -1676,7 +1678,7 @@ def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() ->
         return model
 
     found = refactored(lambda: build({"flag": True}), lambda: build({}))
-    assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
     assert found.possible == ()
 
 

@@ -14,7 +14,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe.comparison.tolerance import (
     CAME,
     GONE,
-    MULTIPLE,
+    NOISE_FACTOR,
     UNKNOWN,
     Direction,
     ValueChange,
@@ -145,7 +145,7 @@ def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
 
 def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
     found = change(reading(1.0003), reading(1.0, noise=1e-4), measured=True)
-    assert (found.limit, found.noise, found.differs) == (MULTIPLE * 1e-4, 1e-4, False)
+    assert (found.limit, found.noise, found.differs) == (NOISE_FACTOR * 1e-4, 1e-4, False)
 
 
 @pytest.mark.parametrize(("direction", "most"), [("forward", 1e-2), ("backward", 2e-2), ("state", 1e-2)])
@@ -252,7 +252,7 @@ def test_integers_may_not_change_at_all_where_they_do_not_by_themselves() -> Non
 
 def test_integers_that_tip_over_by_themselves_may_change_by_a_multiple_of_that() -> None:
     found = change(integers("aa", 1.0, count=1000), integers("bb", 1.0, count=1000, noise=0.001))
-    assert (found.change, found.limit, found.differs) == (0.001, MULTIPLE * 0.001, False)
+    assert (found.change, found.limit, found.differs) == (0.001, NOISE_FACTOR * 0.001, False)
 
 
 def test_of_integers_too_no_more_than_a_hundredth_may_change_by_itself() -> None:

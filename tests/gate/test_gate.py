@@ -22,7 +22,7 @@ from pytest_modelprobe.record.records import (
     Value,
 )
 from pytest_modelprobe.report.changes import diff_text, finding_text
-from pytest_modelprobe.report.comparison import said
+from pytest_modelprobe.report.comparison import cause_text
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -412,7 +412,7 @@ def test_a_buffer_that_is_not_persistent_any_more_is_a_key_less() -> None:
     assert (effect(before, now).removed, effect(now, before).added) == (("rotary.table",), ("rotary.table",))
     found = change(before, now).findings[0]
     assert found.kind == "checkpoint"
-    assert [said(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
+    assert [cause_text(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
 
 
 @pytest.mark.parametrize(("now", "reshaped"), [(True, ("rotary.table",)), (False, ()), (None, ())])

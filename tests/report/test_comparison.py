@@ -12,7 +12,7 @@ from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.record.records import Layer, Record
-from pytest_modelprobe.report.comparison import first_line, grouped, percent, said, text
+from pytest_modelprobe.report.comparison import cause_text, first_line, grouped, percent, text
 
 NET = Record(model="Net")
 
@@ -205,7 +205,7 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
     ],
 )  # fmt: skip
 def test_a_cause_in_words(cause: Cause, words: str) -> None:
-    assert said(cause) == words
+    assert cause_text(cause) == words
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_json_holds_no_command_and_says_the_name() -> None:
 def test_annotations_are_the_only_commands() -> None:
     for name in NAMES:
         verdict = verdict_of(name)
-        log = "\n".join([github.unheard(changes.text(verdict)), *github.shown(verdict)])
+        log = "\n".join([github.without_commands(changes.text(verdict)), *github.annotation_commands(verdict)])
         found = list(Runner().commands(log))
         assert [command for command, _, _ in found] == ["error", "error", "warning"], repr(name)
         for _, properties, message in found:
