@@ -15,12 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import cli
-from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
+from pytest_modelprobe.cli import GIT_ATTRIBUTES, common, main
 from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.gate import sources
+from pytest_modelprobe.gate.declarations import superseded
 from pytest_modelprobe.gate.git import Repository
-from pytest_modelprobe.gate.verdict import superseded
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.preconditions import structure_of
 
@@ -179,26 +178,115 @@ def test_a_class_has_one_level(branch: str, modelprobe: Run) -> None:
     )  # fmt: skip
 
 
-def test_what_is_deleted_is_approved_by_the_line_that_the_check_prints(git: Git, branch: str, modelprobe: Run) -> None:
+def test_a_deleted_snapshot_is_declared_by_a_file_in_its_place(git: Git, branch: str, modelprobe: Run) -> None:
     git("rm", "-q", "-r", "tests")
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 1
-    (line,) = re.findall("Modelprobe-Approve: .*", out)
-    commit(git, f"Remove the net\n\n{line}")
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert (code, out.splitlines()[-1]) == (0, "Approved in a commit: why this is meant")
+    base = git("rev-parse", "main").strip()[:12]
+    assert out.splitlines()[-1] == f'  modelprobe declare "..." --base {base}'
+    assert modelprobe("declare", "not used any more", "--base", base) == (0, f"declared in {PATH}.removed.json\n", "")
+    for _ in ("in the working tree", "committed"):
+        code, out, _ = modelprobe("check", "--base", "main")
+        assert (code, out.splitlines()[-1]) == (0, "Declared for Net: not used any more")
+        commit(git)
 
 
-def test_the_approval_does_not_hold_for_what_is_deleted_later(git: Git, branch: str, modelprobe: Run) -> None:
+def test_the_reason_for_a_deletion_survives_a_squash(git: Git, branch: str, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    modelprobe("declare", "not used any more")
+    commit(git)
+    git("switch", "-q", "main")
+    git("merge", "-q", "--squash", "branch")
+    commit(git, "squashed")
+    assert modelprobe("check", "--base", "HEAD^1")[0] == 0
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_what_is_deleted_later(
+    git: Git, branch: str, modelprobe: Run
+) -> None:
     git("switch", "-q", "main")
     write(net(), "tests/__modelprobe__/test_other/test_b")
     commit(git)
     git("switch", "-q", "-c", "later")
     git("rm", "-q", "-r", "tests/__modelprobe__/test_net")
-    (line,) = re.findall("Modelprobe-Approve: .*", modelprobe("check", "--base", "main")[1])
-    commit(git, f"Remove the net\n\n{line}")
-    git("rm", "-q", "-r", "tests")
+    modelprobe("declare", "not used any more")
+    commit(git)
+    assert modelprobe("check", "--base", "main")[0] == 0
+    git("rm", "-q", "-r", "tests/__modelprobe__/test_other")
     assert modelprobe("check", "--base", "main")[0] == 1
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_another_content(git: Git, branch: str, modelprobe: Run) -> None:
+    git("rm", "-q", "-r", "tests")
+    modelprobe("declare", "not used any more")
+    text = Path(f"{PATH}.removed.json").read_text("utf-8")
+    Path(f"{PATH}.removed.json").unlink()
+    git("switch", "-q", "-f", "main")
+    write(net(mean=3.0))
+    commit(git)
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", "-r", "tests")
+    Path(PATH).parent.mkdir(parents=True)
+    Path(f"{PATH}.removed.json").write_text(text, "utf-8")
+    assert modelprobe("check", "--base", "main")[0] == 1
+
+
+def test_the_reason_for_a_deletion_holds_once(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    git("rm", "-q", "-r", "tests")
+    modelprobe("declare", "not used any more")
+    commit(git)
+    write(net())
+    commit(git, "Record it again")
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", f"{PATH}.arch.json", f"{PATH}.probe.json")
+    assert modelprobe("check", "--base", "main")[0] == 1
+    modelprobe("declare", "Not used, any more!")
+    assert modelprobe("check", "--base", "main")[0] == 1
+    modelprobe("declare", "replaced by another net")
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+def test_a_deletion_on_one_device_is_declared_alone(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
+    commit(git)
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", f"{PATH}.cuda.probe.json")
+    assert modelprobe("check", "--base", "main")[0] == 1
+    assert modelprobe("declare", "no GPU any more")[0] == 0
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is cut off in line 1"),
+        ("[]", "is no file of pytest-modelprobe"),
+        ('{"modelprobe": 1, "removed": {}}', "gives no reason"),
+        ('{"modelprobe": 99, "removed": {}, "reason": "x"}', "was written by a newer pytest-modelprobe"),
+    ],
+)
+def test_a_reason_for_a_deletion_that_cannot_be_read_is_an_error(
+    branch: str, modelprobe: Run, text: str, said: str
+) -> None:
+    Path(f"{PATH}.removed.json").write_text(text, "utf-8")
+    code, _, err = modelprobe("check", "--base", "main")
+    assert code == 2
+    assert f"{PATH}.removed.json {said}" in err
+
+
+def test_a_reason_for_a_deletion_is_not_written_through_a_link(
+    git: Git, branch: str, modelprobe: Run, tmp_path: Path
+) -> None:
+    git("switch", "-q", "main")
+    target = tmp_path / "outside"
+    Path(f"{PATH}.removed.json").symlink_to(target)
+    commit(git)
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", f"{PATH}.arch.json", f"{PATH}.probe.json")
+    assert modelprobe("declare", "not used any more")[0] == 2
+    assert not target.exists()
 
 
 def test_a_snapshot_that_moved_is_one_that_was_renamed(git: Git, branch: str, modelprobe: Run) -> None:
@@ -455,15 +543,6 @@ def test_a_clone_of_depth_1_cannot_be_checked(
     assert out.startswith("::error title=modelprobe could not complete::what the pull request")
 
 
-def test_in_a_shallow_clone_it_is_said_that_trailers_may_be_missing(
-    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write(net(3))
-    commit(git)
-    clone(git, tmp_path, monkeypatch, depth=2)
-    assert "fetch-depth: 0" in modelprobe("check")[1]
-
-
 def test_outside_of_actions_the_base_has_to_be_named(branch: str, modelprobe: Run) -> None:
     assert modelprobe("check") == (2, "", "modelprobe: name what to compare with: --base origin/main\n")
 
@@ -539,8 +618,8 @@ def test_on_windows_a_letter_is_a_drive_unless_it_is_a_revision(
     git: Git, branch: str, monkeypatch: pytest.MonkeyPatch, letter: str, is_drive: bool
 ) -> None:
     git("branch", "f")
-    monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
-    assert cli._is_drive(letter) == is_drive
+    monkeypatch.setattr(common, "os", SimpleNamespace(name="nt"))
+    assert common._is_drive(letter) == is_drive
 
 
 def test_a_diff_needs_two(branch: str, modelprobe: Run) -> None:
@@ -714,15 +793,25 @@ def test_a_reason_changes_nothing_else_of_the_file(branch: str, modelprobe: Run)
     assert [line for line in after.split("\n") if not line.startswith(('"reason', '"supersedes'))] == before.split("\n")
 
 
-def test_a_reason_for_what_is_deleted_is_a_trailer(git: Git, branch: str, modelprobe: Run) -> None:
-    git("rm", "-q", "-r", "tests")
-    code, out, _ = modelprobe("declare", "not used any more")
-    assert code == 1
-    assert "what is deleted cannot declare it" in out
+def test_what_is_declared_already_stays_when_more_is_deleted(git: Git, branch: str, modelprobe: Run) -> None:
+    git("switch", "-q", "main")
+    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
+    commit(git)
+    git("switch", "-q", "-c", "later")
+    git("rm", "-q", f"{PATH}.cuda.probe.json")
+    modelprobe("declare", "no GPU any more")
+    git("rm", "-q", f"{PATH}.arch.json", f"{PATH}.probe.json")
+    assert modelprobe("declare", "not used any more")[0] == 0
+    assert modelprobe("check", "--base", "main")[0] == 0
 
 
-def test_an_empty_reason_is_refused(branch: str, modelprobe: Run) -> None:
-    assert modelprobe("declare", " ") == (2, "", "modelprobe: the reason is empty: say why the snapshots changed\n")
+@pytest.mark.parametrize("reason", [" ", "--", "\u200b"])
+def test_a_reason_without_a_word_is_refused(branch: str, modelprobe: Run, reason: str) -> None:
+    assert modelprobe("declare", "--", reason) == (
+        2,
+        "",
+        "modelprobe: the reason is empty: say why the snapshots changed\n",
+    )
 
 
 def test_a_log_tells_which_version_cannot_be_read(git: Git, branch: str, modelprobe: Run) -> None:

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
-from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.models.flatten import flatten
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.comparison import first_line, said
+from pytest_modelprobe.report.comparison import cause_text, first_line
 
 
 def truth(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -62,7 +62,7 @@ def recorded(probe: ModelProbe, model: nn.Module, one: Model) -> Record:
 
 
 def described(cause: Cause, diagnosis: Diagnosis) -> dict[str, Any]:
-    shown = {"layer": cause.layer, "said": said(cause), "change": cause.change}
+    shown = {"layer": cause.layer, "said": cause_text(cause), "change": cause.change}
     return {"kind": cause.kind, "class": class_of(cause, diagnosis), **shown}
 
 

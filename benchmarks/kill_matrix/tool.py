@@ -96,7 +96,7 @@ def verdict(diagnosis: Diagnosis, answers: list[Answer], background: tuple[Cause
     for answer in answers:
         saying = [said for said in diagnosis.causes if any(means(said, cause) for cause in answer.says)]
         named.append(bool(saying))
-        witnesses += [said.witness for said in saying[:1]]
+        witnesses += [said.evidence for said in saying[:1]]
         if answer.place is not None and saying and saying[0].kind == "computation" and saying[0].what:
             places.append(saying[0].what == between(*answer.place))
     true = [cause for answer in answers for cause in (*answer.says, *answer.also)] + list(background)

@@ -21,7 +21,7 @@ from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.comparison import first_line, grouped, said
+from pytest_modelprobe.report.comparison import cause_text, first_line, grouped
 from pytest_modelprobe.report.text import pattern
 
 Row = dict[str, Any]
@@ -159,7 +159,9 @@ def judged(model: nn.Module, name: str) -> Diagnosis:
 
 def blames(cause: Cause) -> bool:
     """Whether a cause says that the model computes something else with the same weights."""
-    silent = cause.change is None and (cause.kind != "computation" or cause.witness == "recorded" or cause.about_a_call)
+    silent = cause.change is None and (
+        cause.kind != "computation" or cause.evidence == "recorded" or cause.is_call_change
+    )
     return cause.kind not in ("weights", "buffers") and not silent
 
 
@@ -224,8 +226,8 @@ def trial(edits: Sequence[Edit], name: str, seed: int) -> Row:
             "same": found.comparison.same,
             "unchanged": found.unchanged,
             "line": "" if found.comparison.same else first_line(found),
-            "causes": [said(cause) for cause, _ in grouped(found.causes)],
-            "possible": [said(cause) for cause, _ in grouped(found.possible)],
+            "causes": [cause_text(cause) for cause, _ in grouped(found.causes)],
+            "possible": [cause_text(cause) for cause, _ in grouped(found.possible)],
             "alarm": blamed if seed != 1 else not (found.comparison.same or found.unchanged),
             "blamed": blamed,
             "verdict": verdict(bugs[0], model, found, really) if bugs else "",

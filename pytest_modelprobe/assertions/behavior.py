@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from pytest_modelprobe.comparison import Comparison, Tolerance, compare, diagnose, hidden, tells_of_code
+from pytest_modelprobe.comparison import Comparison, Tolerance, changes_code, compare, diagnose, layers_behind_zeros
 from pytest_modelprobe.record import Record, Selector
 from pytest_modelprobe.report.comparison import text
 
@@ -80,8 +80,8 @@ def assert_same_behavior(
             like = compared(mine, reference).expected
             return compared(now.isolated(mine, like=like, names=before, only=only), reference)
 
-        behind_zeros = hidden(mine) if found.same else []
-        if not found.same or (behind_zeros and tells_of_code(diagnose(alone(behind_zeros)))):
+        behind_zeros = layers_behind_zeros(mine) if found.same else []
+        if not found.same or (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             found = alone()
     if not found.same:
         raise AssertionError(text(diagnose(found), _next_steps(structure=structure)))

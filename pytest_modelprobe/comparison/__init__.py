@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .compare import BEHAVIOR, Comparison, Difference, Parts, Tolerance, compare
-from .diagnosis import Cause, CauseKind, Diagnosis, diagnose, hidden, tells_of_code
-from .tolerance import MOST
+from .compare import compare
+from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
+from .differences import BEHAVIOR, Comparison, Difference, Parts, Tolerance
+from .tolerance import LARGEST_TOLERANCE
 
 __all__ = [
     "BEHAVIOR",
@@ -13,11 +14,11 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "Difference",
-    "MOST",
+    "LARGEST_TOLERANCE",
     "Parts",
     "Tolerance",
     "compare",
     "diagnose",
-    "hidden",
-    "tells_of_code",
+    "layers_behind_zeros",
+    "changes_code",
 ]

@@ -1,19 +1,16 @@
-"""Record × record → differences: what is not as expected, layer by layer; nothing of why."""
+"""Two records → their differences, layer by layer; `diagnosis` finds the causes."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import (
     ROOT,
     Call,
     Dimension,
-    EmittedTensor,
     Glob,
     IsolatedResponse,
     Layer,
@@ -30,117 +27,10 @@ from pytest_modelprobe.record import (
 )
 
 from . import tolerance as _tolerance
+from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
-from .tolerance import CAME, GONE, UNKNOWN, Change, Direction, allows_more
-
-Kind = Literal[
-    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
-    "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
-    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
-    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
-]  # fmt: skip
-
-BEHAVIOR: frozenset[Kind] = frozenset({
-    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
-})  # fmt: skip
-"""The kinds that numbers show; the others are architecture."""
-
-Parts = Literal["all", "architecture", "behavior"]
-Tolerance = float | Mapping[str, float] | None
-
-Side = Literal["input", "output", "gradient", "input gradient", "inner gradient", "handed", "response gradient"]
-CallKey = tuple[str, bool | None, int]
-"""Root, its mode where forwards of both modes were recorded, and the number of the call."""
-Place = tuple[str, CallKey | None, str, str]
-"""Layer, call (None: of the layer itself), side, and path or name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing that is not as expected."""
-
-    layer: str
-    """By the actual's name; of a layer that is gone, by the expected's."""
-    kind: Kind
-    what: str = ""
-    """Which attribute, parameter or value."""
-    call: int = 0
-    """Which call of the layer, from 0."""
-    actual: Plain = None
-    expected: Plain = None
-    change: float | None = None
-    """Change relative to the expected norm (integers: share of elements); inf where there was nothing."""
-    noise: float | None = None
-    """Measured noise of the expected; None: not measured."""
-    limit: float | None = None
-    """Change up to which the two count as the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """One call in both records."""
-
-    layer: str
-    key: CallKey
-    actual: Call
-    expected: Call
-
-    @property
-    def outermost(self) -> bool:
-        """Whether the call is a forward: what it takes in comes from the test."""
-        return self.layer == self.actual.root and self.actual.index == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """All differences between two records, and how far every value moved."""
-
-    actual: Record
-    expected: Record
-    """With its layers under the actual's names."""
-    found: tuple[Difference, ...] = ()
-    """What differs, also in layers that were not asked for."""
-    notes: tuple[Difference, ...] = ()
-    """Attributes that only one of the two has: what they change, if anything, differs by itself."""
-    looser: tuple[Difference, ...] = ()
-    """Where the noise of the actual allows far more than that of the expected: it would pass what did not pass."""
-    wanted: frozenset[str] | None = None
-    """The layers that were asked for; None: all."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Layers that have another name now: expected → actual."""
-    changes: Mapping[Place, Change] = field(default_factory=dict, repr=False)
-    """How far each value is from what it was."""
-    calls: tuple[Pair, ...] = field(default=(), repr=False)
-    """The calls that are in both, in order of execution of the actual."""
-
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        """What differs in the layers that were asked for."""
-        if self.wanted is None:
-            return self.found
-        return tuple(difference for difference in self.found if difference.layer in self.wanted)
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-    @property
-    def unknown(self) -> int:
-        """Values of which neither record has numbers: they count as the same."""
-        return sum(not change.known for change in self.changes.values())
-
-    @property
-    def names_before(self) -> dict[str, str]:
-        """Layers that have another name now: actual → expected."""
-        return {new: old for old, new in self.renamed.items()}
-
-    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> Change:
-        """Return how far a value moved; unknown where it was not compared."""
-        return self.changes.get((layer, key, side, path), UNKNOWN)
+from .pairing import comparable, has_both_modes, paired_emitted, paired_values
+from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
 
 
 def compare(
@@ -156,19 +46,18 @@ def compare(
     """Return what differs between two records.
 
     Args:
-        actual: The record of now.
-        expected: The record that it should be like.
-        rename: Actual glob → expected glob, for layers that have another name.
+        actual: The new record.
+        expected: The record that it is compared with.
+        rename: Actual glob → expected glob, for renamed layers.
         layers: Names, in the actual, of the layers to compare; None: all.
-        tolerance: Multiplies what a value may change: one number, or a number for each glob of layers.
-        parts: Everything, or what numbers do not show, or what they do.
-        nondeterministic: Do not compare values that moved by more than a hundredth when the expected was repeated; they
-            are counted. Else noise allows a hundredth.
+        tolerance: Factor of the tolerance of each value: one number, or a number for each glob of layers.
+        parts: Compare everything, the architecture alone, or the values alone.
+        nondeterministic: Do not compare values whose noise is above a hundredth; they are counted.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
         UsageError: A tolerance is not a positive number.
-        NothingObservedError: Numbers alone are to be compared, and there are none.
+        NothingObservedError: ``parts`` is ``behavior`` and there are no numbers.
 
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
@@ -178,16 +67,16 @@ def compare(
     [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
     """
     __tracebackhide__ = True
-    said = declared(actual, expected, rename) if rename else {}
-    found = match(actual, expected, said)
+    renames = declared(actual, expected, rename) if rename else {}
+    found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
-    # A layer that is gone may have left its name to another.
+    # Another layer may have the name of a removed one.
     names = found | {name: f"{name} (removed)" for name in removed}
     kept = set(found.values())
     original = expected
     expected = renamed(expected, names)
-    comparer = _Comparer(actual, expected, _Times(tolerance, actual), nondeterministic=nondeterministic)
-    moved_names = {old: new for old, new in found.items() if old != new and old not in said}
+    comparer = _Comparer(actual, expected, _ToleranceFactors(tolerance, actual), nondeterministic=nondeterministic)
+    moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     differences = [
         *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
         *(Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name) for name in removed),
@@ -206,14 +95,14 @@ def compare(
         notes=() if parts == "behavior" else tuple(comparer.notes),
         looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
-        renamed={**said, **moved_names},
+        renamed={**renames, **moved_names},
         changes=comparer.changes,
         calls=tuple(comparer.pairs),
     )
 
 
-class _Times:
-    """The user's tolerance for each layer."""
+class _ToleranceFactors:
+    """The user's factors of the tolerance."""
 
     def __init__(self, tolerance: Tolerance, record: Record) -> None:
         __tracebackhide__ = True
@@ -226,29 +115,29 @@ class _Times:
         self._globs = [(Glob(glob), float(times)) for glob, times in given.items()]
 
     def of(self, layer: str) -> float:
-        """Return the factor of the last glob that means the layer."""
+        """Return the factor of the last glob that matches the layer."""
         if not self._globs:
             return 1.0
         return next((times for glob, times in reversed(self._globs) if glob.matches(layer)), 1.0)
 
 
 class _Comparer:
-    def __init__(self, actual: Record, expected: Record, times: _Times, *, nondeterministic: bool) -> None:
+    def __init__(self, actual: Record, expected: Record, times: _ToleranceFactors, *, nondeterministic: bool) -> None:
         self.actual, self.expected = actual, expected
         self.times = times
-        self.changes: dict[Place, Change] = {}
-        self.pairs: list[Pair] = []
+        self.changes: dict[ValueKey, ValueChange] = {}
+        self.pairs: list[CallPair] = []
         self.notes: list[Difference] = []
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
         self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
         self.both_read = has_numbers(actual) and has_numbers(expected)
-        self.rounding = _coarsest(expected)
-        self.modes_apart = _has_both_modes(actual) or _has_both_modes(expected)
+        self.rounding = _largest_epsilon(expected)
+        self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
-        """Yield what differs in the layers that are in both."""
+        """Yield the differences of the layers that are in both records."""
         a, e = self.actual, self.expected
         if a.forwards != e.forwards:
             yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
@@ -299,9 +188,9 @@ class _Comparer:
 
         for name in dict.fromkeys((*theirs, *mine)):
             if name not in theirs:
-                yield _structural(layer.name, what, name, "added", _described(mine[name]), None)
+                yield _structural_difference(layer.name, what, name, "added", _description(mine[name]), None)
             elif name not in mine:
-                yield _structural(layer.name, what, name, "removed", None, _described(theirs[name]))
+                yield _structural_difference(layer.name, what, name, "removed", None, _description(theirs[name]))
             else:
                 a, e = mine[name], theirs[name]
                 for aspect, x, y in (
@@ -314,15 +203,15 @@ class _Comparer:
                     unknown = aspect == "persistent" and None in (x, y)
                     if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
                         shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
-                        yield _structural(layer.name, what, name, aspect, *shown)
+                        yield _structural_difference(layer.name, what, name, aspect, *shown)
                 if a.shape == e.shape:
-                    yield from self._numbers_of(layer.name, a, e, what, scale)
+                    yield from self._parameter_values(layer.name, a, e, what, scale)
 
-    def _numbers_of(
+    def _parameter_values(
         self, layer: str, a: Parameter, e: Parameter, what: str, scale: Callable[[], float]
     ) -> Iterator[Difference]:
-        kind: Kind = "weights" if what == "parameter" else "buffer"
-        if a.tied_to is None or a.tied_to != e.tied_to:  # else it was looked at where it is owned
+        kind: DifferenceKind = "weights" if what == "parameter" else "buffer"
+        if a.tied_to is None or a.tied_to != e.tied_to:  # else reported at its owner
             yield from self._value((layer, None, what, a.name), kind, a.reading, e.reading, e.dtype, "state")
         if a.after is not None or e.after is not None:
             left, was_left = a.after or a.reading, e.after or e.reading
@@ -334,7 +223,7 @@ class _Comparer:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _key(self, call: Call) -> CallKey:
-        return call.root, call.root_training if self.modes_apart else None, call.index
+        return call.root, call.root_training if self.has_both_modes else None, call.index
 
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
         mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
@@ -342,11 +231,11 @@ class _Comparer:
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
         for key, call in mine.items():
             if key in theirs:
-                pair = Pair(layer=a.name, key=key, actual=call, expected=theirs[key])
+                pair = CallPair(layer=a.name, key=key, actual=call, expected=theirs[key])
                 self.pairs.append(pair)
                 yield from self._call(pair)
 
-    def _call(self, pair: Pair) -> Iterator[Difference]:
+    def _call(self, pair: CallPair) -> Iterator[Difference]:
         a, e = pair.actual, pair.expected
         at = functools.partial(Difference, layer=pair.layer, call=a.index)
         for name in dict.fromkeys((*e.arguments, *a.arguments)):
@@ -357,16 +246,16 @@ class _Comparer:
             mine, theirs = getattr(a, name), getattr(e, name)
             if mine != theirs:
                 yield at(kind="context", what=name, actual=mine, expected=theirs)
-        inputs, added, removed = _paired(a.inputs, e.inputs)
+        inputs, added, removed = paired_values(a.inputs, e.inputs)
         for value in added:
-            yield at(kind="input added", what=value.path, actual=_described(value))
+            yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
-            yield at(kind="input removed", what=value.path, expected=_described(value))
-        # Asked for of each value that differs, and the same for all.
+            yield at(kind="input removed", what=value.path, expected=_description(value))
+        # Needed for each value that differs, and the same for all.
         scales = functools.cache(lambda: _scale(e)), functools.cache(lambda: _scale(e, of="backward"))
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
-        outputs, added, removed = _paired(a.outputs, e.outputs)
+        outputs, added, removed = paired_values(a.outputs, e.outputs)
         for value in added:
             yield at(kind="path", what=value.path, actual=value.path)
         for value in removed:
@@ -381,35 +270,35 @@ class _Comparer:
             )
 
     def _values(
-        self, pair: Pair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
+        self, pair: CallPair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
     ) -> Iterator[Difference]:
         index = pair.actual.index
         if a.shape != e.shape or a.dtype != e.dtype:
-            mine, theirs = _described(a), _described(e)
+            mine, theirs = _description(a), _description(e)
             yield Difference(layer=pair.layer, kind="interface", call=index, what=a.path, actual=mine, expected=theirs)
         is_input = side == "input"
-        if is_input and a.source != e.source and not pair.outermost and not self._one_tensor(pair, a, e):
+        if is_input and a.source != e.source and not pair.outermost and not self._is_same_tensor(pair, a, e):
             yield Difference(
                 layer=pair.layer, kind="source", call=index, what=a.path, actual=a.source, expected=e.source
             )
-        told = not is_input or a.source is None  # else it is told of the output that it is
+        reported = not is_input or a.source is None  # else the difference is reported at the output
         place = (pair.layer, pair.key, side, a.path)
-        kind: Kind = "input" if is_input else "output"
+        kind: DifferenceKind = "input" if is_input else "output"
         found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scales[0])
-        yield from found if told else ()
+        yield from found if reported else ()
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
             found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scales[1])
-            yield from found if told else ()
+            yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
             scale = functools.partial(_scale, pair.expected, of="backward_inner")
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
-    def _one_tensor(self, pair: Pair, a: Value, e: Value) -> bool:
-        """Whether two sources name one tensor: a container's output may be that of its last child, or not any more.
+    def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
+        """Whether two sources are the same tensor, as the output of a container and of its last child.
 
-        One that names nothing, as after an edit of the file, is no other name of anything.
+        A source that is no output of the record, as in an edited file, is the same tensor as no other.
         """
         place = pair.actual.root, pair.actual.root_training, a.source or ""
         if a.source is not None and place not in self._outputs_now:
@@ -435,17 +324,17 @@ class _Comparer:
         return _outputs(self.expected)
 
     def _responses(
-        self, pair: Pair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
+        self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
     ) -> Iterator[Difference]:
-        """Yield what a call answers otherwise; ``paths`` are those of its outputs, and what they were."""
+        """Yield the differences of isolated responses; ``paths`` maps paths of outputs to the expected ones."""
         if not comparable(a, e):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
         dtype = next((value.dtype for value in pair.expected.outputs), "float32")
-        pairs, gone = _handed_pairs(a.handed, e.handed, paths)
+        pairs, gone = paired_emitted(a.handed, e.handed, paths)
         for handed, other in pairs:
             if other is None:
-                yield from _handed_alone(at(what=handed.where, actual=handed.passed or "computed"))
+                yield from _one_sided(at(what=handed.where, actual=handed.passed or "computed"))
             elif handed.passed != other.passed:
                 computed = "computed"
                 yield at(what=handed.where, actual=handed.passed or computed, expected=other.passed or computed)
@@ -453,11 +342,11 @@ class _Comparer:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
         for other in gone:
-            yield from _handed_alone(at(what=other.where, expected=other.passed or "computed"))
+            yield from _one_sided(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        # Gradients are put together by the names of what they are of.
+        # The gradient is a sum over names, so renamed inputs change it.
         renamed = any(other is not None and handed.where != other.where for handed, other in pairs)
         if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
             place = (pair.layer, pair.key, "response gradient", "")
@@ -467,17 +356,17 @@ class _Comparer:
 
     def _value(
         self,
-        place: Place,
-        kind: Kind,
+        place: ValueKey,
+        kind: DifferenceKind,
         a: Reading,
         e: Reading,
         dtype: str,
         direction: Direction,
         scale: Callable[[], float] = float,
     ) -> Sequence[Difference]:
-        if not (self.both_read or (is_read(a) and is_read(e))):  # that is said of the record as a whole
+        if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
-        if self.nondeterministic and (e.noise or 0.0) > _tolerance.MOST[direction]:
+        if self.nondeterministic and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
             self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
@@ -502,7 +391,13 @@ class _Comparer:
         return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
 
     def _gradient(
-        self, place: Place, kind: Kind, a: Reading | None, e: Reading | None, dtype: str, scale: Callable[[], float]
+        self,
+        place: ValueKey,
+        kind: DifferenceKind,
+        a: Reading | None,
+        e: Reading | None,
+        dtype: str,
+        scale: Callable[[], float],
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
             return self._value(place, kind, a, e, dtype, "backward", scale)
@@ -511,38 +406,20 @@ class _Comparer:
         layer, key, _, path = place
         change = self.changes[place] = GONE if a is None else CAME
         index = 0 if key is None else key[-1]
-        there = {"actual": a is not None, "expected": e is not None}
-        found = Difference(layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **there)
+        presence = {"actual": a is not None, "expected": e is not None}
+        found = Difference(
+            layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **presence
+        )
         return (found,)
 
 
-def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
-    """Whether two responses are answers to the same synthetic tensors."""
-    if a is None or e is None or a.reason is not None or e.reason is not None:
-        return False
-    if a.recipes == e.recipes:
-        return True
-    return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
-
-
-def children(response: IsolatedResponse) -> Mapping[str, None]:
-    """Return the children of a call as they are called: ``attn``, ``attn (call 2)``."""
-    return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
-
-
-def _structural(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
-    kind: Kind = f"{what} {aspect}"  # type: ignore[assignment]
+def _structural_difference(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
+    kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
 
 
-def _has_both_modes(record: Record) -> bool:
-    """Whether there are forwards in training mode and in evaluation mode of one root."""
-    kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
-    return len(kinds) > len({root for root, _ in kinds})
-
-
-def _coarsest(record: Record) -> float:
-    """Return the largest rounding of any dtype that a run computed in."""
+def _largest_epsilon(record: Record) -> float:
+    """Return the largest `epsilon` of the dtypes in a run."""
     calls = [call for _, call in record.calls]
     dtypes = {call.autocast or "" for call in calls} | {
         v.dtype for call in calls for v in (*call.inputs, *call.outputs)
@@ -551,7 +428,7 @@ def _coarsest(record: Record) -> float:
 
 
 def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
-    """Return each output by the kind of its forward and its address."""
+    """Return (root, mode, address) → output."""
     return {
         (call.root, call.root_training, address(layer.name, call, value.path)): value
         for layer in record.layers.values()
@@ -560,78 +437,22 @@ def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
 
 
 def _equal(a: Plain, e: Plain) -> bool:
-    """Whether two plain values are one, also NaN and NaN; True is not 1."""
+    """Whether two plain values are equal; NaN equals NaN, True is not 1."""
     return type(a) is type(e) and (a == e or (a != a and e != e))
 
 
-def _handed_pairs(
-    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor], paths: Mapping[str, str]
-) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
-    """Return what is handed on with what was handed on to the same place, and what is not any more.
-
-    ``paths`` are those of outputs that were known by another.
-    """
-    was = [paths.get(handed.where, handed.where) for handed in actual]
-    if was == [handed.where for handed in expected]:
-        return list(zip(actual, expected, strict=True)), ()
-    theirs: dict[str, list[EmittedTensor]] = {}
-    for handed in expected:
-        theirs.setdefault(handed.where, []).append(handed)
-    pairs = [(h, theirs[where].pop(0) if theirs.get(where) else None) for h, where in zip(actual, was, strict=True)]
-    gone = [handed for left in theirs.values() for handed in left]
-    came = [handed for handed, other in pairs if other is None]
-
-    def alone(handed: EmittedTensor, others: Sequence[EmittedTensor]) -> bool:
-        child = _child(handed)
-        tensor = child != "" and not (handed.passed or "").startswith("=")
-        return tensor and sum(_child(other) == child for other in others) == 1
-
-    # One tensor that a child gets by keyword now, and got by position then.
-    renamed = {id(h): other for h in came for other in gone if _child(h) == _child(other) and alone(h, came)}
-    renamed = {key: other for key, other in renamed.items() if alone(other, gone)}
-    moved = set(map(id, renamed.values()))
-    return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
-
-
-def _child(handed: EmittedTensor) -> str:
-    """Return the child that gets something; empty for what a call gives out."""
-    return handed.where.rpartition(" ")[0]
-
-
-def _handed_alone(difference: Difference) -> Sequence[Difference]:
-    """Return the difference that only one of two responses hands on something; a plain False is as good as nothing."""
+def _one_sided(difference: Difference) -> Sequence[Difference]:
+    """Return the difference of a value in one response only; a plain False counts as no value."""
     return () if "=False" in (difference.actual, difference.expected) else (difference,)
 
 
 def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> bool:
-    """Whether an argument is None or False in one call and not given in the other: what it most often is by default."""
+    """Whether an argument is None or False in one call and missing in the other: probably its default."""
     value = actual.get(name, expected.get(name))
     return (name in actual) != (name in expected) and (value is None or value is False)
 
 
-def _paired(
-    actual: Sequence[Value], expected: Sequence[Value]
-) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
-    """Return which value is which, and those that came and went.
-
-    They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
-    """
-    if [value.path for value in actual] == [value.path for value in expected]:
-        return list(zip(actual, expected, strict=True)), [], []
-    theirs = {value.path: value for value in expected}
-    pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
-    left = list(theirs.values())
-    for value in actual:
-        if value.path not in pairs:
-            alike = (v for v in left if (v.shape, v.dtype) == (value.shape, value.dtype))
-            if (other := next(alike, None)) is not None:
-                pairs[value.path] = other
-                left = [v for v in left if v is not other]
-    added = [value for value in actual if value.path not in pairs]
-    return [(value, pairs[value.path]) for value in actual if value.path in pairs], added, left
-
-
-def _described(tensor: Parameter | Value) -> str:
+def _description(tensor: Parameter | Value) -> str:
     said = f"{_shape(tensor.shape)} {tensor.dtype}"
     return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
 
@@ -647,13 +468,13 @@ def _norm(reading: Reading | None) -> float:
 
 
 def _scale(call: Call, *, of: str = "forward") -> float:
-    """Return the largest norm of a quantity in a call: what is zero in exact arithmetic is judged against it."""
+    """Return the largest norm in a call, which values that are zero in exact arithmetic are compared with."""
     values = filter(is_quantity, (*call.inputs, *call.outputs))
     return max((_norm(getattr(value, of)) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:
-    """Whether a value is neither numbers of something, as tokens are, nor an attention mask."""
+    """Whether a value is floating-point and no attention mask."""
     numbers = value.forward.statistics
     if not value.dtype.startswith(("float", "bfloat", "complex")):
         return False

@@ -1,4 +1,4 @@
-"""Which layer of one record is which of another: by name, by what the user says, by what a layer is made of."""
+"""Match the layers of two records: by declared renames, by name, by type and parameters."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from typing import Any
 from pytest_modelprobe.record import ROOT, Layer, Record, numbers, qualified
 
 
-def match(actual: Record, expected: Record, said: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the layers of ``expected`` that are layers of ``actual``: expected name → actual name.
+def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the layers of ``expected`` that are also in ``actual``: expected name → actual name.
 
-    What is ``said`` of a layer, as `declared` returns it, is so. Any other is first looked for under its name. Among
-    the children of one container those left over are the same if they are made of the same types and parameters in the
-    same order; the numbered children of a ``Sequential`` are aligned by their types, so that one inserted layer does
-    not turn all after it into others. What has parameters and is left over then is looked for in other containers, and
-    so are containers, by what they hold.
-    Where several could be meant and nothing tells which, none is.
+    Declared renames come first, then equal names. The other children of one container match if they have the same types
+    and parameters in the same order; numbered children of a ``Sequential`` are aligned by type, so that one inserted
+    layer does not shift the rest. Layers with parameters that are left are looked for in other containers, and
+    containers by their contents. Ambiguous layers are not matched.
 
     >>> old = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("fc", "Linear"), ("act", "ReLU")]})
     >>> new = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("head", "Linear"), ("act", "ReLU")]})
     >>> match(new, old)
     {'act': 'act', 'fc': 'head'}
     """
-    said = said or {}
+    declared = declared or {}
     new, old = _tree(actual), _tree(expected)
-    for before, after in said.items():
-        old[before].said = new[after].said = True
+    for before, after in declared.items():
+        old[before].declared = new[after].declared = True
     found: dict[str, str] = {}
-    for before, after in {ROOT: ROOT, **said}.items():
+    for before, after in {ROOT: ROOT, **declared}.items():
         _match(new[after], old[before], found)
     _match_wrapped(new, old, found)
     _match_across(new, old, found)
@@ -47,13 +45,13 @@ class _Node:
     name: str
     layer: Layer | None
     children: dict[str, _Node] = field(default_factory=dict)
-    said: bool = False
-    """The user says which layer of the other record it is."""
+    declared: bool = False
+    """Whether a declared rename maps it."""
 
     def signature(self) -> Any:
-        """What the layer is made of, whatever it and its children are called.
+        """Return types and parameters of the layer and its children, without names.
 
-        Their order counts where they are numbered: a file has the others as they ran, a model as they were made.
+        The order counts for numbered children only: others are in order of execution in a file, of creation in a model.
         """
         made_of = None
         if self.layer is not None:
@@ -62,11 +60,11 @@ class _Node:
         inside = [child.signature() for child in self.children.values()]
         return made_of, tuple(inside) if all(map(str.isdigit, self.children)) else frozenset(Counter(inside).items())
 
-    def kind(self) -> str:
+    def type_name(self) -> str:
         return "" if self.layer is None else self.layer.type_name
 
     def inside(self) -> Iterator[_Node]:
-        """Yield the layer and all inside it."""
+        """Yield the layer and all its descendants."""
         yield self
         for child in self.children.values():
             yield from child.inside()
@@ -75,7 +73,7 @@ class _Node:
         return any(node.layer is not None and node.layer.parameters for node in self.inside())
 
     def started(self) -> int | None:
-        """When its first call began; None: that is not known."""
+        """Return when its first call started; None if it is not known."""
         calls = () if self.layer is None else self.layer.calls
         return min((call.started for call in calls if call.started >= 0), default=None)
 
@@ -99,48 +97,50 @@ def _tree(record: Record) -> dict[str, _Node]:
 
 def _match(actual: _Node, expected: _Node, found: dict[str, str]) -> None:
     both = actual.layer is not None and expected.layer is not None
-    if both and actual.said == expected.said:  # a root that the user calls another layer is that alone
+    if both and actual.declared == expected.declared:  # a root that is declared to be another layer matches that only
         found[expected.name] = actual.name
-    children = ({name: child for name, child in node.children.items() if not child.said} for node in (expected, actual))
+    children = (
+        {name: child for name, child in node.children.items() if not child.declared} for node in (expected, actual)
+    )
     for old, new in _pairs(*children):
         _match(new, old, found)
 
 
 def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple[_Node, _Node]]:
     common = [name for name in old if name in new]
-    if any(old[name].kind() != new[name].kind() for name in common) and all(map(str.isdigit, (*old, *new))):
+    if any(old[name].type_name() != new[name].type_name() for name in common) and all(map(str.isdigit, (*old, *new))):
         yield from _aligned(list(old.values()), list(new.values()))
         return
     yield from ((old[name], new[name]) for name in common)
     gone, came = ([node for name, node in x.items() if name not in y] for x, y in ((old, new), (new, old)))
     if gone and came:
-        yield from _made_alike(gone, came, _Node.signature)
+        yield from _pairs_by_key(gone, came, _Node.signature)
 
 
 _LONG = 200
-"""Layers above which a closer look takes too long: numbered ones are paired by number, others made alike not at all."""
+"""Number of layers above which numbered ones are paired by number, and other equal ones are not matched."""
 
 
-def _made_alike(
+def _pairs_by_key(
     old: Iterable[_Node], new: Iterable[_Node], key: Callable[[_Node], Hashable]
 ) -> Iterator[tuple[_Node, _Node]]:
-    """Yield the layers that have a key in common, in order: of those keys that as many have, in one order."""
+    """Yield pairs of layers with equal keys, of keys that the same number of layers have in the same order."""
     groups: dict[Hashable, tuple[list[_Node], list[_Node]]] = {}
     for side, nodes in enumerate((old, new)):
         for node in nodes:
             groups.setdefault(key(node), ([], []))[side].append(node)
     for before, after in groups.values():
-        if _in_one_order(before, after):
+        if _is_same_order(before, after):
             yield from zip(before, after, strict=True)
 
 
-def _in_one_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
-    """Whether as many layers are in the same order, so far as their names and their calls tell."""
+def _is_same_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
+    """Whether both have the same number of layers in the same order, by names and calls."""
     if len(old) != len(new) or len(old) > _LONG:
         return False
     if len(old) == 1:
         return True
-    likeness = [[_likeness(a.name, b.name) for b in new] for a in old]
+    likeness = [[_similarity(a.name, b.name) for b in new] for a in old]
     columns = list(zip(*likeness, strict=True))
     if any(likeness[i][i] < max((*likeness[i], *columns[i])) for i in range(len(old))):
         return False
@@ -151,10 +151,10 @@ def _in_one_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
     return next(ranks) == next(ranks)
 
 
-def _likeness(name: str, other: str) -> int:
-    """Return how much two names begin, and with their numbers end, alike.
+def _similarity(name: str, other: str) -> int:
+    """Return how similar two names are: by their first letters, and by their numbers.
 
-    >>> _likeness("self.query", "attn.q_proj"), _likeness("conv1", "c1"), _likeness("conv1", "c2")
+    >>> _similarity("self.query", "attn.q_proj"), _similarity("conv1", "c1"), _similarity("conv1", "c2")
     (1, 2, 1)
     """
     mine, theirs = (full.rpartition(".")[2].lower() for full in (name, other))
@@ -164,51 +164,51 @@ def _likeness(name: str, other: str) -> int:
 
 
 def _aligned(old: list[_Node], new: list[_Node]) -> Iterator[tuple[_Node, _Node]]:
-    start = _alike(old, new)
-    end = _alike(old[start:][::-1], new[start:][::-1])  # what difflib would take long to find
+    start = _common_prefix(old, new)
+    end = _common_prefix(old[start:][::-1], new[start:][::-1])  # what difflib would take long to find
     yield from zip(old[:start], new[:start], strict=True)
     yield from zip(old[len(old) - end :], new[len(new) - end :], strict=True)
     old, new = old[start : len(old) - end], new[start : len(new) - end]
     if max(len(old), len(new)) > _LONG:
         yield from zip(old, new, strict=False)
         return
-    kinds = difflib.SequenceMatcher(None, [n.kind() for n in old], [n.kind() for n in new], autojunk=False)
+    kinds = difflib.SequenceMatcher(None, [n.type_name() for n in old], [n.type_name() for n in new], autojunk=False)
     for _, i, j, k, m in kinds.get_opcodes():  # of two runs that differ, as many are pairs as there can be
         yield from zip(old[i:j], new[k:m], strict=False)
 
 
-def _alike(old: list[_Node], new: list[_Node]) -> int:
-    """Return how many are of one type from the first on."""
+def _common_prefix(old: list[_Node], new: list[_Node]) -> int:
+    """Return the length of the common prefix of types."""
     pairs = zip(old, new, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].kind() == pair[1].kind(), pairs))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].type_name() == pair[1].type_name(), pairs))
 
 
 # --- in other containers ------------------------------------------------------------------------------------------
 
 
 def _match_wrapped(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
-    """Match a layer with the one made like it inside what has its name now (``head``, ``head.fc``), or the reverse."""
+    """Match a layer that was wrapped in a container of its name (``head``, ``head.fc``), or unwrapped."""
     taken = set(found.values())
     for before, after in list(found.items()):
         a, e = new[after], old[before]
-        if a.said or e.said or a.kind() == e.kind() or bool(a.children) == bool(e.children):
+        if a.declared or e.declared or a.type_name() == e.type_name() or bool(a.children) == bool(e.children):
             continue
         whole, inner = (e, a) if a.children else (a, e)
         left = (node for node in inner.inside() if node.name not in (taken if inner is a else found))
-        alike = [node for node in left if not node.said and node.signature() == whole.signature()]
+        alike = [node for node in left if not node.declared and node.signature() == whole.signature()]
         if len(alike) == 1 and whole.has_parameters():
             del found[before]
             _match(*((alike[0], whole) if inner is a else (whole, alike[0])), found)
 
 
 def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
-    """Match what is left by what it is made of, wherever it stands: the largest first, with all that is inside it.
+    """Match the remaining layers by signature over all containers: the largest first, with their descendants.
 
-    The numbers in both names are the same, or one has none and there is no other layer made like it.
+    The numbers in both names are equal, or one name has none and the signature is unique.
     """
     taken = set(found.values())
-    gone = [n for n in old.values() if n.name not in found and n.layer is not None and not n.said]
-    came = [n for n in new.values() if n.name not in taken and n.layer is not None and not n.said]
+    gone = [n for n in old.values() if n.name not in found and n.layer is not None and not n.declared]
+    came = [n for n in new.values() if n.name not in taken and n.layer is not None and not n.declared]
     if not (gone and came):
         return
     made_of = {id(node): (node.signature(), node.has_parameters()) for node in (*gone, *came)}
@@ -219,24 +219,21 @@ def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dic
             left = [n for n in gone if sizes[id(n)] == size and n.name not in found and made_of[id(n)][1]]
             free = [n for n in came if n.name not in taken]
             key = functools.partial(_made_of, made_of=made_of, numbered=numbered)
-            for group in _grouped(_made_alike(left, free, key), key):
-                if _tells(group, numbered=numbered):
+            for group in _grouped(_pairs_by_key(left, free, key), key):
+                if _is_unambiguous(group, numbered=numbered):
                     for before, after in group:
                         _match(after, before, found)
 
 
 def _match_by_contents(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
-    """Match containers that hold the same layers, and then what is left in them by its name: one of it may be another.
-
-    Those that are farthest inside come first, for they are what the others hold.
-    """
+    """Match containers of the same layers, innermost first, then their remaining children by name."""
     taken = set(found.values())
     for before in sorted(old.values(), key=lambda node: -node.name.count(".")):
-        if before.name in found or before.said or before.layer is None:
+        if before.name in found or before.declared or before.layer is None:
             continue
         holders = {_holder(found[child.name]) for child in before.children.values() if child.name in found}
         after = new.get(holders.pop()) if len(holders) == 1 else None
-        if after is None or after.name in taken or after.said or after.kind() != before.kind():
+        if after is None or after.name in taken or after.declared or after.type_name() != before.type_name():
             continue
         found[before.name] = after.name
         for name, child in before.children.items():
@@ -261,9 +258,9 @@ def _grouped(
         yield list(group)
 
 
-def _tells(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
-    """Whether pairs from different containers are enough to tell: a single layer has also to be named alike."""
-    named = any(old.children or _likeness(old.name, new.name) for old, new in pairs)
+def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
+    """Whether pairs from different containers are unambiguous: a single layer also needs a similar name."""
+    named = any(old.children or _similarity(old.name, new.name) for old, new in pairs)
     first = pairs[0]
     alone = len(pairs) == 1 and not all(numbers(node.name) for node in first)
     return named and (numbered or alone)

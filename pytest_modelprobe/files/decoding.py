@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, get_args
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.record import (
-    Call,
-    EmittedTensor,
-    IsolatedResponse,
-    Layer,
-    Operation,
-    Parameter,
-    Reading,
     Record,
-    Value,
-    address,
     gc_paused,
     has_numbers,
-    qualified,
 )
 
+from .architecture_file import Structure
 from .layout import (
-    ALONE,
-    COLUMNS,
-    GRADIENT,
-    GRADIENT_COLUMNS,
-    HANDED,
-    INPUT,
-    LAYERS,
-    OUTPUT,
-    OWN,
-    RANDOM,
-    REASON,
-    RECIPES,
-    RESPONSES,
-    UNREACHED,
-    Compared,
+    ComparedParts,
     digest_of,
 )
-from .order import Kind, kind_of, moments
-from .parsing import RESTORE, known, listed, parsed, shown, texts
-from .readings import FULL, Role, check, reading_from
-from .recipe_text import Outline, Recipes
-from .specs import FormatError, ParsedSpec, absolute, keys, name_of
-from .structure import Line, Named, Structure, line_of
+from .numbers_file import (
+    Numbers,
+    RecordBuilder,
+    operation_from,
+)
+from .parsing import RESTORE, parsed, string_dict, string_tuple
+from .specs import FormatError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoredSnapshot:
     """A record that was kept, and what was said of it."""
 
     record: Record
@@ -60,11 +37,11 @@ class Snapshot:
     """Why the architecture is another one than before."""
     supersedes: str | None = None
     """The `architecture_digest` of the one before."""
-    compared: Compared = "all"
+    compared: ComparedParts = "all"
     """What of it the test compares."""
 
 
-def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> Snapshot:
+def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> StoredSnapshot:
     """Return the snapshot whose two files hold these texts.
 
     Args:
@@ -105,13 +82,13 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
                 "on another device: run `pytest --snapshot-update` for this device"
             )
         with _named(there):
-            snapshot = _snapshot(structure, _Numbers(found, structure))
+            snapshot = _snapshot(structure, Numbers(found, structure))
             if not has_numbers(snapshot.record):
                 raise FormatError("it has no numbers")
             return snapshot
 
 
-def decode_architecture(text: str, *, where: str) -> Snapshot:
+def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
     """Return the snapshot that an architecture file alone tells of: no numbers, also where there are some.
 
     Args:
@@ -150,12 +127,12 @@ def _named(where: str) -> Iterator[None]:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
 
 
-def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
+def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:
     """Return the record, and what was declared."""
     data = structure.data
     header = {} if numbers is None else numbers.header
     device = header.get("device", "cpu")
-    fill = _Filling(structure, numbers, device)
+    fill = RecordBuilder(structure, numbers, device)
     notes = data.get("notes", header.get("notes", ()))
     record = Record(
         model=data["model"],
@@ -165,296 +142,14 @@ def _snapshot(structure: Structure, numbers: _Numbers | None) -> Snapshot:
         device=device,
         seed=data.get("seed"),
         loss=data.get("loss"),
-        notes=listed(notes, "notes") if notes else (),
-        origin=_operation(header.get("origin")),
-        gradient_origin=_operation(header.get("gradient_origin")),
+        notes=string_tuple(notes, "notes") if notes else (),
+        origin=operation_from(header.get("origin")),
+        gradient_origin=operation_from(header.get("gradient_origin")),
         noise=header.get("noise"),
-        versions=texts(header.get("versions", {}), "versions"),
+        versions=string_dict(header.get("versions", {}), "versions"),
     )
-    alone: Compared = "all" if structure.has_numbers else "architecture"
-    return Snapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
-
-
-def _operation(data: Any) -> Operation | None:
-    if data is None:
-        return None
-    if len(data) != 3 or type(data[0]) is not str or type(data[2]) is not str or type(data[1]) not in (str, type(None)):
-        raise FormatError(f"{shown(data)} is no operation")
-    return Operation(name=data[0], location=data[1], detail=data[2])
+    alone: ComparedParts = "all" if structure.has_numbers else "architecture"
+    return StoredSnapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
 
 
 # --- the numbers --------------------------------------------------------------------------------------------------
-
-_NUMBERS = {
-    "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
-    "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
-    RESPONSES: dict, LAYERS: dict,
-}  # fmt: skip
-
-
-_MEASURED = ("measured", "not repeatable")
-
-
-class _Numbers:
-    """A parsed numbers file; its lines are checked where they are used."""
-
-    def __init__(self, data: dict[str, Any], structure: Structure) -> None:
-        known(data, _NUMBERS)
-        if data.get("noise", _MEASURED[0]) not in _MEASURED:
-            raise FormatError(f"how its noise came about is {shown(data['noise'])}")
-        if data.get("compared", "all") not in get_args(Compared):
-            raise FormatError(f"what is compared of it is {shown(data['compared'])}")
-        if (
-            data.get("columns", COLUMNS) != COLUMNS
-            or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
-        ):
-            raise FormatError("its columns are others than this version writes")
-        self.header = data
-        self.lines: dict[str, Any] = data[LAYERS]
-        self.responses: dict[str, Any] = data.get(RESPONSES, {})
-        unknown = self.lines.keys() - structure.data[LAYERS].keys()
-        if unknown:
-            raise FormatError(f"there is no layer {shown(min(unknown))} in the architecture")
-        for name, line in self.lines.items():
-            if type(line) is not dict:
-                raise FormatError(f"in the line of {shown(name)}: it is no object")
-
-
-class _Entry(NamedTuple):
-    """The readings of a value or parameter."""
-
-    first: Reading
-    gradient: Reading | None
-    other: Reading | None
-    """The gradient inside a forward, or what the run left."""
-    tensor: int
-
-
-_NOTHING = Reading()
-_MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
-_Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
-"""What was handed on, the gradient, what it did not reach, and why there is none of it."""
-_Place = tuple[int, int, bool, int]
-"""Line, call, whether an output, and which."""
-
-
-class _Filling:
-    """Puts numbers into the structure."""
-
-    def __init__(self, structure: Structure, numbers: _Numbers | None, device: str) -> None:
-        self.structure = structure
-        self.device = device
-        self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
-        self.units = 0
-        self.own: dict[str, _Entry] = {}
-        self.values: dict[_Place, _Entry] = {}
-        self.given: dict[_Place, Any] = {}
-        self.besides: dict[tuple[int, int], dict[str, str]] = {}
-        self.answers: dict[str, _Answer] = {}
-        self.recipes = Recipes(
-            [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
-        )
-        if numbers is not None:
-            for i, line in enumerate(structure.lines):
-                with line_of(line.name):
-                    self._sort(i, line, numbers.lines.get(line.name, {}))
-            self._resolve()
-
-    # --- numbers, by what they are of
-
-    def _sort(self, i: int, line: Line, data: Mapping[str, Any]) -> None:
-        """Take a line of the numbers apart."""
-        own = [*line.parameters, *line.buffers]
-        found = 0
-        for key, (name, worded) in zip(keys([name for name, _ in own]), own, strict=True):
-            if OWN + key in data:
-                entry = self._entry(data[OWN + key], worded.shape, "own", "own gradient", "own")
-                self.own[qualified(line.name, name)] = entry
-                found += 1
-        for j, (inputs, outputs) in enumerate(line.values):
-            number = str(j + 1) if j else ""
-            for sign, end, values in ((number + INPUT, False, inputs), (number + OUTPUT, True, outputs)):
-                for k, key in enumerate(keys(path for path, _ in values)):
-                    if sign + key in data:
-                        self.given[i, j, end, k] = data[sign + key]
-                        found += 1
-            for key in (ALONE, RANDOM):
-                text = data.get(number + key)
-                if text is not None:
-                    if type(text) is not str:
-                        raise FormatError(f"{key!r} is {shown(text)}, no text")
-                    self.besides.setdefault((i, j), {})[key] = text
-                    found += 1
-        if found != len(data):
-            raise FormatError("it has numbers of what the architecture lacks")
-
-    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
-        if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
-            raise FormatError(f"{shown(data)} are no numbers of a tensor")
-        second, third = (*data[1:], None, None)[:2]
-        return _Entry(
-            self._reading(data[0], shape, first),
-            None if second is None else self._reading(second, shape, gradient),
-            None if third is None else self._reading(third, shape, other),
-            len(self.values),
-        )
-
-    def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
-        reading = reading_from(data, shape, role)
-        if reading.statistics is not None and role in FULL:
-            check(reading.statistics)
-        if reading.units is not None:
-            self.units += len(reading.units)
-            if self.units > _MOST_UNITS:
-                raise FormatError("there are more units than a model has")
-        return reading
-
-    def _resolve(self) -> None:
-        """Give each value its numbers, its own or those of the value that it is."""
-        lines, calls = self.structure.lines, self.structure.calls
-        known: dict[tuple[Kind, str], _Entry] = {}
-        written: dict[tuple[Kind, str], _Entry] = {}
-        for i, j, end in moments(self.structure.order, calls):
-            values = lines[i].values[j][end]
-            if not values:
-                continue
-            name, call = lines[i].name, calls[i][j]
-            kind = kind_of(call)
-            with line_of(name):
-                for k, (path, worded) in enumerate(values):
-                    data = self.given.get((i, j, end, k))
-                    if type(data) is list:
-                        entry = self._entry(data, worded.shape, "value", "gradient", "gradient")
-                    elif data is None and worded.origin is None:
-                        entry = _Entry(_NOTHING, None, None, len(self.values))
-                    else:
-                        where = worded.origin if data is None else data
-                        there = (kind, absolute(where, name)) if type(where) is str else None
-                        same = there and (written if data is None else known).get(there)
-                        if same is None:
-                            raise FormatError(f"there are no numbers of {shown(where)}, which {shown(path)} is")
-                        entry = same
-                    self.values[i, j, end, k] = entry
-                    here = kind, address(name, call, path)
-                    known.setdefault(here, entry)
-                    if end:
-                        written[here] = entry
-
-    # --- the record
-
-    def layer(self, i: int, line: Line) -> Layer:
-        """Return a layer with all that is known of it."""
-        with line_of(line.name):
-            return Layer(
-                name=line.name,
-                type=line.type,
-                leaf=line.leaf,
-                functional=line.functional,
-                training=line.training,
-                attributes=line.attributes,
-                aliases=line.aliases,
-                parameters=self._parameters(line, line.parameters),
-                buffers=self._parameters(line, line.buffers),
-                calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
-            )
-
-    def _parameters(self, line: Line, own: Named) -> tuple[Parameter, ...]:
-        found = []
-        for name, worded in own:
-            entry = self.own.get(qualified(line.name, name)) or self.own.get(worded.origin or "")
-            first, gradient, after, _ = entry or _Entry(_NOTHING, None, None, -1)
-            found.append(
-                Parameter(
-                    name=name,
-                    shape=worded.shape,  # type: ignore[arg-type]
-                    dtype=worded.dtype,
-                    device=self.device,
-                    requires_grad=worded.requires_grad,
-                    tied_to=worded.origin,
-                    persistent=worded.persistent,
-                    reading=first,
-                    after=after,
-                    gradient=gradient,
-                )
-            )
-        return tuple(found)
-
-    def _call(self, i: int, j: int, line: Line) -> Call:
-        started, finished = self.structure.places.get((i, j), (-1, -1))
-        besides = self.besides.get((i, j), {})
-        inputs, outputs = line.values[j]
-        call = line.calls[j]
-        return Call(
-            root=call.root,
-            root_training=call.root_training,
-            index=call.index,
-            forwards=call.forwards,
-            training=call.training,
-            inputs_known=call.inputs_known,
-            arguments=call.arguments,
-            grad_enabled=call.grad_enabled,
-            autocast=call.autocast,
-            recomputed=call.recomputed,
-            started=started,
-            finished=finished,
-            inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
-            outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
-            random=besides.get(RANDOM),
-            response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
-        )
-
-    def _value(self, place: _Place, layer: str, value: tuple[str, ParsedSpec]) -> Value:
-        path, worded = value
-        first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
-        return Value(
-            path=path,
-            shape=worded.shape,
-            dtype=worded.dtype,
-            device=self.device,
-            requires_grad=worded.requires_grad,
-            tensor=tensor,
-            forward=first,
-            backward=gradient,
-            backward_inner=inner,
-            overwritten=worded.overwritten,
-            source=None if worded.origin is None else absolute(worded.origin, layer),
-        )
-
-    # --- responses
-
-    def _response(self, i: int, j: int, key: str) -> IsolatedResponse:
-        data = self.responses.get(key)
-        if type(data) is not dict:
-            raise FormatError(f"there is no response {shown(key)}")
-        if key not in self.answers:
-            with line_of(key):
-                self.answers[key] = self._answer(data)
-        handed, gradient, unreached, reason = self.answers[key]
-        return IsolatedResponse(
-            recipes=self.recipes.read(i, j, data.get(RECIPES, "")),
-            handed=handed,
-            gradient=gradient,
-            without_gradient=unreached,
-            reason=reason,
-        )
-
-    def _answer(
-        self, data: Mapping[str, Any]
-    ) -> tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]:
-        handed = []
-        for key, value in data.items():
-            if key[:1] == HANDED:
-                passed = value if type(value) is str else None
-                reading = None if value is None or passed is not None else self._reading(value, None, "response")
-                handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
-            elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
-                raise FormatError(f"it has an unknown field {shown(key)}")
-        reason = data.get(REASON)
-        if type(reason) not in (str, type(None)):
-            raise FormatError(f"the reason is {shown(reason)}, no text")
-        return (
-            tuple(handed),
-            self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
-            listed(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
-            reason,
-        )

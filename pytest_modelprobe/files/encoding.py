@@ -14,6 +14,7 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     EmittedTensor,
+    ForwardKind,
     IsolatedResponse,
     Layer,
     Operation,
@@ -44,12 +45,12 @@ from .layout import (
     RECIPES,
     SCHEMA,
     UNREACHED,
-    Compared,
+    ComparedParts,
     Texts,
     digest_of,
     laid_out,
 )
-from .order import Kind, containers, forward_order, implied, kind_of, moments, timelines
+from .order import all_events, containers, forward_order, implied_timelines, kind_of, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
 from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
@@ -57,12 +58,12 @@ from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, va
 _JSON = json.JSONEncoder(allow_nan=False).encode
 _COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
-Line = tuple[str, Layer, list[Call]]
+LayerCalls = tuple[str, Layer, list[Call]]
 """A layer's name, the layer, and its calls in the order of the file."""
 
 
 def encode(
-    record: Record, *, reason: str | None = None, supersedes: str | None = None, compared: Compared = "all"
+    record: Record, *, reason: str | None = None, supersedes: str | None = None, compared: ComparedParts = "all"
 ) -> Texts:
     """Return the texts of the two files that hold a record.
 
@@ -87,23 +88,23 @@ def encode(
     """
     lines = forward_order(record)
     numbers = has_numbers(record)
-    header, usual = _header(record, lines, numbers)
+    header, defaults = _header(record, lines, numbers)
     if reason is not None:
         header["reason"] = reason
     if supersedes is not None:
         header["supersedes"] = supersedes
-    structure = _Structure(lines, header, usual)
+    structure = _Structure(lines, header, defaults)
     layers = {name: structure.layer(name, layer, calls) for name, layer, calls in lines}
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
     if not numbers:
         return Texts(architecture, None)
     top = _numbers_header(record, digest_of({**header, "layers": layers}), compared)
-    content = _Numbers(lines, usual)
+    content = _Numbers(lines, defaults)
     rows = list(content.lines())
     return Texts(architecture, laid_out(top, rows, content.responses.items()))
 
 
-def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[str, Any], Defaults]:
+def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple[dict[str, Any], Defaults]:
     calls = [calls for _, _, calls in lines]
     first = next((call for of_layer in calls for call in of_layer), None)
     training = first.root_training if first else any(layer.training for _, layer, _ in lines[:1])
@@ -126,25 +127,25 @@ def _header(record: Record, lines: Sequence[Line], numbers: bool) -> tuple[dict[
         "attributes": _everywhere(lines) or None,
         "numbers": None if numbers else False,
         "notes": None if numbers else record.notes or None,
-        "order": order if order != implied([name for name, _, _ in lines], calls) else None,
+        "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
     }
     return {k: v for k, v in header.items() if v is not None}, Defaults(dtype, requires_grad)
 
 
-def _everywhere(lines: Sequence[Line]) -> dict[str, Any]:
+def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
     """Return private attributes that most layers share, which some framework set on each of them."""
     own = [layer.attributes for _, layer, _ in lines if not layer.functional]
     counts = Counter((k, type(v), v) for attributes in own for k, v in attributes.items() if k.startswith("_"))
-    return {k: _plain(v) for (k, _, v), n in counts.items() if len(own) > 1 and 2 * n > len(own)}
+    return {k: _json_value(v) for (k, _, v), n in counts.items() if len(own) > 1 and 2 * n > len(own)}
 
 
-def _dtypes(lines: Sequence[Line]) -> Iterator[str]:
+def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
     """Yield the dtypes of floating parameters, then of floating values: the first is left out everywhere."""
     yield from (p.dtype for _, layer, _ in lines for p in layer.parameters if floating(p.dtype))
     yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
 
 
-def _numbers_header(record: Record, digest: str, compared: Compared) -> dict[str, Any]:
+def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dict[str, Any]:
     header: dict[str, Any] = {
         "modelprobe": SCHEMA,
         "architecture": digest,
@@ -172,8 +173,8 @@ def _operation(operation: Operation | None) -> list[str | None] | None:
 class _Structure:
     """What stands in each line of the architecture file."""
 
-    def __init__(self, lines: Sequence[Line], header: Mapping[str, Any], usual: Defaults) -> None:
-        self.usual = usual
+    def __init__(self, lines: Sequence[LayerCalls], header: Mapping[str, Any], defaults: Defaults) -> None:
+        self.defaults = defaults
         self.header = header
         self.parents = containers([name for name, _, _ in lines])
         self.only_root = len(lines) == 1
@@ -194,15 +195,15 @@ class _Structure:
         return {k: v for k, v in line.items() if v is not None}
 
     def _attributes(self, layer: Layer) -> dict[str, Any]:
-        found = {k: _plain(v) for k, v in layer.attributes.items()}
+        found = {k: _json_value(v) for k, v in layer.attributes.items()}
         if layer.functional:
             return found
-        usual: Mapping[str, Any] = self.header.get("attributes", {})
-        own = {k: v for k, v in found.items() if k not in usual or not same(usual[k], v)}
-        return own | {k: ABSENT for k in usual if k not in found}
+        defaults: Mapping[str, Any] = self.header.get("attributes", {})
+        own = {k: v for k, v in found.items() if k not in defaults or not _same_attribute(defaults[k], v)}
+        return own | {k: ABSENT for k in defaults if k not in found}
 
     def _own(self, own: Sequence[Parameter], *, trainable: bool) -> dict[str, str]:
-        texts = (parameter_text(p, self.usual, trainable=trainable) for p in own)
+        texts = (parameter_text(p, self.defaults, trainable=trainable) for p in own)
         return dict(zip(keys(p.name for p in own), texts, strict=True))
 
     def _calls(self, name: str, layer: Layer, calls: Sequence[Call]) -> list[dict[str, Any] | str]:
@@ -235,14 +236,14 @@ class _Structure:
             if not call.inputs_known:
                 line["inputs_known"] = False
             if call.arguments:
-                line["arguments"] = {k: _plain(v) for k, v in call.arguments.items()}
+                line["arguments"] = {k: _json_value(v) for k, v in call.arguments.items()}
             if call.outputs:
                 line["outputs"] = self._values(call.outputs, name)
             found.append(_signature(line) or line)
         return found
 
     def _values(self, values: Sequence[Value], layer: str) -> dict[str, str]:
-        texts = (value_text(v, layer, self.usual) for v in values)
+        texts = (value_text(v, layer, self.defaults) for v in values)
         return dict(zip(keys(v.path for v in values), texts, strict=True))
 
 
@@ -254,12 +255,12 @@ def _signature(line: Mapping[str, Any]) -> str | None:
     return None
 
 
-def same(a: Any, b: Any) -> bool:
+def _same_attribute(a: Any, b: Any) -> bool:
     """Whether two attributes are the same; True is not 1."""
     return type(a) is type(b) and bool(a == b)
 
 
-def _plain(value: Plain) -> Any:
+def _json_value(value: Plain) -> Any:
     if isinstance(value, float) and not math.isfinite(value):  # strict JSON has no NaN and no infinity
         return {"float": str(value)}
     return value
@@ -271,8 +272,8 @@ def _plain(value: Plain) -> Any:
 class _Numbers:
     """What stands in each line of the numbers file; what is the same tensor is written where it was first seen."""
 
-    def __init__(self, lines: Sequence[Line], usual: Defaults) -> None:
-        self.usual = usual
+    def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults) -> None:
+        self.defaults = defaults
         self.lines_of = lines
         self.known: dict[tuple[Any, ...], str] = {}
         self.entries = dict(self._values())
@@ -318,10 +319,10 @@ class _Numbers:
     def _values(self) -> Iterator[tuple[tuple[int, int, bool, int], str]]:
         """Yield the entries of all values, in the order in which they were seen; nothing for what goes without."""
         calls = [calls for _, _, calls in self.lines_of]
-        owners: dict[tuple[Kind, int], tuple[str, str]] = {}
-        written: dict[tuple[Kind, str], tuple[int, str]] = {}
-        known: set[tuple[Kind, str]] = set()
-        for i, j, end in moments(timelines(calls), calls):
+        owners: dict[tuple[ForwardKind, int], tuple[str, str]] = {}
+        written: dict[tuple[ForwardKind, str], tuple[int, str]] = {}
+        known: set[tuple[ForwardKind, str]] = set()
+        for i, j, end in all_events(timelines(calls), calls):
             name, call = self.lines_of[i][0], calls[i][j]
             kind = kind_of(call)
             for k, value in enumerate(call.outputs if end else call.inputs):

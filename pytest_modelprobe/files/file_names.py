@@ -38,10 +38,10 @@ def file_name(name: str, *more: str) -> str:
     return safe or "%"
 
 
-def folded(name: str) -> str:
+def case_folded(name: str) -> str:
     """Return what a file system that ignores case, or how accents are composed, takes a name for.
 
-    >>> folded("test_Net") == folded("test_net")
+    >>> case_folded("test_Net") == case_folded("test_net")
     True
     """
     return unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())

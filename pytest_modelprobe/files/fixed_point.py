@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from .specs import FormatError
 
-K = 16
+FINGERPRINT_SIZE = 16
 """Numbers of a fingerprint."""
 
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -79,10 +79,12 @@ def unpacked(text: str) -> tuple[float, ...]:
         scale = math.ldexp(1.0, exponent)
         most = (1 << (bits - 1)) - 1
         mask = (1 << bits) - 1
-        return tuple([((whole >> shift & mask) - most) * scale for shift in range((K - 1) * bits, -1, -bits)])
+        return tuple(
+            [((whole >> shift & mask) - most) * scale for shift in range((FINGERPRINT_SIZE - 1) * bits, -1, -bits)]
+        )
     except (KeyError, ValueError):
         raise FormatError(f"{text[:80]!r} is no fingerprint") from None
 
 
-_ZEROS = (0.0,) * K
-_BITS_OF = {2 + -(-K * bits // 6): bits for bits in BITS}
+_ZEROS = (0.0,) * FINGERPRINT_SIZE
+_BITS_OF = {2 + -(-FINGERPRINT_SIZE * bits // 6): bits for bits in BITS}

@@ -15,7 +15,7 @@ DECLARATION = ("reason", "supersedes")
 """Why the architecture changed, and the digest of the one before."""
 
 
-Compared = Literal["all", "architecture", "behavior"]
+ComparedParts = Literal["all", "architecture", "behavior"]
 """What of a snapshot its test compares."""
 
 COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
@@ -62,10 +62,10 @@ def laid_out(
     }
     """
     entries = [f"{quoted(key)}: {json.dumps(value, allow_nan=False)}" for key, value in header.items()]
-    return joined(entries, [f"{quoted(k)}: {v}" for k, v in responses], [f"{quoted(k)}: {v}" for k, v in layers])
+    return joined_lines(entries, [f"{quoted(k)}: {v}" for k, v in responses], [f"{quoted(k)}: {v}" for k, v in layers])
 
 
-def joined(header: Sequence[str], responses: Sequence[str], layers: Sequence[str]) -> str:
+def joined_lines(header: Sequence[str], responses: Sequence[str], layers: Sequence[str]) -> str:
     """Return the file of these lines, none of which ends in a comma."""
     sections = [*header]
     for name, lines in ((RESPONSES, responses), (LAYERS, layers)):

@@ -11,12 +11,10 @@ import bisect
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from pytest_modelprobe.record import ROOT, Call, Layer, Record
+from pytest_modelprobe.record import ROOT, Call, ForwardKind, Layer, Record
 
 from .specs import FormatError
 
-Kind = tuple[str, bool]
-"""The layer whose outermost call was the forward, and its mode."""
 Timeline = list[int]
 
 
@@ -42,7 +40,7 @@ class Called(Protocol):
         """See `Call`."""
 
 
-def kind_of(call: Called) -> Kind:
+def kind_of(call: Called) -> ForwardKind:
     """Return which kind of forward a call belongs to."""
     return call.root, call.root_training
 
@@ -79,7 +77,7 @@ def containers(names: Collection[str]) -> set[str]:
 
 def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     """Return the timeline of each kind of forward, kinds in their order, from the calls of each line's layer."""
-    events: dict[Kind, list[tuple[int, bool, int]]] = {}
+    events: dict[ForwardKind, list[tuple[int, bool, int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for call in of_layer:
             found = events.setdefault(kind_of(call), [])
@@ -90,9 +88,9 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     return [[-line if end else line for _, end, line in sorted(events[kind])] for kind in sorted(events)]
 
 
-def implied(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
+def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
     """Return the timelines that the order of lines tells, if each call is the only one and lies in those above it."""
-    kinds: dict[Kind, tuple[Timeline, list[int]]] = {}
+    kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
         for kind in dict.fromkeys(map(kind_of, of_layer)):
             timeline, running = kinds.setdefault(kind, ([], []))
@@ -115,7 +113,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     Raises:
         Unreadable: The timelines do not fit the calls.
     """
-    by_kind: dict[Kind, dict[int, list[int]]] = {}
+    by_kind: dict[ForwardKind, dict[int, list[int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for i, call in enumerate(of_layer):
             by_kind.setdefault(kind_of(call), {}).setdefault(line, []).append(i)
@@ -141,7 +139,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     return found
 
 
-def moments(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
+def all_events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
     """Return all starts and ends of calls in their order, those that the timelines do not tell of last."""
     seen = {event: None for timeline in events(given, calls) for event in timeline}
     for i, of_layer in enumerate(calls):

@@ -25,8 +25,8 @@ _OURS = re.compile(r"^<{7} ?(.*)$", re.MULTILINE)
 _THEIRS = re.compile(r"^>{7} ?(.*)$", re.MULTILINE)
 
 
-def parsed(text: str, where: str) -> dict[str, Any]:
-    """Return what a file holds, of our schema.
+def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
+    """Return what a file of our schema holds; it has an object of this name.
 
     Raises:
         SnapshotError: It is none of ours, damaged, or of a newer version.
@@ -41,7 +41,7 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         )
     ours, theirs = _OURS.search(text), _THEIRS.search(text)
     if ours or theirs:
-        sides = f" of {shown(ours[1])} and {shown(theirs[1])}" if ours and theirs else ""
+        sides = f" of {excerpt(ours[1])} and {excerpt(theirs[1])}" if ours and theirs else ""
         raise SnapshotError(
             f"{where} holds the conflict markers of a merge{sides}: check out one side "
             "(`git checkout --ours` or `--theirs`) of both its files and run `pytest --snapshot-update`"
@@ -58,14 +58,14 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
     except ValueError as error:  # ours, and that of an integer with thousands of digits
         raise SnapshotError(f"{where} is no strict JSON, {_line(error)}: {RESTORE}") from None
-    if type(data) is not dict or type(data.get(LAYERS)) is not dict:
+    if type(data) is not dict or type(data.get(section)) is not dict:
         raise SnapshotError(f"{where} is no file of pytest-modelprobe: {RESTORE}")
     schema = data.get("modelprobe")
     if type(schema) is not int or schema < 1:
-        raise SnapshotError(f"{where} is no file of pytest-modelprobe, for its schema is {shown(schema)}: {RESTORE}")
+        raise SnapshotError(f"{where} is no file of pytest-modelprobe, for its schema is {excerpt(schema)}: {RESTORE}")
     if schema > SCHEMA:
         raise SnapshotError(
-            f"{where} was written by a newer pytest-modelprobe (schema {shown(schema)}; this one reads {SCHEMA}): "
+            f"{where} was written by a newer pytest-modelprobe (schema {excerpt(schema)}; this one reads {SCHEMA}): "
             "upgrade pytest-modelprobe"
         )
     return data
@@ -83,7 +83,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise FormatError(f"{shown(twice)} stands twice in one object")
+        raise FormatError(f"{excerpt(twice)} stands twice in one object")
     return found
 
 
@@ -97,7 +97,7 @@ def _constant(name: str) -> NoReturn:
     raise FormatError(f"{name} is no number there")
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """Return untrusted text for a message: short, on one line, without control characters."""
     try:
         text = ascii(value)
@@ -113,25 +113,25 @@ def _line(error: Exception) -> str:
 # --- types --------------------------------------------------------------------------------------------------------
 
 
-def known(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]) -> None:
+def check_fields(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]) -> None:
     """Raise `FormatError` unless each entry has a name and a type of ``fields``."""
     for name, value in data.items():
         wanted = fields.get(name)
         if wanted is None:
-            raise FormatError(f"it has an unknown field {shown(name)}")
+            raise FormatError(f"it has an unknown field {excerpt(name)}")
         if type(value) is not wanted and not (isinstance(wanted, UnionType) and type(value) in wanted.__args__):
-            raise FormatError(f"{shown(name)} is {shown(value)}, which is of the wrong type")
+            raise FormatError(f"{excerpt(name)} is {excerpt(value)}, which is of the wrong type")
 
 
-def texts(data: Any, what: str) -> dict[str, str]:
+def string_dict(data: Any, what: str) -> dict[str, str]:
     """Return an object whose values are all texts; `FormatError` if they are not."""
     if type(data) is not dict or not all(type(value) is str for value in data.values()):
-        raise FormatError(f"{what} is {shown(data)}, no object of texts")
+        raise FormatError(f"{what} is {excerpt(data)}, no object of texts")
     return data
 
 
-def listed(data: Any, what: str) -> tuple[str, ...]:
+def string_tuple(data: Any, what: str) -> tuple[str, ...]:
     """Return a list of texts as a tuple; `FormatError` if it is none."""
     if type(data) is not list or not all(type(value) is str for value in data):
-        raise FormatError(f"{what} is {shown(data)}, no list of texts")
+        raise FormatError(f"{what} is {excerpt(data)}, no list of texts")
     return tuple(data)

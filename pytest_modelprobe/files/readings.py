@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pytest_modelprobe.record import Dimension, Reading, Statistics, Units
 
 from . import fixed_point
-from .parsing import shown
+from .parsing import excerpt
 from .specs import FormatError, floating
 
 Role = Literal["value", "gradient", "own", "own gradient", "response", "response gradient"]
@@ -36,10 +36,16 @@ _PRINTED = 2e-5
 _MOST_UNITS = 1 << 20  # more is no layer: units come back as tuples, which a short text must not make long
 
 
-def number(value: float | None, digits: int = 6) -> str:
+def number_text(value: float | None, digits: int = 6) -> str:
     """Return a number as short text that JSON reads; integers are exact, what is not finite is quoted.
 
-    >>> number(0.00012345678), number(-0.0), number(1234567), number(-math.inf), number(2.34e-7, 2)
+    >>> (
+    ...     number_text(0.00012345678),
+    ...     number_text(-0.0),
+    ...     number_text(1234567),
+    ...     number_text(-math.inf),
+    ...     number_text(2.34e-7, 2),
+    ... )
     ('0.000123457', '0', '1234567', '"-inf"', '2.3e-7')
     """
     if value is None:
@@ -80,16 +86,21 @@ def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dty
     columns = []
     if numbers is not None and role in FULL:
         std = numbers.std
-        columns = [number(_mean(numbers.mean, std)), number(std), number(numbers.min), number(numbers.max)]
+        columns = [
+            number_text(_mean(numbers.mean, std)),
+            number_text(std),
+            number_text(numbers.min),
+            number_text(numbers.max),
+        ]
     elif numbers is not None:
-        columns = [number(numbers.rms)]
+        columns = [number_text(numbers.rms)]
     least = len(columns)
     noise = None if reading.noise is None else float(f"{reading.noise:.2g}")
     if reading.fingerprint is not None:
         columns.append(_fingerprint_text(reading.fingerprint, precision(role, dtype, noise)))
-        columns.append(number(noise, 2))
+        columns.append(number_text(noise, 2))
     elif least:
-        columns += ["null", number(noise, 2)]
+        columns += ["null", number_text(noise, 2)]
     if numbers is not None and numbers.zeros:
         columns.append(str(numbers.zeros))
     while len(columns) > least and columns[-1] == "null":
@@ -149,7 +160,7 @@ def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
         raise FormatError(f"its numbers have the norm {norm:.3g} and its fingerprint has {length:.3g}")
 
 
-def check(s: Statistics) -> None:
+def check_statistics(s: Statistics) -> None:
     """Raise `FormatError` where no elements have these numbers."""
     mean, std, low, high = s.mean, s.std, s.min, s.max
     if not s.finite:
@@ -220,7 +231,7 @@ def _statistics(
     odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
     finite = _whole(count) - sum(odd.get(name, 0) for name in _COUNTS)
     if not 0 <= _whole(zeros) <= finite:
-        raise FormatError(f"{shown(zeros)} zeros are among {shown(finite)} finite elements")
+        raise FormatError(f"{excerpt(zeros)} zeros are among {excerpt(finite)} finite elements")
     deviation = 0.0 if std is None else _float(std)
     return Statistics(
         count=count,
@@ -275,15 +286,15 @@ def _mean(mean: float | None, std: float | None) -> float | None:
 
 
 def _fingerprint_text(fingerprint: Sequence[float], precision: float) -> str:
-    if len(fingerprint) == fixed_point.K and all(map(math.isfinite, fingerprint)):
+    if len(fingerprint) == fixed_point.FINGERPRINT_SIZE and all(map(math.isfinite, fingerprint)):
         return f'"{fixed_point.packed(tuple(fingerprint), fixed_point.bits_for(precision))}"'
-    return f"[{','.join(number(x, 9) for x in fingerprint)}]"
+    return f"[{','.join(number_text(x, 9) for x in fingerprint)}]"
 
 
 def _fingerprint_from(data: Any) -> tuple[float, ...]:
     if type(data) is str:
         return fixed_point.unpacked(data)
-    if type(data) is list and len(data) == fixed_point.K:
+    if type(data) is list and len(data) == fixed_point.FINGERPRINT_SIZE:
         return tuple(map(_float, data))
     raise FormatError(f"{str(data)[:80]!r} is no fingerprint")
 
@@ -309,7 +320,7 @@ def _noise(data: Any) -> float:
     """Return a noise: infinite where a repeat had something else altogether, never negative."""
     found = _float(data)
     if found < 0:
-        raise FormatError(f"{shown(data)} is no noise")
+        raise FormatError(f"{excerpt(data)} is no noise")
     return found
 
 

@@ -22,7 +22,7 @@ class Shaped(Protocol):
         """Name of the dtype."""
 
 
-Values = Sequence[tuple[str, Shaped]]
+NamedValues = Sequence[tuple[str, Shaped]]
 """Values of a call with their paths."""
 
 
@@ -32,7 +32,7 @@ class Outline(NamedTuple):
     name: str
     own: Sequence[tuple[str, Shaped]]
     """Parameters and buffers."""
-    calls: Sequence[tuple[Values, Values]]
+    calls: Sequence[tuple[NamedValues, NamedValues]]
     """Inputs and outputs of each call."""
 
 

@@ -54,7 +54,7 @@ _MOST_ELEMENTS = 1 << 63
 # --- values and parameters ----------------------------------------------------------------------------------------
 
 
-def value_text(value: Value, layer: str, usual: Defaults) -> str:
+def value_text(value: Value, layer: str, defaults: Defaults) -> str:
     """Return shape, dtype and source of a value.
 
     >>> value = Value(path="input", shape=(2, 16), dtype="int64", device="cpu", source="net.emb output")
@@ -62,16 +62,16 @@ def value_text(value: Value, layer: str, usual: Defaults) -> str:
     '(2, 16) int64 from .emb'
     """
     text = _shape_text(value.shape)
-    if value.dtype != usual.dtype:
+    if value.dtype != defaults.dtype:
         text += f" {value.dtype}"
-    if value.requires_grad != (usual.requires_grad and floating(value.dtype)):
+    if value.requires_grad != (defaults.requires_grad and floating(value.dtype)):
         text += " requires grad" if value.requires_grad else " no grad"
     if value.overwritten:
         text += " overwritten"
     return text if value.source is None else f"{text} from {relative(value.source, layer)}"
 
 
-def parameter_text(parameter: Parameter, usual: Defaults, *, trainable: bool) -> str:
+def parameter_text(parameter: Parameter, defaults: Defaults, *, trainable: bool) -> str:
     """Return shape, dtype and ties of a parameter, or of a buffer, which is not ``trainable`` and may be persistent.
 
     >>> parameter_text(Parameter(name="weight", shape=(4,), dtype="float32", device="cpu"), Defaults(), trainable=True)
@@ -81,7 +81,7 @@ def parameter_text(parameter: Parameter, usual: Defaults, *, trainable: bool) ->
     '(4) not persistent'
     """
     text = _shape_text(parameter.shape)
-    if parameter.dtype != usual.dtype:
+    if parameter.dtype != defaults.dtype:
         text += f" {parameter.dtype}"
     if parameter.requires_grad != trainable:
         text += " trainable" if parameter.requires_grad else " frozen"
@@ -103,19 +103,19 @@ _PARAMETER = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def worded_value(text: str, usual: Defaults) -> ParsedSpec:
+def parse_value(text: str, defaults: Defaults) -> ParsedSpec:
     """Return what `value_text` said."""
     found = _VALUE.fullmatch(text)
     if found is None:
         raise FormatError(f"{text[:80]!r} describes no value")
     shape, dtype, grad, overwritten, source = found.groups()
-    dtype = dtype or usual.dtype
-    requires_grad = grad == " requires grad" if grad else usual.requires_grad and floating(dtype)
+    dtype = dtype or defaults.dtype
+    requires_grad = grad == " requires grad" if grad else defaults.requires_grad and floating(dtype)
     return ParsedSpec(_shape(shape), dtype, requires_grad, overwritten is not None, source)
 
 
 @lru_cache(maxsize=4096)
-def worded_parameter(text: str, usual: Defaults, trainable: bool) -> ParsedSpec:
+def parse_parameter(text: str, defaults: Defaults, trainable: bool) -> ParsedSpec:
     """Return what `parameter_text` said."""
     found = _PARAMETER.fullmatch(text)
     if found is None:
@@ -125,7 +125,7 @@ def worded_parameter(text: str, usual: Defaults, trainable: bool) -> ParsedSpec:
         raise FormatError(f"{text[:80]!r} describes no parameter: its size varies")
     requires_grad = grad == " trainable" if grad else trainable
     stored = None if persistent is None else persistent == " persistent"
-    return ParsedSpec(_shape(shape), dtype or usual.dtype, requires_grad, False, tied_to, stored)
+    return ParsedSpec(_shape(shape), dtype or defaults.dtype, requires_grad, False, tied_to, stored)
 
 
 def _shape_text(shape: tuple[Dimension, ...]) -> str:

@@ -14,18 +14,20 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 
-from .decoding import Snapshot, decode
+from .decoding import StoredSnapshot, decode
 from .layout import Texts
 from .parsing import MOST_BYTES, RESTORE, too_large
 
 ARCH, PROBE = ".arch.json", ".probe.json"
+REMOVED = ".removed.json"
+"""The ending of a file that declares why a snapshot was deleted."""
 DIRECTORY = "__modelprobe__"
 
 _TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
 _OLD = 3600.0  # seconds after which a temporary file is no one's any more, wherever its process runs
 
 
-def read(path: Path, numbers: Path | None = None) -> Snapshot:
+def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
     """Return the snapshot in the two files.
 
     Args:

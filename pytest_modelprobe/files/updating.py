@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pytest_modelprobe.exceptions import SnapshotError
 
 from .decoding import decode
-from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, Texts, digest_of, joined
+from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, Texts, digest_of, joined_lines
 
 # What the lines of layers leave out, because it stands in the header.
 _LEFT_OUT = ("root", "mode", "forwards", "dtype", "requires_grad", "grad_enabled", "autocast", "attributes")
@@ -84,7 +84,7 @@ def _architecture(new: Texts, old: Texts, a: _File, b: _File) -> str:
     declared = any(key in a.header for key in DECLARATION)
     if not declared and digest_of(json.loads(new.architecture)) == digest_of(json.loads(old.architecture)):
         return old.architecture
-    return joined(_kept(a.header, b.header), [], _kept(a.layers, b.layers))
+    return joined_lines(_kept(a.header, b.header), [], _kept(a.layers, b.layers))
 
 
 def _kept(new: Mapping[str, _Line], old: Mapping[str, _Line]) -> list[str]:
@@ -111,7 +111,7 @@ def _numbers(new: _File, old: _File, same: Collection[str]) -> str:
                 continue
             if responses.setdefault(value, table[value]).data != table[value].data:
                 raise ValueError("one key for two responses")
-    return joined(
+    return joined_lines(
         _kept(header, old.header), [line.text for line in responses.values()], [line.text for line in layers.values()]
     )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from .checkpoints import Effect, parameters
+from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
+from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
+from .removals import declared_removals, removal_path
 from .sources import (
     ENDINGS,
-    Source,
+    SnapshotSource,
     SourceError,
     in_revision,
     in_working_tree,
@@ -15,28 +19,11 @@ from .sources import (
     scope_in,
     without_ending,
 )
-from .verdict import (
-    CLASSES,
-    DEFAULTS,
-    LEVELS,
-    MEANING,
-    Change,
-    Class,
-    Effect,
-    Finding,
-    Level,
-    Snapshot,
-    Verdict,
-    class_of,
-    needs_reason,
-    not_compared,
-    parameters,
-    superseded,
-)
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, not_compared
 
 __all__ = [
     "CLASSES",
-    "Change",
+    "SnapshotChange",
     "Class",
     "Commit",
     "DEFAULTS",
@@ -48,19 +35,23 @@ __all__ = [
     "Level",
     "MEANING",
     "Repository",
-    "Snapshot",
-    "Source",
+    "SnapshotVersion",
+    "SnapshotSource",
     "SourceError",
     "Verdict",
     "class_of",
+    "declared_removals",
     "in_revision",
     "in_working_tree",
+    "has_words",
+    "judge",
     "needs_reason",
     "not_compared",
     "on_disk",
     "parameters",
     "refuse_directory",
     "refuse_links",
+    "removal_path",
     "scope_in",
     "superseded",
     "without_ending",

@@ -155,12 +155,6 @@ class Repository:
     def _batch(self, how: str, names: Iterable[str]) -> bytes:
         return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
 
-    def trailers(self, key: str, base: str, head: str = "HEAD") -> list[str]:
-        """Return the values of a trailer in the messages of all commits that ``head`` has and ``base`` has not."""
-        form = f"%(trailers:key={key},valueonly,unfold,separator=%x00)%x00"
-        values = self._text("log", f"--format={form}", f"{base}..{head}").split("\0")
-        return [value.strip() for value in values if value.strip()]
-
     def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
         """Return the commits up to ``start``, if any, that changed one of the files, the newest first."""
         try:

@@ -18,16 +18,16 @@ from pytest_modelprobe.files import (
     MOST_BYTES,
     PROBE,
     RESTORE,
+    StoredSnapshot,
     architecture_digest,
     decode,
     decode_architecture,
     too_large,
 )
-from pytest_modelprobe.files import Snapshot as Decoded
 from pytest_modelprobe.record import nearest
 
 from .git import Repository
-from .verdict import Snapshot
+from .verdict import SnapshotVersion
 
 ENDINGS = (ARCH, PROBE)
 
@@ -36,7 +36,7 @@ class SourceError(ModelProbeError, LookupError):
     """There is no such snapshot, or it cannot be read."""
 
 
-class Pair(NamedTuple):
+class SnapshotPaths(NamedTuple):
     """The paths of the two files of a snapshot."""
 
     architecture: str
@@ -45,12 +45,12 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SnapshotSource:
     """Snapshots in one place, not yet read."""
 
     place: str
     """For messages: empty on disk, else such as ``in main``."""
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, SnapshotPaths]
     """Name → files. The name is the path of the numbers without their ending: one for each device."""
     contents: Mapping[str, str]
     """Path → a name that stands for its content: equal names, equal contents."""
@@ -64,12 +64,12 @@ class Source:
         """Name → its files and what stands for their contents: an architecture of the same text is not the same one."""
         return {name: (pair, *(path and self.contents.get(path) for path in pair)) for name, pair in self.pairs.items()}
 
-    def within(self, scopes: Iterable[str]) -> Source:
+    def within(self, scopes: Iterable[str]) -> SnapshotSource:
         """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""
         chosen = {name: pair for name, pair in self.pairs.items() if any(_inside(name, pair, s) for s in scopes)}
         return dataclasses.replace(self, pairs=chosen)
 
-    def only(self, scope: str) -> Source:
+    def only(self, scope: str) -> SnapshotSource:
         """Return what one scope means.
 
         Raises:
@@ -82,7 +82,7 @@ class Source:
             raise SourceError(f"there is no snapshot {scope or DIRECTORY}{self._at}{hint}")
         return chosen
 
-    def read(self, names: Collection[str] | None = None) -> dict[str, Snapshot]:
+    def read(self, names: Collection[str] | None = None) -> dict[str, SnapshotVersion]:
         """Return name → snapshot, for all or some.
 
         Raises:
@@ -93,7 +93,9 @@ class Source:
             raise error
         return found
 
-    def readable(self, names: Collection[str] | None = None) -> tuple[dict[str, Snapshot], dict[str, SourceError]]:
+    def readable(
+        self, names: Collection[str] | None = None
+    ) -> tuple[dict[str, SnapshotVersion], dict[str, SourceError]]:
         """Return name → snapshot for those that can be read, and name → why not for the others."""
         found, errors = {}, {}
         pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
@@ -109,20 +111,20 @@ class Source:
             errors[name] = self._too_large(pairs[name], sizes)
         return found, errors
 
-    def structures(self, names: Collection[str]) -> dict[str, Snapshot]:
+    def structures(self, names: Collection[str]) -> dict[str, SnapshotVersion]:
         """Return name → what the architecture alone says, for those whose architecture can be read."""
-        pairs = {name: Pair(self.pairs[name].architecture, None) for name in names}
+        pairs = {name: SnapshotPaths(self.pairs[name].architecture, None) for name in names}
         sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
         found = {}
         for name, pair in pairs.items():
             path = pair.architecture
             with contextlib.suppress(SnapshotError):
                 if sizes.get(path, MOST_BYTES) < MOST_BYTES:
-                    text = _text(self.load([path])[path], path)
+                    text = text_of(self.load([path])[path], path)
                     found[name] = _made(pair, text, None, decode_architecture(text, where=path))
         return found
 
-    def _too_large(self, pair: Pair, sizes: Mapping[str, int]) -> SourceError:
+    def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
         path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
         try:
             too_large(path, size)
@@ -133,18 +135,18 @@ class Source:
     def _at(self) -> str:
         return f" {self.place}" if self.place else ""
 
-    def _snapshot(self, pair: Pair, contents: Mapping[str, bytes]) -> Snapshot:
+    def _snapshot(self, pair: SnapshotPaths, contents: Mapping[str, bytes]) -> SnapshotVersion:
         architecture = contents.get(pair.architecture)
         if architecture is None:
             raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
         try:
-            numbers = None if pair.numbers is None else _text(contents[pair.numbers], pair.numbers)
-            return _decoded(pair, _text(architecture, pair.architecture), numbers)
+            numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
+            return _decoded(pair, text_of(architecture, pair.architecture), numbers)
         except SnapshotError as error:
             raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
 
 
-def on_disk(argument: str) -> Source:
+def on_disk(argument: str) -> SnapshotSource:
     """Return the snapshots that a path means: a file of one, one without its endings, or all below a folder.
 
     Raises:
@@ -177,12 +179,12 @@ def refuse_directory(path: str, folder: Path | None = None) -> None:
             raise SourceError(f"{name} is a directory: move it out of the way, it stands where a snapshot belongs")
 
 
-def in_working_tree(repository: Repository) -> Source:
+def in_working_tree(repository: Repository) -> SnapshotSource:
     """Return the snapshots in the working tree of a repository; paths are relative to its root."""
     return _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
 
 
-def in_revision(repository: Repository, ref: str, commit: str | None = None) -> Source:
+def in_revision(repository: Repository, ref: str, commit: str | None = None) -> SnapshotSource:
     """Return the snapshots in a revision; paths are relative to the root of the repository.
 
     Args:
@@ -201,7 +203,7 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
         found = repository.sizes(names[path] for path in paths)
         return {path: found[names[path]] for path in paths}
 
-    return Source(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
+    return SnapshotSource(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
 
 def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
@@ -214,7 +216,7 @@ def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = 
     """
     before = repository.links(commit)
     for path, target in repository.working_links().items():
-        inside = any(_inside(path, Pair(path, None), scope) for scope in scopes)
+        inside = any(_inside(path, SnapshotPaths(path, None), scope) for scope in scopes)
         if DIRECTORY not in PurePosixPath(path).parts or not inside:
             continue
         if path not in before or repository.read([before[path]])[before[path]] != target:
@@ -237,10 +239,10 @@ def scope_in(repository: Repository, argument: str) -> str:
     return "" if relative == "." else relative
 
 
-def _of_files(files: Mapping[str, Path]) -> Source:
+def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
     # As git names contents, so that what did not change needs no reading, neither here nor in the other revision.
     found = {name: _named(name, path) for name, path in files.items()}
-    return Source(
+    return SnapshotSource(
         place="",
         pairs=_pairs(files),
         contents={name: digest for name, (digest, _) in found.items()},
@@ -264,11 +266,11 @@ def _named(name: str, path: Path) -> tuple[str, int]:
         raise SourceError(f"{name} cannot be read ({error.strerror})") from error
 
 
-def _files(pairs: Iterable[Pair]) -> list[str]:
+def _files(pairs: Iterable[SnapshotPaths]) -> list[str]:
     return list(dict.fromkeys(path for pair in pairs for path in pair if path is not None))
 
 
-def _batches(pairs: Mapping[str, Pair], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield names of snapshots that are not too large, as many at once as one file may have bytes."""
     batch: list[str] = []
     room = MOST_BYTES
@@ -285,18 +287,18 @@ def _batches(pairs: Mapping[str, Pair], sizes: Mapping[str, int]) -> Iterator[li
         yield batch
 
 
-def _pairs(paths: Collection[str]) -> dict[str, Pair]:
+def _pairs(paths: Collection[str]) -> dict[str, SnapshotPaths]:
     """Return name → files: the numbers of each device belong to the one architecture."""
     stems = {path.removesuffix(ARCH) for path in paths if path.endswith(ARCH)}
-    found: dict[str, Pair] = {}
+    found: dict[str, SnapshotPaths] = {}
     for path in paths:
         if path.endswith(PROBE):
             name = path.removesuffix(PROBE)
             stem, _, device = name.rpartition(".")
             own = name not in stems and device.isalpha() and stem in stems
-            found[name] = Pair((stem if own else name) + ARCH, path)
+            found[name] = SnapshotPaths((stem if own else name) + ARCH, path)
     alone = stems - {without_ending(pair.architecture) for pair in found.values()}
-    return dict(sorted({**found, **{stem: Pair(stem + ARCH, None) for stem in alone}}.items()))
+    return dict(sorted({**found, **{stem: SnapshotPaths(stem + ARCH, None) for stem in alone}}.items()))
 
 
 def _is_snapshot(path: str) -> bool:
@@ -308,14 +310,15 @@ def without_ending(path: str) -> str:
     return next((path.removesuffix(ending) for ending in ENDINGS if path.endswith(ending)), path)
 
 
-def _inside(name: str, pair: Pair, scope: str) -> bool:
+def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     """Whether a snapshot is meant: by a folder, by either of its files, or by its name."""
     return (
         not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
     )
 
 
-def _text(data: bytes, where: str) -> str:
+def text_of(data: bytes, where: str) -> str:
+    """Return the text of a file; SnapshotError if it is not UTF-8."""
     try:
         # Checked out on Windows without our .gitattributes, lines end otherwise; that changes nothing.
         return data.decode("utf-8").replace("\r\n", "\n")
@@ -323,14 +326,14 @@ def _text(data: bytes, where: str) -> str:
         raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
 
 
-def _decoded(pair: Pair, architecture: str, numbers: str | None) -> Snapshot:
+def _decoded(pair: SnapshotPaths, architecture: str, numbers: str | None) -> SnapshotVersion:
     found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
     return _made(pair, architecture, numbers, found)
 
 
-def _made(pair: Pair, architecture: str, numbers: str | None, found: Decoded) -> Snapshot:
+def _made(pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
     digest = architecture_digest(architecture)
-    return Snapshot(
+    return SnapshotVersion(
         path=pair.architecture,
         numbers=pair.numbers,
         record=found.record,

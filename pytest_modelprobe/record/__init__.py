@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .call_tree import CallTree, Place, Step, forward_of
+from .call_tree import CallTree, ForwardKind, Place, Step, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
 from .layer import Layer, Parameter
@@ -25,6 +25,7 @@ __all__ = [
     "Call",
     "CallTree",
     "Dimension",
+    "ForwardKind",
     "Glob",
     "EmittedTensor",
     "Layer",

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.comparison import Cause, Difference
-from pytest_modelprobe.gate import Change, Class, Effect, Finding, Verdict, class_of, not_compared
-from pytest_modelprobe.record import Plain, Record
+from pytest_modelprobe.comparison import Cause
+from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, not_compared
 
 from . import comparison
 from .comparison import noted, percent
-from .text import Cell, collapsed, count, failure, listed, number, pattern, printable, table
-
-TRAILER = "Modelprobe-Approve"
-"""The trailer of a commit that approves what no file can declare."""
+from .rows import Row, rows
+from .text import Cell, collapsed, count, failure, listed, printable, table
 
 _MANY = 8
 """Files of one folder that a command names before it names the folder."""
@@ -27,96 +21,6 @@ _MANY = 8
 
 _EACH_WHOLE = 4
 """Snapshots that changed of which each is told as a failure tells it: of more the causes are told together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One change of one layer, or the same change of several."""
-
-    layer: str
-    what: str
-    now: str
-    was: str
-    layers: tuple[str, ...]
-    """The layers that it stands for."""
-
-    @property
-    def times(self) -> str:
-        """``x6`` where there are several, else nothing."""
-        return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of `COLUMNS`."""
-        return self.layer, self.times, self.what, self.now, self.was
-
-
-COLUMNS = ("layer", "layers", "change", "now", "was")
-
-
-def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
-    """Return differences as rows: those that are the same in repeated layers as one, numbers as one for each layer."""
-    alike: dict[tuple[str, str, str, str], list[str]] = {}
-    moved: dict[str, list[Difference]] = {}
-    # Of layers that came or went with one that contains them, only that one is told.
-    outer = {(d.kind, d.layer) for d in differences if d.kind in ("layer added", "layer removed")}
-    for difference in differences:
-        shown = pattern(difference.layer)
-        if difference.change is not None:
-            moved.setdefault(shown, []).append(difference)
-        elif not any((difference.kind, container) in outer for container in _containers(difference.layer)):
-            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
-    return [
-        *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
-        *(_moved(shown, found) for shown, found in moved.items()),
-    ]
-
-
-def _row(shown: str, what: str, now: str, was: str, names: Iterable[str]) -> Row:
-    layers = tuple(dict.fromkeys(names))
-    return Row(layer=shown if len(layers) > 1 else layers[0], what=what, now=now, was=was, layers=layers)
-
-
-def _moved(shown: str, differences: Sequence[Difference]) -> Row:
-    changes = [d.change for d in differences if d.change is not None]
-    by = f"moved by {'up to ' if len(changes) > 1 else ''}{percent(max(changes))}"
-    what = listed(list(dict.fromkeys(_label(d) for d in differences)))
-    return _row(shown, what, by, "", (d.layer for d in differences))
-
-
-def _containers(layer: str) -> Iterator[str]:
-    while "." in layer:
-        layer = layer.rpartition(".")[0]
-        yield layer
-
-
-def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
-    """Return what changed, what it is now and what it was."""
-    kind = difference.kind
-    now, was = _plain(difference.actual), _plain(difference.expected)
-    if kind == "layer added" and difference.layer in actual.layers:
-        now = actual[difference.layer].type_name
-    elif kind == "layer removed" and difference.layer in expected.layers:
-        was = expected[difference.layer].type_name
-    return _label(difference), now, was
-
-
-def _label(difference: Difference) -> str:
-    kind, what = difference.kind, difference.what
-    own, _, how = kind.partition(" ")
-    if own in ("parameter", "buffer") and how:
-        label = f"{what} {how}"
-    elif kind == "attribute":
-        label = what
-    else:
-        label = what if what.startswith(kind) else f"{kind} {what}".strip()
-    return f"{label} (call {difference.call + 1})" if difference.call else label
-
-
-def _plain(value: Plain) -> str:
-    if value is None:
-        return "-"
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def effect_text(effect: Effect) -> str:
@@ -147,7 +51,7 @@ def effect_text(effect: Effect) -> str:
     return "; ".join(parts)
 
 
-def finding_text(finding: Finding, change: Change) -> str:
+def finding_text(finding: Finding, change: SnapshotChange) -> str:
     """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
@@ -180,9 +84,9 @@ def finding_text(finding: Finding, change: Change) -> str:
     return listed([_row_text(row) for row in found], most=2)
 
 
-def _causes_text(finding: Finding, change: Change) -> str:
+def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     """Return the causes of a finding as a failure says them, and what becomes of the output."""
-    told = listed([_said(*pair) for pair in comparison.grouped(finding.causes)], most=2)
+    told = listed([_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
     if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
         told = f"possibly {told}"
@@ -195,8 +99,8 @@ def _causes_text(finding: Finding, change: Change) -> str:
     return told if by is None else f"{told}; output changed by {percent(by)}"
 
 
-def _said(cause: Cause, times: int) -> str:
-    return comparison.said(cause) + (f" x{times}" if times > 1 else "")
+def _repeated_cause_text(cause: Cause, times: int) -> str:
+    return comparison.cause_text(cause) + (f" x{times}" if times > 1 else "")
 
 
 def _row_text(row: Row) -> str:
@@ -207,11 +111,11 @@ def _row_text(row: Row) -> str:
     return f"{row.layer} {row.what} {row.was} → {row.now}{times}"
 
 
-def status(finding: Finding, change: Change, verdict: Verdict) -> str:
-    """Return what the gate makes of a finding: ``denied``, ``declared``, ``approved``, ``warning`` or ``allowed``."""
+def status(finding: Finding, change: SnapshotChange) -> str:
+    """Return what the gate makes of a finding: ``denied``, ``declared``, ``warning`` or ``allowed``."""
     if finding.level != "deny":
         return {"warn": "warning", "allow": "allowed"}[finding.level]
-    return "declared" if change.reason else "approved" if verdict.approval else "denied"
+    return "declared" if change.reason else "denied"
 
 
 def first_line(verdict: Verdict) -> str:
@@ -221,7 +125,7 @@ def first_line(verdict: Verdict) -> str:
     'no model changed; 12 unchanged'
     """
     changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
-    unknown = sum(_unknown(change) for change in verdict.changes)
+    unknown = sum(values_not_compared(change) for change in verdict.changes)
     changed += f", {count(unknown, 'value')} could not be compared" if unknown else ""
     if verdict.denied:
         worst = verdict.denied[0]
@@ -234,7 +138,8 @@ def first_line(verdict: Verdict) -> str:
     return f"nothing to object: {changed}"
 
 
-def _unknown(change: Change) -> int:
+def values_not_compared(change: SnapshotChange) -> int:
+    """Return how many values of a snapshot were not compared, for lack of repeatable numbers."""
     return 0 if change.comparison is None else change.comparison.unknown
 
 
@@ -248,10 +153,10 @@ _OF_SNAPSHOTS: dict[Class, str] = {
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
     """Return the cells of `VERDICT_COLUMNS`, the gravest first: of models that say the same of a class one row."""
-    alike: dict[tuple[str, str, str], list[tuple[Finding, Change]]] = {}
+    alike: dict[tuple[str, str, str], list[tuple[Finding, SnapshotChange]]] = {}
     for change in verdict.changes:
         for finding in change.findings:
-            key = finding.kind, status(finding, change, verdict), _unsized(finding) or finding_text(finding, change)
+            key = finding.kind, status(finding, change), _unsized(finding) or finding_text(finding, change)
             alike.setdefault(key, []).append((finding, change))
     rows: list[list[Cell]] = []
     for (kind, judged, _), same in alike.items():
@@ -263,14 +168,14 @@ def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
 
 def _unsized(finding: Finding) -> str:
     """Return what is said of weights that all are others, whatever their number and by how much they are."""
-    return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].whole else ""
+    return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].is_retraining else ""
 
 
 VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
 
 
 def next_steps(verdict: Verdict) -> list[str]:
-    """Return how what is denied is declared: the command, and the trailer for what no file can declare."""
+    """Return the commands that declare the denied changes: an update of the tests, or `modelprobe declare`."""
     if not verdict.denied:
         return []
     there = [change for change in verdict.denied if change.now is not None]
@@ -290,18 +195,12 @@ def next_steps(verdict: Verdict) -> list[str]:
             steps.append(
                 f"The reason in {listed([change.path for change in stale])} was given for another change than this one."
             )
-    where = "What is deleted cannot declare it" if len(there) < len(verdict.denied) else "Where no test can be run"
-    steps.append(
-        f"{where}: end the message of a commit on this branch with the line below; "
-        "a squash merge loses it unless it is kept in the message of the squashed commit:\n"
-        f"  {TRAILER}: {verdict.digest} why this is meant"
-    )
-    if verdict.shallow:
-        steps.append("This clone is shallow, so not every commit was read: fetch-depth: 0 in the workflow's checkout.")
-    return steps
+    where = "For a deleted snapshot" if len(there) < len(verdict.denied) else "Where no test can be run"
+    base = f" --base {verdict.base[:12]}" if verdict.base else ""
+    return [*steps, f'{where} this writes the reason into a file to be committed:\n  modelprobe declare "..."{base}']
 
 
-def _files_then(changes: Sequence[Change], verdict: Verdict) -> list[str]:
+def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
     """Return the files in the base of snapshots that have the same name now; of many a folder stands for its files."""
     folders: dict[str, dict[str, None]] = {}
     for change in changes:
@@ -345,11 +244,10 @@ def reasons(verdict: Verdict) -> list[str]:
     for change in verdict.changes:
         if change.reason:
             given.setdefault(change.reason, []).append(change.model)
-    lines = [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
-    return [*lines, f"Approved in a commit: {verdict.approval}"] if verdict.approval else lines
+    return [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
 
 
-def details(change: Change) -> list[Row]:
+def details(change: SnapshotChange) -> list[Row]:
     """Return everything that differs in one snapshot, the gravest class first."""
     if change.comparison is None:
         return []
@@ -384,8 +282,8 @@ def cause_rows(verdict: Verdict) -> list[list[Cell]]:
             continue
         for sure, causes in (("", diagnosis.causes), ("possibly ", diagnosis.possible)):
             for cause, times in comparison.grouped(causes):
-                what = "all layers" if cause.whole else cause.what
-                said = sure + _said(dataclasses.replace(cause, change=None, what=what), times)
+                what = "all layers" if cause.is_retraining else cause.what
+                said = sure + _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = max((models.get(change.model), cause.change), key=lambda size: size or 0.0)
     return [
@@ -394,7 +292,7 @@ def cause_rows(verdict: Verdict) -> list[list[Cell]]:
     ]
 
 
-def _heading(same: Sequence[Change]) -> str:
+def _heading(same: Sequence[SnapshotChange]) -> str:
     models = listed(list(dict.fromkeys(change.model for change in same)))
     return printable(f"{models} ({listed([change.path for change in same], most=2)})")
 
@@ -404,7 +302,7 @@ def diff_text(verdict: Verdict) -> str:
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
     folded = len(verdict.changes) > _EACH_WHOLE
-    alike: dict[tuple[str, ...], list[Change]] = {}
+    alike: dict[tuple[str, ...], list[SnapshotChange]] = {}
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
@@ -420,67 +318,8 @@ def diff_text(verdict: Verdict) -> str:
     return "\n\n".join(parts)
 
 
-def _whole(change: Change) -> Iterator[tuple[str, str]]:
+def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:
     """Yield what is to be said of a snapshot as a whole."""
     for finding in change.findings:
         if finding.kind in ("checkpoint", "new", "removed") or (finding.kind == "renamed" and not finding.causes):
             yield finding.kind, finding_text(finding, change)
-
-
-def plain(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
-    denied = verdict.denied
-    return {
-        "denied": [change.path for change in denied],
-        "digest": verdict.digest if denied else None,
-        "approval": verdict.approval,
-        "unchanged": verdict.unchanged,
-        "changes": [
-            {
-                "snapshot": change.path,
-                "before": None if change.before is None else change.before.path,
-                "model": change.model,
-                "device": change.either.record.device,
-                "reason": change.reason,
-                "not_compared": _unknown(change),
-                "findings": [_plain_finding(finding, change, verdict) for finding in change.findings],
-                "causes": _causes(change),
-            }
-            for change in verdict.changes
-        ],
-    }
-
-
-def _plain_finding(finding: Finding, change: Change, verdict: Verdict) -> dict[str, Any]:
-    differences = [
-        {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in dataclasses.asdict(difference).items()
-            if value is not None and value != ""
-        }
-        for difference in finding.differences
-    ]
-    return {
-        "class": finding.kind,
-        "verdict": status(finding, change, verdict),
-        "said": finding_text(finding, change),
-        "differences": differences,
-    }
-
-
-def _causes(change: Change) -> list[dict[str, str]]:
-    diagnosis = change.diagnosis
-    if diagnosis is None:
-        return []
-    sure = {True: diagnosis.causes, False: diagnosis.possible}
-    return [
-        {
-            "kind": cause.kind,
-            "class": class_of(cause, diagnosis),
-            "layer": cause.layer,
-            "said": comparison.said(cause),
-            **({} if known else {"sure": "no"}),
-        }
-        for known, causes in sure.items()
-        for cause in causes
-    ]

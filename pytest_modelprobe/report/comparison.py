@@ -44,10 +44,10 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
-    retrained = any(cause.whole for cause in diagnosis.causes)  # then that is what changed the output
-    if (first.change is None or first.built) and diagnosis.output is not None and not retrained:
-        effect = f"{';' if first.built else ':'} output changed{_by(diagnosis.output)}"
-    shown = said(first, _label(first.layer, diagnosis))
+    retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
+    if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
+        effect = f"{';' if first.share_method else ':'} output changed{_by(diagnosis.output)}"
+    shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
 
@@ -56,17 +56,19 @@ def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
     if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
         return False
     # A layer that gets no mask any more gives out something else for that reason.
-    unmasked = any(cause.about_a_call and "mask" in cause.what for cause in diagnosis.causes)
+    unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
     return not unmasked and any(cause.change is not None for cause in diagnosis.possible)
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
     """Return how many places, and the first three."""
-    told = [
-        said(cause, _label(cause.layer, diagnosis)) + (f" x{times}" if times > 1 else "") for cause, times in found[:3]
-    ]
-    more = ["..."] if len(found) > len(told) else []
-    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(told + more)}"
+    first = [_repeated(cause_text(cause, _label(cause.layer, diagnosis)), times) for cause, times in found[:3]]
+    more = ["..."] if len(found) > len(first) else []
+    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(first + more)}"
+
+
+def _repeated(text: str, times: int) -> str:
+    return f"{text} x{times}" if times > 1 else text
 
 
 def _label(layer: str, diagnosis: Diagnosis) -> str:
@@ -124,10 +126,10 @@ def noted(notes: Iterable[Difference]) -> list[str]:
     went: dict[str, int] = {}
     for note in notes:
         there, value = (went, note.expected) if note.actual is None else (came, note.actual)
-        said = f"{qualified(pattern(note.layer), note.what)} {_plain(value)}"
+        said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
         there[said] = there.get(said, 0) + 1
     told = {"Also new": came, "Also gone": went}
-    shown = ([said + (f" x{n}" if n > 1 else "") for said, n in found.items()] for found in told.values())
+    shown = ([_repeated(said, n) for said, n in found.items()] for found in told.values())
     parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
     return [f"{'. '.join(parts)}."] if parts else []
 
@@ -142,33 +144,33 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
     """Return the rows of the table of causes, equal ones of repeated layers as one."""
     return [
         [
-            said(cause) + (f" x{times}" if times > 1 else ""),
+            _repeated(cause_text(cause), times),
             cause.kind,
             percent(cause.change),
             _times_noise(cause) or "-",
-            _SEEN[cause.witness],
+            _SEEN[cause.evidence],
             "; ".join(cause.hints) or "-",
         ]
         for cause, times in grouped(causes)
     ]
 
 
-def said(cause: Cause, label: str | None = None) -> str:
+def cause_text(cause: Cause, label: str | None = None) -> str:
     """Return a cause in a few words, its layer first.
 
     Args:
         cause: The cause.
         label: What to call the layer in a sentence; None: its name, as in a table.
 
-    >>> said(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
+    >>> cause_text(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
     'blocks.2: own code changed between norm1 and attn'
-    >>> said(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
+    >>> cause_text(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
     'fc1: weights changed by 0.08 % (weight, bias)'
-    >>> said(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
+    >>> cause_text(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
     'act: ReLU → GELU'
     """
     layer, what = cause.layer, cause.what
-    arrow = f"{_plain(cause.expected)} → {_plain(cause.actual)}"
+    arrow = f"{_value_text(cause.expected)} → {_value_text(cause.actual)}"
     label = label or layer
     if cause.kind == "seed":
         return f"seed {arrow}"
@@ -180,7 +182,7 @@ def said(cause: Cause, label: str | None = None) -> str:
         return _architecture(cause, label, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
-    if cause.whole:
+    if cause.is_retraining:
         return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
         return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
@@ -192,48 +194,50 @@ def said(cause: Cause, label: str | None = None) -> str:
 def _architecture(cause: Cause, label: str, arrow: str) -> str:
     layer, what = cause.layer, cause.what
     if what == "added":
-        return f"{label} added: {', '.join((_plain(cause.actual), *cause.hints))}"
+        return f"{label} added: {', '.join((_value_text(cause.actual), *cause.hints))}"
     if what == "removed":
-        return f"{label} removed: {', '.join(cause.hints) or f'it was {_plain(cause.expected)}'}"
+        return f"{label} removed: {', '.join(cause.hints) or f'it was {_value_text(cause.expected)}'}"
     if what == "path":
         if cause.actual is None or cause.expected is None:
             return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
         return f"{label}: {cause.expected} renamed to {cause.actual}"
     if what == "renamed":
-        return f"{label_of(_plain(cause.expected))} renamed to {label}"
+        return f"{label_of(_value_text(cause.expected))} renamed to {label}"
     if what == "type":
         return f"{label}: {arrow}"
     name, _, aspect = what.partition(" ")
     if aspect in ("added", "removed"):
-        return f"{qualified(layer, name)} {aspect}: {_plain(cause.actual if aspect == 'added' else cause.expected)}"
+        return (
+            f"{qualified(layer, name)} {aspect}: {_value_text(cause.actual if aspect == 'added' else cause.expected)}"
+        )
     return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
 
 
 def _computation(cause: Cause, label: str) -> str:
     first = cause.differences[0] if cause.differences else None
-    if cause.built:
-        about = "about " if cause.built == "estimated" else ""
+    if cause.share_method:
+        about = "about " if cause.share_method == "estimated" else ""
         share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
         return f"{label}: builds another {cause.what}{share}"
-    if first is not None and cause.about_a_call:
+    if first is not None and cause.is_call_change:
         return f"{label}: own code {_handed(first)}"
     if first is not None and first.kind == "calls":
         child = cause.what.removeprefix("calls of ")
         if not cause.actual:
             return f"{label}: own code no longer calls {child}"
-        return f"{label}: own code calls {child} {_plain(cause.actual)} times, not {_plain(cause.expected)}"
-    if first is None or cause.witness != "recorded":
+        return f"{label}: own code calls {child} {_value_text(cause.actual)} times, not {_value_text(cause.expected)}"
+    if first is None or cause.evidence != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "interface" and cause.what == first.what:
         made = "gives out" if cause.what == "output" else f"gives out {cause.what} as"
-        return f"{label}: own code {made} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+        return f"{label}: own code {made} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
     if first.kind == "source":
         where = cause.what.removesuffix(" source")
-        return f"{label}: own code feeds {_plain(cause.actual)} to {where}, not {_plain(cause.expected)}"
+        return f"{label}: own code feeds {_value_text(cause.actual)} to {where}, not {_value_text(cause.expected)}"
     if first.kind in ("input added", "input removed"):
         gives = "gives" if first.kind == "input added" else "no longer gives"
         return f"{label}: own code {gives} {cause.what}"
-    return f"{label}: own code gives {cause.what} {_plain(cause.actual)}, not {_plain(cause.expected)}"
+    return f"{label}: own code gives {cause.what} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
 
 
 def _handed(difference: Difference) -> str:
@@ -303,7 +307,7 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
 
 
 def _effect(cause: Cause) -> str:
-    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.built:
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
         return ""
     noise = _times_noise(cause)
     what = f"{cause.effect} changed " if cause.effect else ""
@@ -322,7 +326,7 @@ def _by(change: float | None) -> str:
     return "" if change is None or math.isinf(change) else f" by {percent(change)}"
 
 
-def _plain(value: Plain) -> str:
+def _value_text(value: Plain) -> str:
     return "none" if value is None else str(value)
 
 
@@ -340,7 +344,7 @@ _REDRAWN = (
     "modelprobe.build(Net) gives the same weights in every run."
 )
 
-_POSSIBLE = "Possible, as an input is not known or one of two witnesses is silent:"
+_POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
 
 _SEEN = {
     "recorded": "in the record",

@@ -10,12 +10,12 @@ import json
 import secrets
 from pathlib import Path
 
-from pytest_modelprobe.gate import Change, Level, Verdict
+from pytest_modelprobe.gate import Level, SnapshotChange, Verdict
 
 from .changes import details, finding_text
 from .text import printable
 
-MOST = 9
+MOST_ANNOTATIONS = 9
 """Annotations of one level. GitHub drops all beyond ten of a step without a word; the tenth counts the rest."""
 
 _COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
@@ -40,24 +40,28 @@ def _property(text: str) -> str:
     return printable(text).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
 
 
-def shown(verdict: Verdict) -> list[str]:
+def annotation_commands(verdict: Verdict) -> list[str]:
     """Return the commands that show each change at its snapshot: denied ones as errors, the rest as warnings."""
     lines = []
     for level in ("deny", "warn"):
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
         name = _COMMANDS[level]
-        lines += [_annotation(name, change) for change in changes[:MOST]]
-        if len(changes) > MOST:
-            lines.append(command(name, f"+{len(changes) - MOST} more: see the summary of this job", title="modelprobe"))
+        lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
+        if len(changes) > MOST_ANNOTATIONS:
+            lines.append(
+                command(
+                    name, f"+{len(changes) - MOST_ANNOTATIONS} more: see the summary of this job", title="modelprobe"
+                )
+            )
     return lines
 
 
-def _level(change: Change, verdict: Verdict) -> Level:
+def _level(change: SnapshotChange, verdict: Verdict) -> Level:
     """Return how a change is annotated: declared ones are only pointed at."""
     return "warn" if change.level == "deny" and change not in verdict.denied else change.level
 
 
-def _annotation(name: str, change: Change) -> str:
+def _annotation(name: str, change: SnapshotChange) -> str:
     first = change.findings[0]
     said = "\n".join(printable(f"{finding.kind}: {finding_text(finding, change)}") for finding in change.findings)
     reason = change.reason
@@ -81,7 +85,7 @@ def line_of(text: str, layer: str) -> int:
     return next((n for n, line in lines if any(line.lstrip().startswith(key) for key in keys)), 1)
 
 
-def unheard(text: str) -> str:
+def without_commands(text: str) -> str:
     """Return text for the log of a job, in which nothing is taken for a command."""
     token = secrets.token_hex(16)
     return f"::stop-commands::{token}\n{text}\n::{token}::"

@@ -12,7 +12,6 @@ from pytest_modelprobe.gate import Verdict
 
 from . import changes, comparison
 from .changes import (
-    COLUMNS,
     VERDICT_COLUMNS,
     cause_rows,
     details,
@@ -22,12 +21,13 @@ from .changes import (
     reasons,
     verdict_rows,
 )
+from .rows import CHANGE_COLUMNS
 from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
 """Rows of a table that stand open; the rest is folded away."""
 
-MOST_BYTES = 900_000
+MOST_SUMMARY_BYTES = 900_000
 """Of a summary. GitHub drops those of more than 1 MiB altogether."""
 
 
@@ -81,7 +81,7 @@ def _text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else number(cell)
 
 
-def verdict(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
+def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Return what the gate has to say, the gravest first, and how to declare what is denied."""
     head = [f"### modelprobe: {escaped(first_line(verdict))}", ""]
     if verdict.changes:
@@ -126,7 +126,7 @@ def _size(lines: Iterable[str]) -> int:
     return sum(len(line.encode("utf-8", "replace")) + 1 for line in lines)
 
 
-def diff(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
+def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Return what changed, and why."""
     if not verdict.changes:
         return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
@@ -137,7 +137,7 @@ def diff(verdict: Verdict, most_bytes: int = MOST_BYTES) -> str:
         diagnosis = change.diagnosis
         if diagnosis is not None:
             lines += ["", *table(CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible)))]
-            lines += ["", *_folded("all that differs", COLUMNS, [row.cells for row in details(change)])]
+            lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
 

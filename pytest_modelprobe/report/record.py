@@ -10,7 +10,7 @@ from pytest_modelprobe.record import Record, nearest
 
 from .text import Cell, count, layer_rows, listed, number, printable, table
 
-MOST_ROWS = 60
+MOST_LAYERS = 60
 """Layers that ``print(record)`` shows."""
 
 MOST_ROWS_IN_NOTEBOOK = 200
@@ -31,7 +31,7 @@ def headline(record: Record) -> str:
     )
 
 
-def as_text(record: Record, names: Iterable[str] | None = None, most: int | None = MOST_ROWS) -> str:
+def as_text(record: Record, names: Iterable[str] | None = None, most: int | None = MOST_LAYERS) -> str:
     """Return a record as a table of its layers, see `layer_rows`.
 
     Args:

@@ -17,7 +17,7 @@ from pytest_modelprobe.files import ARCH, PROBE, Texts, read_texts, write
 _BETWEEN = "\f"  # what no JSON has in it
 
 
-class Place(NamedTuple):
+class SnapshotFiles(NamedTuple):
     """Where a snapshot lies: two files."""
 
     arch: Path
@@ -79,7 +79,9 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
             write(place.arch, Texts(architecture, numbers or None), place.probe)
 
 
-def tell(assertion: SnapshotAssertion, place: Place, texts: Texts, *, write: bool) -> tuple[bool, Exception | None]:
+def tell(
+    assertion: SnapshotAssertion, place: SnapshotFiles, texts: Texts, *, write: bool
+) -> tuple[bool, Exception | None]:
     """Have syrupy count a comparison, and write if asked; return whether it was equal, and what syrupy raised."""
     assertion.update_snapshots, assertion.update_new_snapshots_only = write, False
     equal = bool(assertion(name=cast(Any, place)) == joined(texts))

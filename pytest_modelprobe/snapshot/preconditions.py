@@ -7,7 +7,7 @@ from itertools import chain
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
-from pytest_modelprobe.comparison import MOST
+from pytest_modelprobe.comparison import LARGEST_TOLERANCE
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, address
 from pytest_modelprobe.report.text import listed
@@ -54,12 +54,12 @@ def nondeterministic(record: Record) -> str | None:
     calls = sorted(record.calls, key=lambda pair: pair[1].finished)  # what a layer calls ends before it
     made = ((address(layer.name, call, value.path), call, value) for layer, call in calls for value in call.outputs)
     values = list(made)
-    forward = (where for where, _, value in values if _moves(value.forward, MOST["forward"]))
+    forward = (where for where, _, value in values if _moves(value.forward, LARGEST_TOLERANCE["forward"]))
     # What is next to nothing is all rounding, whoever adds it up.
     backward = (
         f"the gradient of {where}"
         for where, call, value in reversed(values)
-        if _moves(value.backward, MOST["backward"]) and _is_of_size(value.backward, call)
+        if _moves(value.backward, LARGEST_TOLERANCE["backward"]) and _is_of_size(value.backward, call)
     )
     return next(chain(forward, backward), None)
 

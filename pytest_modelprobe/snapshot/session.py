@@ -111,7 +111,7 @@ class SnapshotSession:
 
     def owner(self, arch: Path, item: pytest.Item) -> str | None:
         """Return the other test whose file some file systems would take for this one, if there is one."""
-        from pytest_modelprobe.files import ARCH, folded
+        from pytest_modelprobe.files import ARCH, case_folded
 
         from .naming import folder_of
 
@@ -119,8 +119,8 @@ class SnapshotSession:
             for other in item.session.items:
                 if "modelprobe_snapshot" in getattr(other, "fixturenames", ()):
                     first = folder_of(other.path) / (self.stem_of(other) + ARCH)
-                    self._owners.setdefault(folded(str(first)), (first, other.nodeid))
-        path, test = self._owners.setdefault(folded(str(arch)), (arch, item.nodeid))
+                    self._owners.setdefault(case_folded(str(first)), (first, other.nodeid))
+        path, test = self._owners.setdefault(case_folded(str(arch)), (arch, item.nodeid))
         return None if path == arch else test
 
     def is_claimed(self, arch: Path, item: pytest.Item) -> bool:

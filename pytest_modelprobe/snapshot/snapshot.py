@@ -24,10 +24,10 @@ from pytest_modelprobe.comparison import (
     Diagnosis,
     Parts,
     Tolerance,
+    changes_code,
     compare,
     diagnose,
-    hidden,
-    tells_of_code,
+    layers_behind_zeros,
 )
 from pytest_modelprobe.exceptions import SelectionError, SnapshotError, UsageError
 from pytest_modelprobe.files import (
@@ -50,7 +50,7 @@ from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 
 from . import messages as words
-from .extension import ModelProbeExtension, Place, tell
+from .extension import ModelProbeExtension, SnapshotFiles, tell
 from .forked import Children
 from .naming import DEVICES, folder_of, kind, stem_of
 from .preconditions import active_dropout, is_training, nondeterministic, nonfinite, structure_of
@@ -205,7 +205,7 @@ _UNEQUAL = ("changed", "new", "unreadable")
 class _Outcome:
     """One comparison, and what came of it."""
 
-    place: Place
+    place: SnapshotFiles
     record: Record
     rerun: Rerun | None
     asked_by: CodeType
@@ -249,8 +249,8 @@ class _Outcome:
             "layers": len(self.record.layers),
             "findings": findings(self.record) if self.verdict in ("new", "created") else [],
             "first_line": self.text.partition("\n")[0],
-            "causes": [_plain(*pair) for pair in report.grouped(diagnosis.causes)] if diagnosis else [],
-            "possible": [_plain(*pair) for pair in report.grouped(diagnosis.possible)] if diagnosis else [],
+            "causes": [_cause_data(*pair) for pair in report.grouped(diagnosis.causes)] if diagnosis else [],
+            "possible": [_cause_data(*pair) for pair in report.grouped(diagnosis.possible)] if diagnosis else [],
             "moved": len(diagnosis.moved) if diagnosis else 0,
             "text": self.text,
             "key": str(self.place.probe),
@@ -279,7 +279,7 @@ class _Unequal:
         return repr(bool(self))
 
 
-def _plain(cause: Cause, layers: int) -> dict[str, Any]:
+def _cause_data(cause: Cause, layers: int) -> dict[str, Any]:
     values = {name: getattr(cause, name) for name in ("actual", "expected", "change", "noise")}
     finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {
@@ -288,9 +288,9 @@ def _plain(cause: Cause, layers: int) -> dict[str, Any]:
         "layers": layers,
         "what": cause.what,
         **finite,
-        "witness": cause.witness,
+        "evidence": cause.evidence,
         "hints": list(cause.hints),
-        "said": report.said(cause),
+        "said": report.cause_text(cause),
         "key": words.key(cause),
     }
 
@@ -419,7 +419,7 @@ class Comparer:
             outcome.declared = bool(self._policy.reason) and old is not None
         elif self._policy.output:
             folder, root = self._policy.output, self._item.config.rootpath
-            there = Place(*(folder / _below(path, root) for path in outcome.place))
+            there = SnapshotFiles(*(folder / _below(path, root) for path in outcome.place))
             write(there.arch, self._texts(outcome, self._measured(outcome, expected), old), there.probe)
         outcome.text = self._text(outcome, refusal)
         self._tell_syrupy(outcome, new)
@@ -463,7 +463,7 @@ class Comparer:
             return Texts(texts.architecture, None), _structure(data, arch), False
         return texts, decode(*texts, where=str(arch), numbers_at=str(probe)).record, True
 
-    def _place(self, record: Record, options: Options) -> Place:
+    def _place(self, record: Record, options: Options) -> SnapshotFiles:
         __tracebackhide__ = True
         stem = stem_of(self._item)
         if options.name is not None:
@@ -472,7 +472,9 @@ class Comparer:
             self._unnamed += 1
             stem += f".{self._unnamed}" if self._unnamed > 1 else ""
         folder, device = folder_of(self._item.path), kind(record.device)
-        place = Place(folder / (stem + ARCH), folder / (stem + (f".{device}" if device in DEVICES else "") + PROBE))
+        place = SnapshotFiles(
+            folder / (stem + ARCH), folder / (stem + (f".{device}" if device in DEVICES else "") + PROBE)
+        )
         other = self._session.owner(place.arch, self._item)
         if other is not None:
             raise UsageError(
@@ -568,7 +570,7 @@ class Comparer:
         for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
             if arch == place.arch or self._session.is_claimed(arch, self._item):
                 continue
-            old = Place(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
+            old = SnapshotFiles(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
             try:
                 same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
             except SnapshotError:
@@ -628,8 +630,8 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options)
         return asked(isolated, expected)
 
     if found.same:
-        behind_zeros = [name for name in hidden(actual) if _has_responses(found.expected.layers[name])]
-        if not (behind_zeros and tells_of_code(diagnose(alone(behind_zeros)))):
+        behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
+        if not (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             return diagnose(found)
     return diagnose(alone())
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.comparison.compare import Comparison, compare
+from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.differences import Comparison
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.files import decode_architecture, encode
 from pytest_modelprobe.record import (

@@ -23,7 +23,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
-from pytest_modelprobe.gate.verdict import class_of
+from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
@@ -35,7 +35,7 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report.comparison import first_line, said, text
+from pytest_modelprobe.report.comparison import cause_text, first_line, text
 
 # --- real models --------------------------------------------------------------------------------------------------
 
@@ -230,10 +230,10 @@ def with_forward(layer: str, forward: Callable[..., Any]) -> Edit:
     return edit
 
 
-both_witnesses = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
+isolated_and_not = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
 
 
-@both_witnesses
+@isolated_and_not
 def test_of_nothing_there_is_no_cause(alone: bool) -> None:
     diagnosis = diagnosed(alone=alone)
     assert (diagnosis.causes, diagnosis.possible, diagnosis.moved, diagnosis.unknown) == ((), (), (), None)
@@ -242,7 +242,7 @@ def test_of_nothing_there_is_no_cause(alone: bool) -> None:
 # --- 0: input and seed --------------------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 def test_another_input_accuses_nothing_else(alone: bool) -> None:
     diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"), alone=alone)
     assert causes(diagnosis) == [("input", "(root)", "input")]
@@ -266,7 +266,7 @@ def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient
     old, new = (PROBE.run(PROBE.build(Net), IDS, loss=loss_with(power)) for power in (2, 3))
     diagnosis = diagnose(compare(new, old))
     assert causes(diagnosis) == [("gradient", "(root)", "the loss")]
-    assert said(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
+    assert cause_text(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
 
 
 def test_another_seed_is_the_first_cause() -> None:
@@ -278,7 +278,7 @@ def test_another_seed_is_the_first_cause() -> None:
 # --- 1: architecture and attributes -------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 @pytest.mark.parametrize(("blocks", "what"), [(4, "added"), (2, "removed")])
 def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(
     blocks: int, what: str, alone: bool
@@ -318,7 +318,7 @@ def test_another_type_is_the_cause_of_its_own_answer() -> None:
     assert diagnosis.causes[0].change > 1e-3
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
     def edit(model: Any) -> None:
         model.blocks[1].norm.eps = 1e-2
@@ -329,7 +329,7 @@ def test_an_attribute_is_the_cause_of_its_own_answer(alone: bool) -> None:
     assert cause.change > 1e-4
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause(alone: bool) -> None:
     def edit(model: Any) -> None:
         model.times = 3
@@ -356,7 +356,7 @@ def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
     assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
 
 
-@both_witnesses
+@isolated_and_not
 def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> None:
     def edit(model: nn.Module) -> None:
         model.act.forward = lambda x: -nn.functional.softplus(x)
@@ -367,7 +367,7 @@ def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> N
 # --- 2: weights and buffers ---------------------------------------------------------------------------------------
 
 
-@both_witnesses
+@isolated_and_not
 def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None:
     diagnosis = diagnosed(lambda model: model.blocks[1].up.weight.data.mul_(1.1), alone=alone)
     assert causes(diagnosis) == [("weights", "blocks.1.up", "weight")]
@@ -376,7 +376,7 @@ def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None
     assert not diagnosis.redrawn
 
 
-@both_witnesses
+@isolated_and_not
 def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
     def edit(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -427,7 +427,7 @@ def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x + self.down(self.act(self.up(self.norm(x.roll(1, -1)))))
 
 
-@both_witnesses
+@isolated_and_not
 @pytest.mark.parametrize(
     ("forward", "where"),
     [
@@ -439,10 +439,10 @@ def shifted_before(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_container_s_own_code_is_told_with_its_place(forward: Any, where: str, alone: bool) -> None:
     diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
     assert causes(diagnosis) == [("computation", "blocks.1", where)]
-    assert diagnosis.causes[0].witness == ("both" if alone else "propagation")
+    assert diagnosis.causes[0].evidence == ("both" if alone else "propagation")
 
 
-@both_witnesses
+@isolated_and_not
 def test_a_leaf_s_own_code_is_named(alone: bool) -> None:
     forward = with_forward("blocks.1.act", lambda self, x: 2 * nn.functional.gelu(x))
     diagnosis = diagnosed(forward, alone=alone)
@@ -477,7 +477,7 @@ def test_by_propagation_only_the_first_of_several_is_named_and_the_rest_is_not_j
     assert "blocks.2" in diagnosis.not_judged
 
 
-@both_witnesses
+@isolated_and_not
 def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> None:
     forward = with_forward("blocks.1", lambda self, x: x + self.down(self.act(self.up(x))))
     diagnosis = diagnosed(forward, alone=alone)
@@ -534,17 +534,17 @@ def detached(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached))
     assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
-    assert diagnosis.causes[0].witness == "both"
-    assert said(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
+    assert diagnosis.causes[0].evidence == "both"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
 
 
 def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached), alone=False)
     assert causes(diagnosis) == [("gradient", "blocks.1", "after down")]
-    assert said(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
 
 
-@both_witnesses
+@isolated_and_not
 def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -553,7 +553,7 @@ def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
 
     diagnosis = diagnosed(with_forward("blocks.1", forward), alone=alone)
     assert causes(diagnosis) == [("gradient", "blocks.1", "norm grad_enabled")]
-    assert said(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: own code calls norm with gradients off"
 
 
 class Reversed(torch.autograd.Function):
@@ -566,7 +566,7 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-@both_witnesses
+@isolated_and_not
 def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
     def edit(model: Any) -> None:
         for layer in ("blocks.0.act", "blocks.2.act"):
@@ -583,7 +583,7 @@ def test_a_gradient_that_only_one_weight_gets_otherwise_is_told_of_that_weight()
         model.blocks[1].up.bias.register_hook(lambda gradient: 2 * gradient)
 
     (cause,) = diagnosed(edit, alone=False).causes
-    assert said(cause) == "blocks.1.up: gradient of bias changed"
+    assert cause_text(cause) == "blocks.1.up: gradient of bias changed"
 
 
 def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
@@ -591,7 +591,7 @@ def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them
         return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
 
     (cause,) = diagnosed(with_forward("blocks.1", forward), alone=False).causes
-    assert said(cause) == "blocks.1: gradient changed between up and act"
+    assert cause_text(cause) == "blocks.1: gradient changed between up and act"
 
 
 # --- real architectures -------------------------------------------------------------------------------------------
@@ -750,18 +750,18 @@ def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible()
     diagnosis = found(chain((X, OTHER), response=ANSWER), chain((X, Y), response=ANSWER))
     assert diagnosis.causes == ()
     assert diagnosis.possible[0].layer == "a"
-    assert diagnosis.possible[0].hints[-1] == "its own code answers synthetic inputs as before"
+    assert diagnosis.possible[0].hints[-1] == "its isolated response is unchanged"
 
 
-def test_both_witnesses_are_one_cause() -> None:
+def test_both_kinds_of_evidence_are_one_cause() -> None:
     diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
-    assert [(c.layer, c.witness) for c in diagnosis.causes] == [("a", "both")]
+    assert [(c.layer, c.evidence) for c in diagnosis.causes] == [("a", "both")]
 
 
 def test_what_was_passed_on_and_is_computed_now_has_the_change_of_the_run() -> None:
     passed = dataclasses.replace(ANSWER, handed=(EmittedTensor(where="output", passed="input"),))
     (cause,) = found(chain((X, reading(3.0, 4.5)), response=ANSWER), chain((X, Y), response=passed)).causes
-    assert (cause.witness, cause.change) == ("both", pytest.approx(0.1))
+    assert (cause.evidence, cause.change) == ("both", pytest.approx(0.1))
 
 
 def test_an_answer_to_another_question_is_not_compared() -> None:
@@ -1035,13 +1035,13 @@ def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: tor
 )
 def test_outputs_with_other_names_are_told_as_that(given: Any, lines: list[str]) -> None:
     found = rewritten(Dictionary, like(Dictionary, given=given), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == lines
+    assert [cause_text(cause) for cause in found.causes] == lines
 
 
 def test_of_an_output_with_another_name_the_layer_that_takes_it_is_not_accused() -> None:
     new = like(Dictionary, given=lambda self, logits, hidden: {"logits": logits, "features": hidden})
     found = rewritten(lambda: Outer(Dictionary), lambda: Outer(new), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
+    assert [cause_text(cause) for cause in found.causes] == ["inner: output.hidden renamed to output.features"]
 
 
 def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others() -> None:
@@ -1055,7 +1055,7 @@ def test_a_container_whose_children_are_called_one_by_one_is_said_to_call_others
 
     edit = like(nn.Sequential, forward=one_by_one, __module__=nn.Sequential.__module__)
     found = rewritten(nested, lambda: edit(*nested()), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code no longer calls 0"]
 
 
 def test_another_mode_hides_no_change_of_code() -> None:
@@ -1075,7 +1075,7 @@ def test_another_mode_that_changes_nothing_accuses_no_code() -> None:
 
 def test_a_child_of_another_type_leaves_the_gradient_of_its_parent_alone() -> None:
     found = rewritten(Recurrent, lambda: retyped(Recurrent()), PROBE.randn(2, 5, 4))
-    assert [said(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
+    assert [cause_text(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
 
 
 def retyped(model: nn.Module) -> nn.Module:
@@ -1094,7 +1094,7 @@ def test_a_value_that_is_detached_on_the_way_is_named() -> None:
 
     old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
     found = rewritten(old, new, PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
 
 
 def test_a_momentum_changes_the_statistics_and_no_output() -> None:
@@ -1128,7 +1128,7 @@ def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
         return nn.Sequential(OrderedDict([("fc1", nn.Linear(8, 8)), (name, nn.Linear(8, 8))]))
 
     found = rewritten(lambda: named("fc2"), lambda: named("hidden"), PROBE.randn(4, 8))
-    assert [said(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
+    assert [cause_text(cause) for cause in found.causes] == ["fc2 renamed to hidden"]
     assert found.causes[0].hints == ("its weights are others: build draws them by name",)
 
 
@@ -1189,7 +1189,7 @@ def refactored(old: Callable[[], nn.Module], new: Callable[[], nn.Module]) -> Di
 
 def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
     found = refactored(Scaling, lambda: Scaling(1.5, in_chans=3))
-    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
     assert "in_chans 3 is new" in found.causes[0].hints
 
 
@@ -1214,7 +1214,7 @@ def test_a_table_that_came_or_went_does_not_excuse_the_code_beside_it(drop: str)
         return model
 
     found = refactored(lambda: make(1.1, bare=drop == "old"), lambda: make(1.5, bare=drop == "new"))
-    assert said(found.causes[0]) == "(root): own code changed between a and b"
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
     assert found.causes[0].change is not None
     assert [cause.change for cause in found.causes[1:]] == [None]
 
@@ -1222,7 +1222,7 @@ def test_a_table_that_came_or_went_does_not_excuse_the_code_beside_it(drop: str)
 @pytest.mark.parametrize("option", [{"persistent": True}, {"trainable": False}])
 def test_what_is_saved_or_trained_does_not_excuse_the_code_beside_it(option: Any) -> None:
     found = refactored(Buffered, lambda: Buffered(1.5, **option))
-    assert said(found.causes[0]) == "(root): own code changed between a and b"
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
     assert [cause.change for cause in found.causes[1:]] == [None]
 
 
@@ -1233,7 +1233,7 @@ def test_statements_in_another_order_are_no_change_of_code() -> None:
 
 def test_code_beside_statements_in_another_order_is_named() -> None:
     found = refactored(Scaling, lambda: Scaling(1.5, swapped=True, in_chans=3))
-    assert [said(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
 
 
 def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_same() -> None:
@@ -1259,7 +1259,7 @@ def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> No
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
     # No effect: the weights changed the output, too.
     assert first_line(found).startswith("(root): own code changed between a and b; ")
-    assert said(found.causes[1]).startswith("all weights changed by ")
+    assert cause_text(found.causes[1]).startswith("all weights changed by ")
 
 
 def redrawn(model: nn.Module) -> nn.Module:
@@ -1274,7 +1274,7 @@ def test_norms_as_fresh_as_they_were_are_no_exception_among_weights_drawn_anew()
     ids = PROBE.randint(0, 32, (2, 6))
     old = recorded(PROBE.build(Net), ids)
     (weights,) = diagnose(compare(recorded(redrawn(PROBE.build(Net)), ids), old)).causes
-    assert said(weights).startswith("all weights changed by ")
+    assert cause_text(weights).startswith("all weights changed by ")
     assert weights.what == "all 8 layers"
 
     changed = redrawn(PROBE.build(Net))
@@ -1374,7 +1374,7 @@ def test_an_argument_by_keyword_is_no_other_code_in_a_model_that_was_trained_aga
 def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
     found = refactored(lambda: in_a_row(lambda: Called(mask=True)), lambda: in_a_row(Called))
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "1")]
-    assert said(found.causes[0]) == "1: own code no longer gives masked mask"
+    assert cause_text(found.causes[0]) == "1: own code no longer gives masked mask"
 
 
 class Adapter(nn.Module):
@@ -1417,7 +1417,7 @@ def test_weights_that_are_trained_now_come_before_those_of_a_model_that_was_trai
         return model
 
     found = refactored(frozen, lambda: trained_again(Scaling()))
-    assert (said(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
+    assert (cause_text(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
 
 
 def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_trained_again() -> None:
@@ -1590,7 +1590,7 @@ class Unpacking(nn.Module):
 def test_an_output_with_another_name_does_not_excuse_the_code_that_makes_it() -> None:
     found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(2.0, bare=False))
     assert first_line(found).startswith("inner: own code changed after fc: by ")
-    assert {said(cause) for cause in found.causes} == {
+    assert {cause_text(cause) for cause in found.causes} == {
         "inner: own code changed after fc", "inner: output renamed to output[0]",
     }  # fmt: skip
 
@@ -1651,7 +1651,7 @@ def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() 
     found = refactored(
         lambda: Handing(9, rotary=False, tidy=True), lambda: Handing(2, rotary=True, tidy=False, bare=False)
     )
-    assert said(found.causes[0]) == "(root): own code no longer gives body tidy"
+    assert cause_text(found.causes[0]) == "(root): own code no longer gives body tidy"
     assert first_line(found).startswith("possibly body: ")
     assert "it does not get tidy now" in found.possible[0].hints
     assert ", 3 others without a known effect" in first_line(found)
@@ -1673,8 +1673,10 @@ class Stages(nn.Module):
 
 def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
     apart, shared = (functools.partial(Stages, shared=shared) for shared in (False, True))
-    assert "second removed: it is first again" in {said(cause) for cause in refactored(apart, shared).causes}
-    assert "second added: Linear, it was first again" in {said(cause) for cause in refactored(shared, apart).causes}
+    assert "second removed: it is first again" in {cause_text(cause) for cause in refactored(apart, shared).causes}
+    assert "second added: Linear, it was first again" in {
+        cause_text(cause) for cause in refactored(shared, apart).causes
+    }
 
 
 def test_weights_are_told_with_their_size_then_and_now() -> None:
@@ -1711,7 +1713,7 @@ def test_an_argument_that_went_accuses_who_gave_it_and_not_who_handed_it_on() ->
         return model
 
     found = refactored(lambda: build({"flag": True}), lambda: build({}))
-    assert [said(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): own code no longer gives inside.0 flag"]
     assert found.possible == ()
 
 

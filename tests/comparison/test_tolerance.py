@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from pytest_modelprobe import statistics
 from pytest_modelprobe.comparison.tolerance import (
     CAME,
-    EQUAL,
     GONE,
-    MULTIPLE,
+    NOISE_FACTOR,
     UNKNOWN,
-    Change,
     Direction,
+    ValueChange,
     change,
     epsilon,
 )
@@ -146,7 +145,7 @@ def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
 
 def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
     found = change(reading(1.0003), reading(1.0, noise=1e-4), measured=True)
-    assert (found.limit, found.noise, found.differs) == (MULTIPLE * 1e-4, 1e-4, False)
+    assert (found.limit, found.noise, found.differs) == (NOISE_FACTOR * 1e-4, 1e-4, False)
 
 
 @pytest.mark.parametrize(("direction", "most"), [("forward", 1e-2), ("backward", 2e-2), ("state", 1e-2)])
@@ -231,7 +230,7 @@ def test_noise_that_began_from_nothing_does_not_allow_everything() -> None:
 
 
 def test_integers_of_one_digest_are_the_same() -> None:
-    assert change(integers("aa"), integers("aa")) == EQUAL
+    assert change(integers("aa"), integers("aa")) == ValueChange(0.0)
 
 
 def test_the_change_of_integers_is_the_share_that_differs() -> None:
@@ -253,7 +252,7 @@ def test_integers_may_not_change_at_all_where_they_do_not_by_themselves() -> Non
 
 def test_integers_that_tip_over_by_themselves_may_change_by_a_multiple_of_that() -> None:
     found = change(integers("aa", 1.0, count=1000), integers("bb", 1.0, count=1000, noise=0.001))
-    assert (found.change, found.limit, found.differs) == (0.001, MULTIPLE * 0.001, False)
+    assert (found.change, found.limit, found.differs) == (0.001, NOISE_FACTOR * 0.001, False)
 
 
 def test_of_integers_too_no_more_than_a_hundredth_may_change_by_itself() -> None:
@@ -324,16 +323,16 @@ def test_moments_as_printed_in_a_file_are_the_same() -> None:
 
 
 def test_units_are_multiples_of_the_limit() -> None:
-    assert Change(0.3, limit=0.1).units == pytest.approx(3)
+    assert ValueChange(0.3, limit=0.1).units == pytest.approx(3)
 
 
 def test_a_change_where_none_is_allowed_is_infinitely_many_units() -> None:
-    assert Change(0.3).units == math.inf
+    assert ValueChange(0.3).units == math.inf
 
 
 def test_no_change_is_no_units_also_where_none_is_allowed() -> None:
-    assert (Change(0.0).units, UNKNOWN.units) == (0.0, 0.0)
+    assert (ValueChange(0.0).units, UNKNOWN.units) == (0.0, 0.0)
 
 
 def test_a_change_that_is_not_a_number_differs() -> None:
-    assert Change(math.nan, limit=1.0).differs
+    assert ValueChange(math.nan, limit=1.0).differs

@@ -29,21 +29,21 @@ from pytest_modelprobe.comparison import tolerance as tolerances
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import (
-    Snapshot,
+    StoredSnapshot,
     Texts,
     architecture_digest,
+    case_folded,
     decode,
     decode_architecture,
     encode,
     file_name,
     fixed_point,
-    folded,
     read,
     read_texts,
     rewritten,
     write,
 )
-from pytest_modelprobe.files.readings import number, reading_from, reading_text
+from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
 from pytest_modelprobe.gate import verdict as gate
 from pytest_modelprobe.record import (
     ROOT,
@@ -59,7 +59,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.report import changes
+from pytest_modelprobe.report import changes, data
 
 # --- records ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ def model_texts(name: str) -> Texts:
     return encode(model_record(name))
 
 
-def decoded(texts: Texts) -> Snapshot:
+def decoded(texts: Texts) -> StoredSnapshot:
     return decode(*texts, where="tests/__modelprobe__/test_net/test_net.arch.json")
 
 
@@ -687,7 +687,7 @@ def test_a_record_of_structure_alone_has_no_numbers_file() -> None:
 def test_what_was_declared_comes_back() -> None:
     old = encode(small()).architecture
     texts = encode(small(), reason="wider", supersedes=architecture_digest(old))
-    assert decoded(texts) == Snapshot(decoded(texts).record, "wider", architecture_digest(old))
+    assert decoded(texts) == StoredSnapshot(decoded(texts).record, "wider", architecture_digest(old))
 
 
 def test_a_declaration_is_no_part_of_the_architecture() -> None:
@@ -857,7 +857,7 @@ def test_a_noisy_value_takes_fewer_characters() -> None:
     ],
 )
 def test_numbers_are_short(given_number: float, text: str) -> None:
-    assert number(given_number) == text
+    assert number_text(given_number) == text
     assert float(text) == pytest.approx(given_number, rel=1e-5)
 
 
@@ -1302,7 +1302,7 @@ def edited_file(texts: Texts, which: int, at: tuple[Any, ...], new: Edit) -> Tex
 def classes(old: Texts, new: Texts) -> dict[str, Any]:
     """Return what the gate makes of a change: class → finding."""
     before, now = (
-        gate.Snapshot(
+        gate.SnapshotVersion(
             path="net.arch.json",
             numbers="net.probe.json",
             record=decoded(texts).record,
@@ -1416,12 +1416,12 @@ def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() ->
     before = edited_call(small(), "act", outputs=(unread,))
     now = edited(before, "fc1", attributes={"in_features": 5})
     snapshots = [
-        gate.Snapshot(path="net", record=one, architecture=str(i), content=str(i))
+        gate.SnapshotVersion(path="net", record=one, architecture=str(i), content=str(i))
         for i, one in enumerate((before, now))
     ]
     verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
     assert changes.first_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
-    assert changes.plain(verdict)["changes"][0]["not_compared"] == 1
+    assert data.as_data(verdict)["changes"][0]["not_compared"] == 1
     assert "1 value could not be compared: there are no numbers of it that repeat." in changes.diff_text(verdict)
 
 
@@ -1822,4 +1822,4 @@ def test_a_long_name_ends_in_its_hash() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [("test_A", "test_a"), ("stra\u00dfe", "STRASSE"), ("\u00e9", "e\u0301")])
 def test_names_that_some_file_systems_take_for_one_are_found(a: str, b: str) -> None:
-    assert folded(file_name(a)) == folded(file_name(b))
+    assert case_folded(file_name(a)) == case_folded(file_name(b))

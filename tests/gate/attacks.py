@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import architecture_digest, encode
-from pytest_modelprobe.gate.sources import Source, _is_snapshot, _pairs
+from pytest_modelprobe.gate.sources import SnapshotSource, _is_snapshot, _pairs
 from pytest_modelprobe.gate.verdict import Verdict, judge
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.changes import status
@@ -78,9 +78,9 @@ def check(before: Files, now: Files) -> Verdict:
     return judge(was.read(changed & was.states.keys()), there.read(changed & there.states.keys()))
 
 
-def source(files: Files) -> Source:
+def source(files: Files) -> SnapshotSource:
     data = {path: text.encode() for path, text in files.items() if _is_snapshot(path)}
-    return Source(
+    return SnapshotSource(
         place="",
         pairs=_pairs(data),
         contents={path: hashlib.sha256(content).hexdigest() for path, content in data.items()},
@@ -101,7 +101,7 @@ def said(attack: Attack) -> str:
     if not verdict.changes:
         return "unseen"
     change = verdict.changes[0]
-    return f"{status(change.findings[0], change, verdict)}: {change.findings[0].kind}"
+    return f"{status(change.findings[0], change)}: {change.findings[0].kind}"
 
 
 # --- what a pull request can do to files --------------------------------------------------------------------------

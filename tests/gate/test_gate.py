@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.gate.verdict import DEFAULTS, Change, Snapshot, Verdict, effect_on_checkpoints, judge
+from pytest_modelprobe.gate.checkpoints import effect_on_checkpoints
+from pytest_modelprobe.gate.classes import DEFAULTS
+from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import (
     Call,
     EmittedTensor,
@@ -20,7 +22,7 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.report.changes import diff_text, finding_text
-from pytest_modelprobe.report.comparison import said
+from pytest_modelprobe.report.comparison import cause_text
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -37,15 +39,17 @@ def record(*layers: Layer, **other: object) -> Record:
     return Record(model="Net", layers={layer.name: layer for layer in (root, *layers)}, **other)
 
 
-def snapshot(record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+def snapshot(
+    record: Record, path: str = "t/__modelprobe__/test_net/test_a.arch.json", **other: object
+) -> SnapshotVersion:
     text = repr(record)
     exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
-    return Snapshot(
+    return SnapshotVersion(
         path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
     )
 
 
-def change(before: Record, now: Record, **levels: str) -> Change:
+def change(before: Record, now: Record, **levels: str) -> SnapshotChange:
     verdict = judge({"a": snapshot(before)}, {"a": snapshot(now)}, levels={**DEFAULTS, **levels})
     assert len(verdict.changes) == 1
     return verdict.changes[0]
@@ -313,12 +317,12 @@ def test_what_changed_of_the_architecture_is_said_of_the_first_device() -> None:
     assert [[f.kind for f in c.findings] for c in verdict.changes] == [["checkpoint"], ["format"]]
 
 
-def of_device(record: Record, device: str, file: str = "t.arch.json") -> Snapshot:
+def of_device(record: Record, device: str, file: str = "t.arch.json") -> SnapshotVersion:
     numbers = f"t.{device}.probe.json"
     return dataclasses.replace(snapshot(dataclasses.replace(record, device=device), file), numbers=numbers)
 
 
-def kinds(before: dict[str, Snapshot], now: dict[str, Snapshot]) -> dict[str, list[str]]:
+def kinds(before: dict[str, SnapshotVersion], now: dict[str, SnapshotVersion]) -> dict[str, list[str]]:
     return {c.path: [finding.kind for finding in c.findings] for c in judge(before, now).changes}
 
 
@@ -408,7 +412,7 @@ def test_a_buffer_that_is_not_persistent_any_more_is_a_key_less() -> None:
     assert (effect(before, now).removed, effect(now, before).added) == (("rotary.table",), ("rotary.table",))
     found = change(before, now).findings[0]
     assert found.kind == "checkpoint"
-    assert [said(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
+    assert [cause_text(cause) for cause in found.causes] == ["rotary.table persistent True → False"]
 
 
 @pytest.mark.parametrize(("now", "reshaped"), [(True, ("rotary.table",)), (False, ()), (None, ())])
@@ -454,7 +458,7 @@ def test_frozen_parameters_do_not_concern_checkpoints() -> None:
 BEFORE, NOW, LATER = (record(linear("fc", width, 4)) for width in (2, 3, 5))
 
 
-def denied(before: Snapshot, now: Snapshot, **levels: str) -> bool:
+def denied(before: SnapshotVersion, now: SnapshotVersion, **levels: str) -> bool:
     return bool(judge({"a": before}, {"a": now}, levels={**DEFAULTS, **levels}).denied)
 
 
@@ -498,11 +502,6 @@ def test_a_reason_that_was_there_before_declares_nothing_whatever_it_supersedes(
     assert denied(before, snapshot(NOW, reason=reason, supersedes=("x", before.architecture)))
 
 
-def test_an_approval_without_a_word_is_none() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[f"{verdict.digest} \u200b"]).denied
-
-
 def test_a_reason_follows_several_updates_of_one_branch() -> None:
     before, between = snapshot(BEFORE), snapshot(NOW)
     now = snapshot(LATER, reason="wider still", supersedes=(before.architecture, between.architecture))
@@ -529,37 +528,44 @@ def test_what_is_deleted_is_denied() -> None:
     assert judge({"a": snapshot(BEFORE)}, {}).denied
 
 
-def test_a_trailer_with_the_digest_and_a_reason_approves() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    approved = judge({"a": snapshot(BEFORE)}, {}, approvals=["0" * 16 + " no", f"{verdict.digest} not used any more"])
-    assert (approved.denied, approved.approval) == ((), "not used any more")
-
-
-def test_a_trailer_without_a_reason_does_not() -> None:
-    verdict = judge({"a": snapshot(BEFORE)}, {})
-    assert judge({"a": snapshot(BEFORE)}, {}, approvals=[verdict.digest]).denied
-
-
-@pytest.mark.parametrize("now", [{}, {"a": snapshot(LATER)}])
-def test_an_approval_does_not_hold_for_another_change(now: dict[str, Snapshot]) -> None:
-    digest = judge({"a": snapshot(BEFORE)}, {"a": snapshot(NOW)}).digest
-    assert judge({"a": snapshot(BEFORE)}, now, approvals=[f"{digest} yes"]).denied
-
-
-def test_an_approval_holds_where_other_models_changed_too() -> None:
-    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
-    digest = judge({"a": before}, {}).digest
-    assert not judge({"a": before}, {"b": snapshot(other, "b")}, approvals=[f"{digest} yes"]).denied
-
-
-def test_a_declared_change_needs_no_approval() -> None:
+def removed(reason: str, path: str | None = None, content: str | None = None) -> Verdict:
+    """Return the verdict on a deleted snapshot, of which the reason is for this path and content."""
     before = snapshot(BEFORE)
-    verdict = judge({"a": before}, {"a": snapshot(NOW, reason="wider", supersedes=(before.architecture,))})
-    assert verdict.digest == judge({}, {}).digest
+    return judge({"a": before}, {}, removals={(path or before.path, content or before.content): reason})
+
+
+def test_the_reason_for_a_deletion_declares_it() -> None:
+    verdict = removed("not used any more")
+    assert (verdict.denied, verdict.changes[0].reason) == ((), "not used any more")
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\u200b", "..."])
+def test_the_reason_for_a_deletion_has_a_word_in_it(reason: str) -> None:
+    assert removed(reason).denied
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_another_snapshot() -> None:
+    assert removed("not used any more", path="t/__modelprobe__/test_net/test_b.arch.json").denied
+
+
+def test_the_reason_for_a_deletion_does_not_hold_for_another_content() -> None:
+    assert removed("not used any more", content="another").denied
+
+
+def test_the_reason_for_a_deletion_does_not_declare_a_change() -> None:
+    before = snapshot(BEFORE)
+    removals = {(before.path, before.content): "not used any more"}
+    assert judge({"a": before}, {"a": snapshot(NOW)}, removals=removals).denied
+
+
+def test_the_reason_for_a_deletion_holds_where_other_models_changed_too() -> None:
+    before, other = snapshot(BEFORE), record(Layer(name="act", type="ReLU"))
+    removals = {(before.path, before.content): "not used any more"}
+    assert not judge({"a": before}, {"b": snapshot(other, "b")}, removals=removals).denied
 
 
 def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
-    def all_of(eps: float) -> dict[str, Snapshot]:
+    def all_of(eps: float) -> dict[str, SnapshotVersion]:
         layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
         return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
 

@@ -130,14 +130,6 @@ def test_a_rename_is_known_by_its_commit(git: Git, tmp_path: Path) -> None:
     assert (repository.renamed_from(moved, "new"), repository.renamed_from(moved, "other")) == ("old", None)
 
 
-def test_trailers_are_those_of_the_branch(git: Git, tmp_path: Path) -> None:
-    commit(git, tmp_path, "first\n\nModelprobe-Approve: 00 of main")
-    git("switch", "-q", "-c", "branch")
-    commit(git, tmp_path, "second\n\nModelprobe-Approve: 01 one\nModelprobe-Approve: 02 two\n and more")
-    commit(git, tmp_path, "Modelprobe-Approve: 03 a subject is no trailer")
-    assert Repository(tmp_path / "here").trailers("Modelprobe-Approve", "main") == ["01 one", "02 two and more"]
-
-
 # --- the base -----------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, compare
+from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report.comparison import first_line, grouped, percent, said, text
+from pytest_modelprobe.report.comparison import cause_text, first_line, grouped, percent, text
 
 NET = Record(model="Net")
 
@@ -25,7 +26,7 @@ def eps(layer: str, **fields: Any) -> Cause:
 
 
 def code(layer: str, what: str = "", **fields: Any) -> Cause:
-    return Cause(kind="computation", layer=layer, what=what, **{"witness": "both", **fields})
+    return Cause(kind="computation", layer=layer, what=what, **{"evidence": "both", **fields})
 
 
 # --- the first line -----------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def test_a_model_that_was_drawn_anew_is_said_to_be_that() -> None:
 
 def recorded(difference: Any, what: str, **fields: Any) -> Cause:
     """Return a cause that one difference shows."""
-    cause = {"kind": "computation", "layer": "block", "what": what, "witness": "recorded", **fields}
+    cause = {"kind": "computation", "layer": "block", "what": what, "evidence": "recorded", **fields}
     return Cause(**cause, differences=(Difference(layer="fc", kind=difference, what=what),))
 
 
@@ -204,7 +205,7 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
     ],
 )  # fmt: skip
 def test_a_cause_in_words(cause: Cause, words: str) -> None:
-    assert said(cause) == words
+    assert cause_text(cause) == words
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_the_whole_text() -> None:
     diagnosis = of(
         *(eps(f"h.{i}.norm", change=0.02, noise=1e-6) for i in range(3)),
         code("head", "after fc", change=0.5, noise=1e-6, hints=("scaled by 2",)),
-        possible=(code("odd", witness="propagation"),),
+        possible=(code("odd", evidence="propagation"),),
         moved=("h.0", "h.1", "out"),
         not_judged=("out",),
     )
@@ -283,7 +284,7 @@ cause                             class         changed by   x noise   seen     
 h.*.norm.eps 1e-05 → 1e-06 x3     attribute     2 %           20,000   in the record          -
 head: own code changed after fc   computation   50 %         500,000   alone and in the run   scaled by 2
 
-Possible, as an input is not known or one of two witnesses is silent:
+Possible (an input is unknown, or only one of two kinds of evidence shows it):
 cause                   class         changed by   x noise   seen         looks like
 odd: own code changed   computation            -         -   in the run            -
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_modelprobe.files import encode
-from pytest_modelprobe.gate.verdict import Snapshot, Verdict, judge
+from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import github
 
@@ -23,15 +23,15 @@ def net(act: str, model: str = "Net") -> Record:
     return Record(model=model, layers={layer.name: layer for layer in layers})
 
 
-def snapshot(record: Record, path: str = PATH, **other: object) -> Snapshot:
+def snapshot(record: Record, path: str = PATH, **other: object) -> SnapshotVersion:
     text = encode(record).architecture
-    return Snapshot(path=path, record=record, architecture=text, content=text, text=text, **other)
+    return SnapshotVersion(path=path, record=record, architecture=text, content=text, text=text, **other)
 
 
 def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
     now = snapshot(net("GELU"))
     line = now.text.split("\n").index('"act": {"type": "GELU"}') + 1
-    assert github.shown(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
+    assert github.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
         f"::error file={PATH},line={line},title=Net%3A structure::structure: act: ReLU → GELU"
     ]
 
@@ -39,20 +39,20 @@ def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
 def test_a_declared_change_is_a_warning_with_its_reason() -> None:
     before = snapshot(net("ReLU"))
     now = snapshot(net("GELU"), reason="smoother", supersedes=(before.architecture,))
-    (line,) = github.shown(judge({"a": before}, {"a": now}))
+    (line,) = github.annotation_commands(judge({"a": before}, {"a": now}))
     assert line.startswith("::warning file=")
     assert line.endswith("%0Adeclared: smoother")
 
 
 def test_what_is_deleted_stands_at_no_file() -> None:
-    (line,) = github.shown(judge({"a": snapshot(net("ReLU"))}, {}))
+    (line,) = github.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {}))
     assert line.startswith("::error title=Net%3A removed::removed: the snapshot is deleted")
 
 
 def test_what_says_the_same_is_not_annotated() -> None:
     before = snapshot(net("ReLU"))
     verdict = judge({"a": before}, {"a": snapshot(net("ReLU"), reason="no change", supersedes=("x",))})
-    assert github.shown(verdict) == []
+    assert github.annotation_commands(verdict) == []
 
 
 def many(n: int) -> Verdict:
@@ -61,11 +61,11 @@ def many(n: int) -> Verdict:
 
 
 def test_up_to_nine_are_shown() -> None:
-    assert len(github.shown(many(9))) == 9
+    assert len(github.annotation_commands(many(9))) == 9
 
 
 def test_of_more_than_nine_the_rest_is_counted() -> None:
-    lines = github.shown(many(12))
+    lines = github.annotation_commands(many(12))
     assert len(lines) == 10
     assert lines[-1] == "::error title=modelprobe::+3 more: see the summary of this job"
 
@@ -85,7 +85,7 @@ def test_signs_of_commands_are_escaped(text: str, message: str, title: str) -> N
 
 def test_a_command_is_one_line_whatever_names_are_in_it() -> None:
     evil = "Net\n::set-output name=x::y\r,file=/etc/passwd\x1b[31m"
-    (line,) = github.shown(judge({"a": snapshot(net("ReLU", evil))}, {}))
+    (line,) = github.annotation_commands(judge({"a": snapshot(net("ReLU", evil))}, {}))
     assert "\n" not in line
     assert "\r" not in line
     assert ",file=" not in line
@@ -108,7 +108,7 @@ def test_a_layer_that_is_not_there_stands_at_the_first_line() -> None:
 
 
 def test_what_is_printed_besides_is_taken_for_no_command() -> None:
-    first, *said, last = github.unheard("::error::from a name\nmore").split("\n")
+    first, *said, last = github.without_commands("::error::from a name\nmore").split("\n")
     token = first.removeprefix("::stop-commands::")
     assert len(token) == 32
     assert said == ["::error::from a name", "more"]
@@ -116,7 +116,7 @@ def test_what_is_printed_besides_is_taken_for_no_command() -> None:
 
 
 def test_each_time_with_another_word() -> None:
-    assert github.unheard("") != github.unheard("")
+    assert github.without_commands("") != github.without_commands("")
 
 
 def test_the_summary_is_added_to_what_is_there(tmp_path: Path) -> None:

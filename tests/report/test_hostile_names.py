@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_modelprobe import cli
+from pytest_modelprobe.cli.common import as_json
 from pytest_modelprobe.files import encode
-from pytest_modelprobe.gate.verdict import Snapshot, Verdict, judge
+from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report import changes, github, markdown
+from pytest_modelprobe.report import changes, data, github, markdown
 from pytest_modelprobe.report.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
@@ -57,14 +57,14 @@ def verdict_of(name: str) -> Verdict:
     return judge({"a": before, "b": was, "c": gone}, {"a": now, "b": declared})
 
 
-def _snapshot(name: str, path: str, act: str, **other: object) -> Snapshot:
+def _snapshot(name: str, path: str, act: str, **other: object) -> SnapshotVersion:
     layers = {
         "(root)": Layer(name="(root)", type="Net", leaf=False),
         name: Layer(name=name, type=act or "None", attributes={name: act, "p": name}),
     }
     text = encode(Record(model=name, layers=layers)).architecture
     record = Record(model=name, layers=layers, notes=(name,))
-    return Snapshot(path=f"{path}.arch.json", record=record, architecture=text, content=text, text=text, **other)
+    return SnapshotVersion(path=f"{path}.arch.json", record=record, architecture=text, content=text, text=text, **other)
 
 
 # --- the log of a job ---------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_errors_hold_no_command() -> None:
 
 def test_json_holds_no_command_and_says_the_name() -> None:
     for name in NAMES:
-        said = cli._json(changes.plain(verdict_of(name)))
+        said = as_json(data.as_data(verdict_of(name)))
         assert list(Runner().commands(said)) == [], repr(name)
         assert said.isascii()
         assert json.loads(said)["changes"][0]["model"] == name
@@ -168,7 +168,7 @@ def test_json_holds_no_command_and_says_the_name() -> None:
 def test_annotations_are_the_only_commands() -> None:
     for name in NAMES:
         verdict = verdict_of(name)
-        log = "\n".join([github.unheard(changes.text(verdict)), *github.shown(verdict)])
+        log = "\n".join([github.without_commands(changes.text(verdict)), *github.annotation_commands(verdict)])
         found = list(Runner().commands(log))
         assert [command for command, _, _ in found] == ["error", "error", "warning"], repr(name)
         for _, properties, message in found:

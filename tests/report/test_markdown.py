@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_modelprobe.gate.verdict import DEFAULTS, Snapshot, Verdict, judge
+from pytest_modelprobe.gate.classes import DEFAULTS
+from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Parameter, Record
 from pytest_modelprobe.report import changes, markdown
 
@@ -20,9 +21,11 @@ def net(width: int, act: str = "ReLU", blocks: int = 2, model: str = "Net") -> R
     return Record(model=model, layers={layer.name: layer for layer in layers})
 
 
-def snapshot(record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object) -> Snapshot:
+def snapshot(
+    record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object
+) -> SnapshotVersion:
     text = repr(record.layers)
-    return Snapshot(path=path, record=record, architecture=text, content=text, text="", **other)
+    return SnapshotVersion(path=path, record=record, architecture=text, content=text, text="", **other)
 
 
 def changed() -> Verdict:
@@ -50,9 +53,8 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
         "If it is meant, give the reason, and commit the .arch.json files that this writes:\n"
         '  pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
         "\n"
-        "Where no test can be run: end the message of a commit on this branch with the line below; a squash merge"
-        " loses it unless it is kept in the message of the squashed commit:\n"
-        f"  Modelprobe-Approve: {verdict.digest} why this is meant"
+        "Where no test can be run this writes the reason into a file to be committed:\n"
+        '  modelprobe declare "..."'
     )
 
 
@@ -85,10 +87,12 @@ def test_a_reason_that_was_given_for_another_change_is_named() -> None:
     assert "The reason in tests/__modelprobe__/test_net/test_a.arch.json was given for another change" in said
 
 
-def test_what_is_deleted_is_approved_by_a_trailer_alone() -> None:
+def test_a_deleted_snapshot_is_declared_by_the_command_alone() -> None:
     said = changes.text(judge({"a": snapshot(net(2))}, {}))
     assert "pytest" not in said.replace("pytest_", "")
-    assert "What is deleted cannot declare it: end the message of a commit on this branch with the line below" in said
+    assert said.endswith(
+        'For a deleted snapshot this writes the reason into a file to be committed:\n  modelprobe declare "..."'
+    )
 
 
 def test_a_block_that_came_with_its_layers_is_one_row() -> None:
@@ -150,11 +154,10 @@ def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
         'pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
         "```\n"
         "\n"
-        "Where no test can be run: end the message of a commit on this branch with the line below; a squash merge"
-        " loses it unless it is kept in the message of the squashed commit:\n"
+        "Where no test can be run this writes the reason into a file to be committed:\n"
         "\n"
         "```\n"
-        f"Modelprobe-Approve: {verdict.digest} why this is meant\n"
+        'modelprobe declare "..."\n'
         "```\n"
     )
 
@@ -192,7 +195,7 @@ def test_names_break_no_row_of_the_summary() -> None:
     rows = [line for line in text.split("\n") if line.startswith("|")]
     assert {line.count("|") for line in rows} == {6}
     assert "<script>" not in text
-    assert text.count("`") == 6  # the one fence around the trailer
+    assert text.count("`") == 6  # the one fence around the command
 
 
 def test_what_changed_alike_in_several_snapshots_is_said_once() -> None:
@@ -217,7 +220,7 @@ def test_a_summary_keeps_below_the_limit_of_github() -> None:
     assert len(text.encode()) <= 14_000
     assert text.count("<details>") == text.count("</details>")
     assert "table more have no room here" in text
-    assert "Modelprobe-Approve: " in text
+    assert 'modelprobe declare "..."' in text
 
 
 def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:

@@ -1,8 +1,9 @@
 """Differences → causes: which module's own code, attribute or weights changed. No text, no torch.
 
-Two witnesses speak of a module's own code. Its *response* to synthetic inputs, alone, is independent of everything
-upstream and below, so that any number of changes are told apart. *Propagation* looks at the run itself: what came in
-matches, what went out does not. Where both can speak and only propagation does, a cause is *possible*.
+There are two kinds of evidence that a module's own code changed. *Isolated*: its response to synthetic inputs, called
+alone, differs; this does not depend on other modules, so any number of changes can be separated. *Propagation*: in the
+run its inputs match and its outputs differ. Where both are available and only propagation differs, a cause is
+*possible*.
 """
 
 from __future__ import annotations
@@ -10,31 +11,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference, Kind
+from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import DRIFT, Cause, CauseKind, Diagnosis, Witness, most_telling_first
+from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
-from .evidence import Evidence
-from .hidden import hidden, tells_of_code
 from .hints import hints
-from .recorded import all_redrawn, explained_by, folded, recorded_causes, with_effect
+from .index import ComparisonIndex
+from .recorded import all_redrawn, explained_by, recorded_causes, with_effect, with_weights_folded
+from .zero_factors import changes_code, layers_behind_zeros
 
 __all__ = [
     "Cause",
     "CauseKind",
     "Diagnosis",
-    "Witness",
+    "Evidence",
     "diagnose",
-    "hidden",
+    "layers_behind_zeros",
     "hints",
-    "tells_of_code",
+    "changes_code",
 ]
 
-_OUTPUTS: frozenset[Kind] = frozenset({"output", "state"})
-_GRADIENTS: frozenset[Kind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
-_OTHER_RUN: frozenset[Kind] = frozenset({"forwards", "loss", "seed"})
+_OUTPUTS: frozenset[DifferenceKind] = frozenset({"output", "state"})
+_GRADIENTS: frozenset[DifferenceKind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
+_OTHER_RUN: frozenset[DifferenceKind] = frozenset({"forwards", "loss", "seed"})
 
 
 def diagnose(comparison: Comparison) -> Diagnosis:
@@ -51,41 +52,41 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     """
     if comparison.same:
         return Diagnosis(comparison=comparison)
-    evidence = Evidence(comparison)
-    recorded = recorded_causes(evidence)
-    explained = explained_by(evidence, recorded)
-    computation, possible = computation_causes(evidence, recorded, explained)
-    forward = [*(with_effect(evidence, cause) for cause in recorded), *computation]
-    causes = [*forward, *gradient_causes(evidence, forward, explained)]
+    index = ComparisonIndex(comparison)
+    recorded = recorded_causes(index)
+    explained = explained_by(index, recorded)
+    computation, possible = computation_causes(index, recorded, explained)
+    forward = [*(with_effect(index, cause) for cause in recorded), *computation]
+    causes = [*forward, *gradient_causes(index, forward, explained)]
     unchanged = _is_unchanged(comparison)
-    if unchanged and _learns_the_same(comparison):
+    if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     wanted = comparison.wanted
-    if wanted is not None and any(cause.layer in wanted for cause in causes):  # else they lie before what is wanted
+    if wanted is not None and any(cause.layer in wanted for cause in causes):  # else all are upstream of the selection
         causes = [cause for cause in causes if cause.layer in wanted]
         possible = [cause for cause in possible if cause.layer in wanted]
     to_blame = {cause.layer for cause in causes if cause.what != "training"}
-    excused = {cause.layer for cause in causes if not _excuses_nothing(cause)}
-    moved = evidence.moved(_OUTPUTS) or evidence.moved(_GRADIENTS)
+    explained_layers = {cause.layer for cause in causes if _explains_output(cause)}
+    moved = index.layers_with(_OUTPUTS) or index.layers_with(_GRADIENTS)
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(most_telling_first(folded(evidence, causes))),
-        possible=tuple(c for c in possible if c.layer not in excused and not (causes and DRIFT in c.hints)),
+        causes=tuple(by_importance(with_weights_folded(index, causes))),
+        possible=tuple(c for c in possible if c.layer not in explained_layers and not (causes and DRIFT in c.hints)),
         unchanged=unchanged,
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,
-        not_judged=tuple(name for name in moved if not evidence.judged(name)),
-        redrawn=all_redrawn(evidence, causes),
+        not_judged=tuple(name for name in moved if not index.can_be_judged(name)),
+        redrawn=all_redrawn(index, causes),
         unknown=None if causes or possible else _why_unknown(comparison.expected),
     )
 
 
 def _is_unchanged(comparison: Comparison) -> bool:
-    """Whether the model computes what it computed, as far as its run shows: each output known, and none another.
+    """Whether every output of the model was compared and none differs.
 
-    What its layers hand to each other may differ where every gradient says that the whole is the same function: a
-    factor may have moved from one layer into the next. Without gradients, what differs inside may be hidden by a zero.
+    Values between layers may differ where all gradients are the same: a factor may have moved from one layer into the
+    next. Without gradients, a difference inside may be multiplied by zero.
     """
     places = [
         (pair.layer, pair.key, "output", value.path)
@@ -93,18 +94,18 @@ def _is_unchanged(comparison: Comparison) -> bool:
         if pair.outermost
         for value in pair.actual.outputs
     ]
-    # An output that only one of the two has is a matter of structure.
+    # An output that only one record has is a difference of structure.
     compared = [comparison.changes[place] for place in places if place in comparison.changes]
     if not compared or not all(change.known and not change.differs for change in compared):
         return False
-    # What layers hand to each other may be written otherwise, as a mask is in another dtype.
+    # Inputs are not looked at: a mask may have another dtype and mean the same.
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
-    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _learns_the_same(comparison))
+    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
 
 
-def _learns_the_same(comparison: Comparison) -> bool:
-    """Whether gradients were compared, and those of all parameters and of the inputs of the model are the same."""
+def _has_same_gradients(comparison: Comparison) -> bool:
+    """Whether gradients were compared, and those of the parameters and of the model's inputs are the same."""
     roots = {(pair.layer, pair.key) for pair in comparison.calls if pair.outermost}
     compared = [
         (side, change)
@@ -115,17 +116,17 @@ def _learns_the_same(comparison: Comparison) -> bool:
     return known and not any(change.differs for _, change in compared)
 
 
-def _excuses_nothing(cause: Cause) -> bool:
-    """Whether a cause leaves open why a layer gives out something else: a name, or what it calls its children with."""
+def _explains_output(cause: Cause) -> bool:
+    """Whether a cause explains a changed output of its layer; a new name or other arguments to a child do not."""
     named = cause.what in ("training", "path", "renamed")
-    return named or (cause.kind == "computation" and cause.change is None and cause.witness == "recorded")
+    return not named and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
 
 
 def _without_effect(cause: Cause) -> Cause:
-    """Return a cause in a model that is the same function: what its code shows otherwise, other inputs show."""
+    """Return a cause without its change, for a model whose outputs are the same on these inputs."""
     if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers"):
         return cause
-    only = ("not with the inputs of the run",) if cause.witness == "isolated" else ()
+    only = ("not with the inputs of the run",) if cause.evidence == "isolated" else ()
     return dataclasses.replace(cause, change=None, noise=None, effect="", hints=(*cause.hints, *only))
 
 

@@ -1,31 +1,31 @@
-"""Whose own code changed the gradient and nothing else."""
+"""Layers whose own code changed gradients and no outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, Pair
-from pytest_modelprobe.comparison.tolerance import GONE, Change
+from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
 from pytest_modelprobe.record import Step
 
 from .causes import Cause, cause_of, in_order, worst_first
-from .evidence import Evidence, child_of
-from .places import between, relative
+from .index import ComparisonIndex, child_of
+from .layer_names import between, relative_name
 
 
-def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
+def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
     """Return the layers whose own backward changed.
 
     Args:
-        evidence: What differs.
-        causes: Those of the forward; a gradient in the run that differs beside them says nothing.
-        explained: Layers whose own answer may differ for those.
+        index: What differs.
+        causes: Those of the forward; they may explain gradients that differ in the run.
+        explained: Layers whose isolated response may differ because of those.
     """
     found: dict[str, Cause] = {}
     explained = explained | {cause.layer for cause in causes}
-    for pair in evidence.comparison.calls:
-        here = [] if pair.layer in explained or pair.layer in found else _response_differences(evidence, pair)
+    for pair in index.comparison.calls:
+        here = [] if pair.layer in explained or pair.layer in found else _backward_differences(index, pair)
         if here:
             lost = [d.what for d in here if d.what and d.expected]
             found[pair.layer] = dataclasses.replace(
@@ -33,63 +33,63 @@ def gradient_causes(evidence: Evidence, causes: Sequence[Cause], explained: set[
                 what=f"no gradient for {', '.join(lost)}" if lost else "",
                 actual=None,
                 expected=None,
-                witness="isolated",
+                evidence="isolated",
                 gradient="lost" if lost else None,
             )
-    seen = _first_on_the_way_back(evidence) if all(map(_changes_no_gradient, causes)) else None
+    seen = _first_on_the_way_back(index) if all(map(_changes_no_gradient, causes)) else None
     if seen is not None and seen.layer in found:
-        found[seen.layer] = dataclasses.replace(found[seen.layer], witness="both")
+        found[seen.layer] = dataclasses.replace(found[seen.layer], evidence="both")
     elif seen is not None and not found:
         found[seen.layer] = seen
-    return in_order(found.values(), evidence.ran)
+    return in_order(found.values(), index.executed_layers)
 
 
 def _changes_no_gradient(cause: Cause) -> bool:
     """Whether a cause of the forward leaves gradients as they are, as another name or class does."""
     structural = cause.kind in ("architecture", "attribute") and cause.what not in ("added", "removed", "path")
-    return cause.change is None and (cause.about_a_call or (structural and "requires_grad" not in cause.what))
+    return cause.change is None and (cause.is_call_change or (structural and "requires_grad" not in cause.what))
 
 
-def _response_differences(evidence: Evidence, pair: Pair) -> list[Difference]:
-    """Return what of the backward a call answers otherwise; outputs of a child of another type are its own business."""
-    if not evidence.tells(pair) or evidence.gets_others(pair) is not None:
+def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
+    """Return the gradient differences of a call's isolated response, without those of children that changed."""
+    if not index.is_response_conclusive(pair) or index.other_explanation(pair) is not None:
         return []
-    if evidence.of_call(pair, "input added", "input removed"):
-        return []  # code that gets a mask no more lets another gradient through
+    if index.of_call(pair, "input added", "input removed"):
+        return []  # code without a mask has another gradient
 
     def of_another(name: str) -> bool:
-        return " " in name and any(evidence.has(child_of(pair, name), kind) for kind in ("type", "interface"))
+        return " " in name and any(index.has(child_of(pair, name), kind) for kind in ("type", "interface"))
 
-    return [d for d in evidence.of_call(pair, "response gradient") if not of_another(d.what)]
+    return [d for d in index.of_call(pair, "response gradient") if not of_another(d.what)]
 
 
-def _first_on_the_way_back(evidence: Evidence) -> Cause | None:
+def _first_on_the_way_back(index: ComparisonIndex) -> Cause | None:
     """Return the first gradient on the way back that differs, though the forward matches everywhere."""
-    if any(evidence.differences("input", "output", "weights", "buffer", "state", "parameter trainable", "context")):
+    if any(index.differences("input", "output", "weights", "buffer", "state", "parameter trainable", "context")):
         return None
     places: list[tuple[int, int, Step, str, str]] = []
-    for step in evidence.course:
+    for step in index.steps:
         places += [(step.call.finished, 1, step, "gradient", v.path) for v in step.call.outputs]
         places += [(step.call.finished, 0, step, "parameter gradient", p.name) for p in step.layer.parameters]
         places += [(step.call.started, 0, step, "input gradient", v.path) for v in step.call.inputs]
     for _, _, step, side, path in sorted(places, key=lambda place: place[:2], reverse=True):
-        pair = evidence.pair(step)
+        pair = index.pair_of(step)
         key = None if pair is None or side == "parameter gradient" else pair.key
-        change = evidence.comparison.change(step.layer.name, key, side, path)
+        change = index.comparison.change(step.layer.name, key, side, path)
         if change.differs:
-            return _seen_at(evidence, step, side, path, change)
+            return _seen_at(index, step, side, path, change)
     return None
 
 
-def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: Change) -> Cause:
-    """Return the cause for a gradient: the code that let it through, or the layer whose parameter has it."""
+def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: ValueChange) -> Cause:
+    """Return the cause of a gradient: the code that it passed through, or the layer of the parameter."""
     cause = Cause(
         kind="gradient",
         layer=step.layer.name,
         what=path,
         change=change.change,
         noise=change.noise,
-        witness="propagation",
+        evidence="propagation",
         gradient="of value",
         hints=("no gradient arrives any more",) if change == GONE else (),
     )
@@ -98,8 +98,8 @@ def _seen_at(evidence: Evidence, step: Step, side: str, path: str, change: Chang
     if side == "parameter gradient" or step.parent is None:
         return cause
     layer = step.parent.layer.name
-    siblings = evidence.inside(step.parent)
+    siblings = index.child_steps(step.parent)
     later = siblings[siblings.index(step) + 1 :]
     named = (step.previous, step) if side == "input gradient" else (step, later[0] if later else None)
-    what = between(*(None if s is None else relative(s.name, layer) for s in named))
+    what = between(*(None if s is None else relative_name(s.name, layer) for s in named))
     return dataclasses.replace(cause, layer=layer, what=what, gradient="cut" if change == GONE else None)

@@ -1,4 +1,4 @@
-"""What a diagnosis is made of: causes, each of one layer."""
+"""The causes of a diagnosis, each of one layer, and their order."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.comparison.compare import Comparison, Difference
+from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.record import Plain
 
 CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
-Witness = Literal["recorded", "isolated", "propagation", "both"]
+Evidence = Literal["recorded", "isolated", "propagation", "both"]
 
-How = Literal["counted", "estimated"]
-"""How the share of entries that differ is known: from the numbers of each kind, or from the fingerprints."""
+ShareMethod = Literal["counted", "estimated"]
+"""How the share of differing entries is known: by counting zeros, or estimated from the fingerprints."""
 
 DRIFT = "drift first visible here"
-"""The hint of a change that is hardly larger than what came in."""
+"""The hint of an output change hardly larger than the changes of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A difference that nothing upstream explains."""
+    """A difference that no upstream difference explains."""
 
     kind: CauseKind
     layer: str
@@ -30,36 +30,36 @@ class Cause:
     actual: Plain = None
     expected: Plain = None
     change: float | None = None
-    """Relative change of what it changed first: the layer's output, the weight itself."""
+    """Relative change of the layer's output, or of the weight itself."""
     noise: float | None = None
     effect: str = ""
-    """Of what is in the record: what it changed, ``output`` or a buffer."""
-    witness: Witness = "recorded"
+    """Of a cause that the records show: what it changed, ``output`` or a buffer."""
+    evidence: Evidence = "recorded"
     gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
-    """Of a gradient: the loss is another, that of one value is, some values get none, a call has it switched on or off,
-    the code lets none through any more; None: the code lets another one through."""
-    built: How | None = None
-    """Of code that makes another mask, or other positions or tokens, for a child: `what` names it, and `change` is the
-    share of its entries that differ, found so."""
+    """Of a gradient: the loss changed; the gradient of one value changed; some values get none; grad mode changed; the
+    code blocks it now; None: the code's own backward changed."""
+    share_method: ShareMethod | None = None
+    """Of code that generates another mask, other positions or tokens for a child: how `change`, the share of its
+    entries that differ, is known; `what` names it."""
     hints: tuple[str, ...] = ()
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()
 
     @property
-    def about_a_call(self) -> bool:
-        """Whether all that a response shows is that the code calls a child with something else, or does not call it."""
+    def is_call_change(self) -> bool:
+        """Whether the response shows only that a child is called with other plain arguments, or not called."""
         first = self.differences[0] if self.differences else None
         return first is not None and first.kind == "response" and self.change is None and self.what == first.what
 
     @property
-    def whole(self) -> bool:
-        """Whether it is that all weights are others."""
+    def is_retraining(self) -> bool:
+        """Whether the weights of all layers changed, as after another training."""
         return self.kind == "weights" and self.what.startswith("all ")
 
     @property
     def is_exact(self) -> bool:
-        """Whether a container hands on something of another shape or dtype: of that there is no change to tell."""
-        return self.kind == "computation" and self.witness == "recorded" and self._first_kind == "interface"
+        """Whether a container passes on another shape or dtype, which has no relative change."""
+        return self.kind == "computation" and self.evidence == "recorded" and self._first_kind == "interface"
 
     @property
     def _first_kind(self) -> str | None:
@@ -68,28 +68,28 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All causes of the differences between two records, in the order of `most_telling_first`."""
+    """All causes of the differences between two records, in the order of `by_importance`."""
 
     comparison: Comparison
     causes: tuple[Cause, ...] = ()
     possible: tuple[Cause, ...] = ()
-    """Those of which not all inputs are known, or that one of two witnesses does not confirm."""
+    """Causes of which not all inputs are known, or that only one of two kinds of evidence shows."""
     unchanged: bool = False
-    """Whether the run was compared, and no output, gradient or state of it differs."""
+    """Whether the outputs of the model were compared and none differs."""
     output: float | None = None
-    """The largest relative change among what the model gives out; None where none of it differs."""
+    """The largest relative change among the model's outputs; None where none differs."""
     moved: tuple[str, ...] = ()
     """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
     not_judged: tuple[str, ...] = ()
-    """Layers after a cause that could not be looked at alone."""
+    """Downstream layers of which neither kind of evidence is available."""
     redrawn: bool = False
-    """Whether all random weights are other ones and nothing else is to blame: as of a model built outside the seed."""
+    """Whether all random weights changed and nothing else did: as of a model built outside the seed."""
     unknown: str | None = None
-    """Why the cause cannot be told, where it cannot."""
+    """Why no cause was found, where none was."""
 
 
 def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:
-    """Return the cause that differences show; the first one is told."""
+    """Return the cause of some differences, with the values of the first."""
     first = found[0]
     return Cause(
         kind=kind,
@@ -104,7 +104,7 @@ def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:
 
 
 def worst_first(found: Sequence[Difference]) -> list[Difference]:
-    """Return the differences with the largest change in front, for a cause to tell."""
+    """Return the differences, the one with the largest change first."""
     worst = max(found, key=lambda difference: difference.change or 0.0)
     return [worst, *(difference for difference in found if difference is not worst)]
 
@@ -115,23 +115,22 @@ _WEIGHT: Mapping[CauseKind, int] = {
 }  # fmt: skip
 
 
-def most_telling_first(causes: Iterable[Cause]) -> list[Cause]:
+def by_importance(causes: Iterable[Cause]) -> list[Cause]:
     """Return causes with a measured effect before those without; code before structure before weights.
 
-    What the test itself gives the model comes before all: the rest may follow from it.
+    Changes of the test's own inputs come first: the rest may follow from them.
     """
 
     def weight(cause: Cause) -> tuple[bool, int, int, bool]:
         silent = cause.change is None
-        # What layers are called with, and how often, may change nothing; what a code computes otherwise does, as does
-        # a gradient that does not arrive, or one that is taken now.
+        # Other arguments or numbers of calls may have no effect; other computations and gradients have one.
         own = cause.kind == "computation"
-        told = own and (cause.is_exact or (cause.witness != "recorded" and not cause.about_a_call))
-        told = told or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
+        measured = own and (cause.is_exact or (cause.evidence != "recorded" and not cause.is_call_change))
+        measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         given = cause.kind in ("input", "seed")
-        # A model that was trained again explains all numbers, and so tells of nothing.
-        rank = 0 if not silent or told or given else 1 if own else 3
-        return not given, 2 if cause.whole else rank, _WEIGHT[cause.kind], silent
+        # A model that was trained again explains every number, so it comes last.
+        rank = 0 if not silent or measured or given else 1 if own else 3
+        return not given, 2 if cause.is_retraining else rank, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

@@ -1,4 +1,4 @@
-"""What a change from one tensor to another looks like: scaled, shifted, a permutation."""
+"""Simple relations between a tensor and the expected one: scaled, shifted, a permutation."""
 
 from __future__ import annotations
 

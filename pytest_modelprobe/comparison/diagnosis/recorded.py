@@ -1,4 +1,4 @@
-"""Causes that the records say by themselves: other inputs, another architecture, attributes, weights."""
+"""Causes that are visible directly in the two records: inputs, architecture, attributes, weights."""
 
 from __future__ import annotations
 
@@ -7,96 +7,101 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from pytest_modelprobe.comparison.compare import Difference, Kind
-from pytest_modelprobe.record import ROOT, Layer, Plain, Reading
+from pytest_modelprobe.comparison.differences import Difference, DifferenceKind
+from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain
 
 from .causes import Cause, CauseKind, cause_of, worst_first
-from .evidence import STRUCTURE, Evidence
-from .places import parent
+from .index import STRUCTURE, ComparisonIndex
+from .layer_names import parent
 
 _WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
-"""What is said of layers as such: numbers that differ beside it need not be its doing."""
+"""Changes of a layer as a whole, which need not be the cause of its changed outputs."""
 
-_BESIDE_THE_CODE = ("buffer added", "buffer removed", "buffer persistent", "parameter trainable")
-"""What by itself changes no output: code has to use a buffer that came."""
+_NO_EFFECT_ALONE = ("buffer added", "buffer removed", "buffer persistent", "parameter trainable")
+"""Changes that alter no output by themselves: code has to use a buffer that was added."""
 
 _ANOTHER_DRAW = 0.5
 """Relative change of weights drawn anew: 1.4 for independent ones."""
 
 _MANY = 3
-"""Layers with weights of which it is said at once that all have other ones."""
+"""Layers with weights from which on changes of all weights are one cause."""
 
-_SAID = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
-
-
-def recorded_causes(evidence: Evidence) -> list[Cause]:
-    """Return what is another in the records, the most basic first."""
-    return [*_inputs(evidence), *_architecture(evidence), *_attributes(evidence), *_weights(evidence)]
+_ASPECTS = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
 
 
-def explained_by(evidence: Evidence, recorded: Iterable[Cause]) -> set[str]:
-    """Return the layers whose own answer may differ for what is already said."""
+def recorded_causes(index: ComparisonIndex) -> list[Cause]:
+    """Return the causes visible directly in the two records, the most basic first."""
+    return [*_inputs(index), *_architecture(index), *_attributes(index), *_weights(index)]
+
+
+def explained_by(index: ComparisonIndex, recorded: Iterable[Cause]) -> set[str]:
+    """Return the layers whose isolated response may differ because of these causes."""
     kinds = ("architecture", "attribute", "buffers")
-    told = (cause for cause in recorded if cause.kind in kinds and not _is_beside_the_code(evidence, cause))
-    names = {cause.layer for cause in told if cause.what not in ("renamed", "path")}
-    came_or_went = (name for name in (*evidence.added, *evidence.gone) if not evidence.passes_on(name))
-    names |= {evidence.caller(name) for name in came_or_went}
-    # Of torch's own layers it is known what the mode does: another one's code may have changed besides.
-    layers = evidence.comparison.actual.layers
-    modes = {difference.layer for difference in evidence.differences("mode")}
+    changed = (cause for cause in recorded if cause.kind in kinds and not _has_no_effect_alone(index, cause))
+    names = {cause.layer for cause in changed if cause.what not in ("renamed", "path")}
+    came_or_went = (name for name in (*index.added, *index.removed) if not index.is_pass_through(name))
+    names |= {index.caller(name) for name in came_or_went}
+    # The effect of the mode is known for torch's own layers only.
+    layers = index.comparison.actual.layers
+    modes = {difference.layer for difference in index.differences("mode")}
     return names - modes | {name for name in modes if layers[name].type.startswith("torch.nn.")}
 
 
-def _is_beside_the_code(evidence: Evidence, cause: Cause) -> bool:
-    """Whether a cause changes what a layer holds, and no output; torch's own code asks what there is."""
-    layer = evidence.comparison.actual.layers.get(cause.layer)
+def _has_no_effect_alone(index: ComparisonIndex, cause: Cause) -> bool:
+    """Whether a cause changes what a layer holds, and no output; torch's own code checks what a layer holds."""
+    layer = index.comparison.actual.layers.get(cause.layer)
     own = layer is not None and not layer.type.startswith("torch.nn.")
-    return own and any(difference.kind in _BESIDE_THE_CODE for difference in cause.differences[:1])
+    return own and any(difference.kind in _NO_EFFECT_ALONE for difference in cause.differences[:1])
 
 
-def with_effect(evidence: Evidence, cause: Cause) -> Cause:
-    """Tell of a recorded cause what it changed first: the layer's answer alone, else its output in the run."""
+def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
+    """Add what a recorded cause changed: the layer's isolated response, else its output in the run."""
     if cause.kind not in ("attribute", "architecture") or cause.what in _WITHOUT_EFFECT:
         return cause
-    if _is_beside_the_code(evidence, cause):
+    if _has_no_effect_alone(index, cause):
         return cause
-    pair = evidence.first.get(cause.layer)
+    pair = index.first_calls.get(cause.layer)
     if pair is None:
         return cause
-    here = [d for d in evidence.of_call(pair, "response") if d.change is not None]
-    if evidence.is_as_it_was(pair):
-        return cause  # what it answers to other inputs it may answer for other reasons
-    if here and evidence.tells(pair) and evidence.calls_the_same(pair) and not evidence.gets_others(pair):
+    here = [d for d in index.of_call(pair, "response") if d.change is not None]
+    if index.is_unchanged_in_run(pair):
+        return cause  # its response to other inputs may differ for other reasons
+    if (
+        here
+        and index.is_response_conclusive(pair)
+        and index.has_same_children(pair)
+        and not index.other_explanation(pair)
+    ):
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
-    # What a layer calls may have changed by itself, and its weights.
-    alone = evidence.calls_nothing(pair) and not evidence.has(cause.layer, "weights")
-    moved = evidence.change(pair, "output") if alone and evidence.inputs(pair).match else None
-    if moved is None or evidence.of_call(pair, "interface", side="output"):
-        return cause  # of another shape there is no change to tell
+    # The layers that it calls, and its weights, may have changed themselves.
+    alone = index.has_no_child_calls(pair) and not index.has(cause.layer, "weights")
+    moved = index.largest_change(pair, "output") if alone and index.compare_inputs(pair).match else None
+    if moved is None or index.of_call(pair, "interface", side="output"):
+        return cause  # another shape has no relative change
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
 
 
-def all_redrawn(evidence: Evidence, causes: Collection[Cause]) -> bool:
-    """Whether weights are all that is to blame, and every layer that has random ones has others."""
+def all_redrawn(index: ComparisonIndex, causes: Collection[Cause]) -> bool:
+    """Whether all causes are redrawn weights, and every layer with random weights is among them."""
     if not causes or any(cause.kind != "weights" or (cause.change or 0.0) < _ANOTHER_DRAW for cause in causes):
         return False
-    if not evidence.all_compared:
+    if not index.is_all_comparable:
         return False
-    random = {name for name, layer in evidence.comparison.actual.layers.items() if _is_drawn(layer)}
+    random = {name for name, layer in index.comparison.actual.layers.items() if _is_drawn(layer)}
     return random <= {cause.layer for cause in causes}
 
 
-def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
-    """Return the causes, those of weights as one where all layers have other ones: as of a model trained again."""
-    now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
+def with_weights_folded(index: ComparisonIndex, causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes, those of weights merged where the weights of all layers changed, as after another training."""
+    now, then = index.comparison.actual.layers, index.comparison.expected.layers
     drawn = {name for name in now if name in then and (_is_drawn(now[name]) or _is_drawn(then[name]))}
     owning = {
         name
         for name in drawn
-        if not evidence.has(name, "layer renamed")  # which has others for that
+        if not index.has(name, "layer renamed")  # weights are drawn by name
         and any(p.requires_grad and p.tied_to is None for p in now[name].parameters)
     }
     weights: list[Cause] = []
@@ -106,55 +111,59 @@ def folded(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     if len(owning) < _MANY or not owning <= {cause.layer for cause in weights}:
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
-    both = (_rms(p.reading for name in owning for p in layers[name].parameters) for layers in (then, now))
     whole = dataclasses.replace(
         worst,
         layer=ROOT,
         what=f"all {len(weights)} layers",
-        hints=("rms {:.3g} → {:.3g}".format(*both),),
+        hints=_rms_hint(*([p for name in owning for p in layers[name].parameters] for layers in (then, now))),
         differences=tuple(difference for cause in weights for difference in cause.differences),
     )
     return [*others, whole]
 
 
 def _is_drawn(layer: Layer) -> bool:
-    """Whether a layer has trainable weights that are not constant, as those of a fresh norm are."""
+    """Whether a layer has trainable weights that are not constant; those of a new norm layer are."""
     own = (p.reading.statistics for p in layer.parameters if p.requires_grad)
     return any(numbers is not None and numbers.std for numbers in own)
 
 
-def _rms(readings: Iterable[Reading]) -> float:
-    known = [reading.statistics for reading in readings if reading.statistics is not None]
+def _rms_hint(before: Iterable[Parameter], now: Iterable[Parameter]) -> tuple[str]:
+    """Return the sizes of weights before and after: new draws have the same, other scales do not."""
+    return (f"rms {_rms(before):.3g} → {_rms(now):.3g}",)
+
+
+def _rms(parameters: Iterable[Parameter]) -> float:
+    known = [p.reading.statistics for p in parameters if p.reading.statistics is not None]
     count = sum(numbers.count for numbers in known)
     return math.hypot(*(numbers.norm for numbers in known)) / math.sqrt(count) if count else 0.0
 
 
-def _inputs(evidence: Evidence) -> Iterator[Cause]:
-    for difference in evidence.differences("seed", "loss", "forwards"):
+def _inputs(index: ComparisonIndex) -> Iterator[Cause]:
+    for difference in index.differences("seed", "loss", "forwards"):
         yield cause_of("seed" if difference.kind == "seed" else "input", [difference])
-    for pair in evidence.comparison.calls:
+    for pair in index.comparison.calls:
         if pair.outermost:
-            shaped = evidence.of_call(pair, "interface", "input added", "input removed", side="input")
-            found = evidence.of_call(pair, "input", "argument")
+            shaped = index.of_call(pair, "interface", "input added", "input removed", side="input")
+            found = index.of_call(pair, "input", "argument")
             if shaped:
                 yield cause_of("input", [*shaped, *found])
             elif found:
                 yield _all_named("input", found)
 
 
-def _architecture(evidence: Evidence) -> Iterator[Cause]:
-    yield from _came_or_went(evidence, "layer added", "added")
-    yield from _came_or_went(evidence, "layer removed", "removed")
-    renamed = {d.layer: d for d in evidence.differences("layer renamed")}
-    drawn = {around for name in renamed if evidence.has(name, "weights") for around in _around(name)}
+def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
+    yield from _came_or_went(index, "layer added", "added")
+    yield from _came_or_went(index, "layer removed", "removed")
+    renamed = {d.layer: d for d in index.differences("layer renamed")}
+    drawn = {container for name in renamed if index.has(name, "weights") for container in _containers(name)}
     for name, difference in renamed.items():
         above = renamed.get(parent(name))
         own = name.rpartition(".")[2]
         if above is None or f"{above.expected}.{own}" != difference.expected:
             hints = ("its weights are others: build draws them by name",) if name in drawn else ()
             yield dataclasses.replace(cause_of("architecture", [difference]), what="renamed", hints=hints)
-    yield from _outputs(evidence)
-    for found in evidence.of_layer.values():
+    yield from _outputs(index)
+    for found in index.of_layer.values():
         retyped = [d for d in found if d.kind == "type"]
         if retyped:
             yield dataclasses.replace(cause_of("architecture", retyped), what="type")
@@ -163,32 +172,32 @@ def _architecture(evidence: Evidence) -> Iterator[Cause]:
         for same in ([d for d in found if d.kind == one] for one in kinds):
             aspect = same[0].kind.partition(" ")[2]
             also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
-            what = f"{same[0].what} {_SAID.get(aspect, aspect)}".strip()
+            what = f"{same[0].what} {_ASPECTS.get(aspect, aspect)}".strip()
             yield dataclasses.replace(cause_of("architecture", same), what=what, hints=also)
 
 
-def _outputs(evidence: Evidence) -> Iterator[Cause]:
-    """Yield outputs that came, went or have another path, where they are made: not of layers that pass them on."""
+def _outputs(index: ComparisonIndex) -> Iterator[Cause]:
+    """Yield outputs that were added, removed or have another path, at the layer that makes them."""
     inside: dict[int, set[tuple[Plain, Plain]]] = {}
-    for step in evidence.course:
-        pair_here, above = evidence.pair(step), evidence.pair(step.parent)
+    for step in index.steps:
+        pair_here, above = index.pair_of(step), index.pair_of(step.parent)
         if pair_here is not None and above is not None:
-            renamed = ((d.actual, d.expected) for d in evidence.of_call(pair_here, "path"))
+            renamed = ((d.actual, d.expected) for d in index.of_call(pair_here, "path"))
             inside.setdefault(id(above), set()).update(renamed)
-    for pair in evidence.comparison.calls:
-        for difference in evidence.of_call(pair, "path"):
-            told = pair.actual.index > 0 or evidence.has(pair.layer, "type")
-            if not told and (difference.actual, difference.expected) not in inside.get(id(pair), ()):
+    for pair in index.comparison.calls:
+        for difference in index.of_call(pair, "path"):
+            reported = pair.actual.index > 0 or index.has(pair.layer, "type")
+            if not reported and (difference.actual, difference.expected) not in inside.get(id(pair), ()):
                 yield dataclasses.replace(cause_of("architecture", [difference]), what="path")
 
 
-def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
-    """Yield a cause for each layer that came or went, with all that is inside it."""
-    found = {d.layer: d for d in evidence.differences(kind)}
+def _came_or_went(index: ComparisonIndex, kind: DifferenceKind, what: str) -> Iterator[Cause]:
+    """Yield a cause for each added or removed layer, together with the layers inside it."""
+    found = {d.layer: d for d in index.differences(kind)}
     outermost: dict[str, list[Difference]] = {}
     for name, difference in found.items():
         outermost.setdefault(_outermost(name, found), []).append(difference)
-    now, then = evidence.comparison.actual.layers, evidence.comparison.expected.layers
+    now, then = index.comparison.actual.layers, index.comparison.expected.layers
     others = then if what == "added" else now
     shared = {alias: layer.name for layer in reversed([*others.values()]) for alias in layer.aliases}
     for name, with_inside in outermost.items():
@@ -205,18 +214,18 @@ def _came_or_went(evidence: Evidence, kind: Kind, what: str) -> Iterator[Cause]:
         )
 
 
-def _attributes(evidence: Evidence) -> Iterator[Cause]:
-    for name, found in evidence.of_layer.items():
+def _attributes(index: ComparisonIndex) -> Iterator[Cause]:
+    for name, found in index.of_layer.items():
         kinds = {d.kind for d in found}
         if "type" in kinds:
             continue
         reshaped = not kinds.isdisjoint({"parameter shape", "buffer shape"})
         for difference in found:
             if difference.kind == "attribute":
-                # The sizes among the attributes say again what the shape of the weight says.
+                # Attributes that are sizes repeat the shape of the weight.
                 if not (reshaped and _is_size(difference, found)):
                     yield cause_of("attribute", [difference])
-            elif difference.kind == "mode" and (name == ROOT or not evidence.has(parent(name), "mode")):
+            elif difference.kind == "mode" and (name == ROOT or not index.has(parent(name), "mode")):
                 yield cause_of("attribute", [difference])
 
 
@@ -232,37 +241,38 @@ def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
     return any(within(attribute.actual, d.actual) and within(attribute.expected, d.expected) for d in shapes)
 
 
-def _weights(evidence: Evidence) -> Iterator[Cause]:
-    kinds: tuple[tuple[Kind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
+def _weights(index: ComparisonIndex) -> Iterator[Cause]:
+    kinds: tuple[tuple[DifferenceKind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
     for difference_kind, kind in kinds:
-        for found in evidence.of_layer.values():
+        for found in index.of_layer.values():
             here = [d for d in found if d.kind == difference_kind]
-            # A bias is drawn for the size of its weight, and each by its name: another one, other numbers.
+            # Weights are drawn by name, biases for the size of their weight: new names or sizes, new values.
             if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape", "layer renamed"}):
                 cause = _all_named(kind, here)
-                yield cause if kind == "buffers" else dataclasses.replace(cause, hints=_sizes(evidence, cause))
+                if kind == "weights":
+                    layers = (r.layers[cause.layer] for r in (index.comparison.expected, index.comparison.actual))
+                    hints = _rms_hint(*(_changed_parameters(layer, cause) for layer in layers))
+                    cause = dataclasses.replace(cause, hints=hints)
+                yield cause
 
 
-def _sizes(evidence: Evidence, cause: Cause) -> tuple[str, ...]:
-    """Return how large weights were and are: another draw is as large as the first."""
+def _changed_parameters(layer: Layer, cause: Cause) -> list[Parameter]:
     names = {difference.what for difference in cause.differences}
-    layers = (record.layers[cause.layer] for record in (evidence.comparison.expected, evidence.comparison.actual))
-    both = (_rms(p.reading for p in layer.parameters if p.name in names) for layer in layers)
-    return ("rms {:.3g} → {:.3g}".format(*both),)
+    return [p for p in layer.parameters if p.name in names]
 
 
 def _all_named(kind: CauseKind, found: list[Difference]) -> Cause:
-    """Return one cause for differences: how far the worst of them is, and the names of all."""
+    """Return one cause for differences, with the largest change and the names of all."""
     names = ", ".join(dict.fromkeys(d.what for d in found))
     return dataclasses.replace(cause_of(kind, worst_first(found)), what=names)
 
 
 def _outermost(name: str, names: Collection[str]) -> str:
     """Return the outermost of the names that ``name`` is or is inside."""
-    return next((other for other in (ROOT, *_around(name)) if other in names), name)
+    return next((other for other in (ROOT, *_containers(name)) if other in names), name)
 
 
-def _around(name: str) -> Iterator[str]:
-    """Yield the names of what a layer is inside of, the outermost first, and its own."""
+def _containers(name: str) -> Iterator[str]:
+    """Yield the names of the containers of a layer, the outermost first, and its own."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(1, len(parts) + 1))

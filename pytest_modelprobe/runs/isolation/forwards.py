@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
 from pytest_modelprobe.models import Layers, flatten, flatten_call, has_bytes, preserved, seeding
-from pytest_modelprobe.record import IsolatedResponse
+from pytest_modelprobe.record import ForwardKind, IsolatedResponse
 
 from .reasons import CannotTellError, reason_of
 from .tracing import active_autocast
-
-Kind = tuple[str, bool]
-"""The layer whose call a forward is, and whether it is in training mode."""
 
 _OF_A_KIND = 2
 """Forwards that differ in shapes or plain arguments and are each looked at: a decoder's first call, and a later one."""
@@ -44,7 +41,7 @@ _MOST_BYTES = 1 << 26
 class Again:
     """One forward, as it can be run again."""
 
-    kind: Kind
+    kind: ForwardKind
     inputs: Any
     """Its positional and its keyword arguments, copied."""
     modes: tuple[bool, ...]
@@ -75,16 +72,16 @@ class Forwards:
         self.newest: Again | None = None
         """What the newest forward is like; None: nothing that is kept."""
         self._layers = layers
-        self._kinds: dict[Kind, dict[object, Again]] = defaultdict(dict)
+        self._kinds: dict[ForwardKind, dict[object, Again]] = defaultdict(dict)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._held: dict[str, list[tuple[ReferenceType[Tensor], int]]] = {}
 
     @property
-    def kept(self) -> dict[Kind, list[Again]]:
+    def kept(self) -> dict[ForwardKind, list[Again]]:
         """All that can be run again."""
         return {kind: list(known.values()) for kind, known in self._kinds.items()}
 
-    def begins(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take note of a forward, before it runs."""
         flat = flatten_call(args, kwargs)
         # One that is nested, with strides, has no shape.
@@ -151,7 +148,7 @@ class Forwards:
             with statistics.ambient_modes_disabled(), torch.no_grad():
                 self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
 
-    def _again(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Again:
+    def _again(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Again:
         modes = tuple(module.training for module in self._layers.modules.values())
         again = Again(kind=kind, inputs=None, modes=modes, autocast=active_autocast())
         try:

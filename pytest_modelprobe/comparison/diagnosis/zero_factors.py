@@ -1,4 +1,4 @@
-"""Layers whose own code a run may not show: what they compute is multiplied by zero, as behind a gate that is shut."""
+"""Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate at zero."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, V
 from .causes import Diagnosis
 
 
-def hidden(record: Record) -> list[str]:
-    """Return the layers, torch's own excepted, that hold, are given or get from a layer inside them nothing but zeros.
+def layers_behind_zeros(record: Record) -> list[str]:
+    """Return the layers outside torch with an all-zero parameter, buffer, input or child output.
 
-    Of those that call no other only the first of each kind: one code, one set of attributes, shapes.
+    Of leaf layers with the same type, attributes and shapes only the first is returned.
 
-    >>> hidden(Record(model="Net"))
+    >>> layers_behind_zeros(Record(model="Net"))
     []
     """
     steps = [step for step in CallTree(record).started if not step.layer.functional]
@@ -33,13 +33,13 @@ def hidden(record: Record) -> list[str]:
     return list(found)
 
 
-def tells_of_code(diagnosis: Diagnosis) -> bool:
-    """Whether a layer's own code computes something else, and does not just call a layer otherwise."""
-    return any(cause.kind in ("computation", "gradient") and not cause.about_a_call for cause in diagnosis.causes)
+def changes_code(diagnosis: Diagnosis) -> bool:
+    """Whether the own code of a layer computes something else, not only calls a child with other arguments."""
+    return any(cause.kind in ("computation", "gradient") and not cause.is_call_change for cause in diagnosis.causes)
 
 
 def _any_zero(some: Iterable[Parameter | Value]) -> bool:
-    """Whether something that may be a factor is zero in all its elements."""
+    """Whether one of the tensors is all zero."""
     for one in some:
         reading = one.reading if isinstance(one, Parameter) else one.forward
         if reading.digest is None and reading.statistics is not None and reading.statistics.all_zero:

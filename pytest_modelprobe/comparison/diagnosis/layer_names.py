@@ -10,8 +10,8 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0] or ROOT
 
 
-def relative(name: str, container: str) -> str:
-    """Return a name as the code of a container says it."""
+def relative_name(name: str, container: str) -> str:
+    """Return a name relative to a container."""
     return name if container == ROOT else name.removeprefix(f"{container}.")
 
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pytest_modelprobe import ModelProbe, assert_same_behavior
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import diagnose, hidden, tells_of_code
+from pytest_modelprobe.comparison.diagnosis import changes_code, diagnose, layers_behind_zeros
 from pytest_modelprobe.files import decode, encode
 
 
@@ -111,11 +111,11 @@ def test_a_bias_of_gpt2_that_is_forgotten_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Conv1D, "forward", forward)
     changed = probe.run(model, ids)
     assert compare(changed, expected).same
-    assert len(hidden(changed)) == 4  # of each kind of Conv1D one, for two blocks
-    alone = changed.rerun.isolated(changed, like=expected, only=hidden(changed))
+    assert len(layers_behind_zeros(changed)) == 4  # of each kind of Conv1D one, for two blocks
+    alone = changed.rerun.isolated(changed, like=expected, only=layers_behind_zeros(changed))
     diagnosis = diagnose(compare(alone, expected))
-    assert tells_of_code(diagnosis)
-    assert {cause.layer for cause in diagnosis.causes} == set(hidden(changed))
+    assert changes_code(diagnosis)
+    assert {cause.layer for cause in diagnosis.causes} == set(layers_behind_zeros(changed))
 
 
 def test_of_some_layers_the_responses_are_those_that_they_have_among_all() -> None:
@@ -131,8 +131,8 @@ def test_of_some_layers_the_responses_are_those_that_they_have_among_all() -> No
 def test_which_layers_a_zero_may_hide() -> None:
     probe = ModelProbe()
     x = probe.randn(3, 4)
-    assert hidden(probe.run(net(LoRA), x)) == ["1", "2"]
-    assert hidden(probe.run(net(ReZero), x)) == ["1", "2"]
-    assert hidden(probe.run(net(Modulated), x)) == ["1", "2"]
-    assert hidden(probe.run(net(Biased), x)) == ["1"]  # of one kind
-    assert hidden(probe.run(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), x)) == []
+    assert layers_behind_zeros(probe.run(net(LoRA), x)) == ["1", "2"]
+    assert layers_behind_zeros(probe.run(net(ReZero), x)) == ["1", "2"]
+    assert layers_behind_zeros(probe.run(net(Modulated), x)) == ["1", "2"]
+    assert layers_behind_zeros(probe.run(net(Biased), x)) == ["1"]  # of one kind
+    assert layers_behind_zeros(probe.run(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), x)) == []

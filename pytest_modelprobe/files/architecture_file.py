@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.record import ROOT, ForwardKind, Plain
 
 from .layout import ABSENT, ARROW, LAYERS
-from .order import Kind, Timeline, containers, events, implied
-from .parsing import known, listed, shown, texts
-from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, worded_parameter, worded_value
+from .order import Timeline, containers, events, implied_timelines
+from .parsing import check_fields, excerpt, string_dict, string_tuple
+from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
@@ -52,7 +52,7 @@ class CallLine:
     recomputed: int
 
 
-class Line(NamedTuple):
+class LayerLine(NamedTuple):
     """A layer without numbers."""
 
     name: str
@@ -73,24 +73,24 @@ class Structure:
     """A parsed and checked architecture file."""
 
     def __init__(self, data: dict[str, Any]) -> None:
-        known(data, _HEADER)
+        check_fields(data, _HEADER)
         _count(data, "forwards", "backwards")
         if "model" not in data or data.get("mode") not in _MODES:
             raise FormatError("the model or its mode is missing")
         self.data = data
         self.has_numbers: bool = data.get("numbers", True)
         self.training = _MODES[data["mode"]]
-        self.usual = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
+        self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 
-    def _line(self, name: str, line: Any) -> Line:
-        with line_of(name):
+    def _line(self, name: str, line: Any) -> LayerLine:
+        with in_line(name):
             if type(line) is not dict or "type" not in line:
                 raise FormatError("it describes no layer")
-            known(line, _LAYER)
+            check_fields(line, _LAYER)
             if name.count(".") >= _DEEPEST:
                 raise FormatError(f"its name has {name.count('.') + 1:,} parts")
             training = line.get("training", self.training)
@@ -98,13 +98,13 @@ class Structure:
             functional = line.get("functional", False)
             own = _attributes(line.get("attributes", {}))
             calls, values = self._calls(line.get("calls", ()), training)
-            return Line(
+            return LayerLine(
                 name,
                 line["type"],
                 line.get("leaf", not inner),
                 functional,
                 training,
-                listed(line["aliases"], "aliases") if "aliases" in line else (),
+                string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
                 own if functional else self._with_usual(own, line.get("attributes", {})),
                 self._own(line.get("parameters", {}), trainable=True),
                 self._own(line.get("buffers", {}), trainable=False),
@@ -115,34 +115,34 @@ class Structure:
     def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
         if not self.attributes:
             return own
-        usual = {k: v for k, v in self.attributes.items() if k not in given}
-        return own | usual
+        defaults = {k: v for k, v in self.attributes.items() if k not in given}
+        return own | defaults
 
     def _own(self, data: Any, *, trainable: bool) -> Named:
         return [
-            (name_of(key), worded_parameter(text, self.usual, trainable))
-            for key, text in texts(data, "parameters").items()
+            (name_of(key), parse_parameter(text, self.defaults, trainable))
+            for key, text in string_dict(data, "parameters").items()
         ]
 
     def _values(self, data: Any) -> Named:
-        return [(name_of(key), worded_value(text, self.usual)) for key, text in texts(data, "values").items()]
+        return [(name_of(key), parse_value(text, self.defaults)) for key, text in string_dict(data, "values").items()]
 
     def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[CallLine], list[tuple[Named, Named]]]:
         calls, values = [], []
-        index: dict[Kind, int] = {}
+        index: dict[ForwardKind, int] = {}
         header = self.data
         for line in data:
             if type(line) is str:
                 source, arrow, made = line.rpartition(ARROW)
                 if not arrow:
-                    raise FormatError(f"{shown(line)} is no call")
+                    raise FormatError(f"{excerpt(line)} is no call")
                 line = {"inputs": {"input": source}, "outputs": {"output": made}}
             elif type(line) is not dict:
-                raise FormatError(f"{shown(line)} is no call")
-            known(line, _CALL)
+                raise FormatError(f"{excerpt(line)} is no call")
+            check_fields(line, _CALL)
             _count(line, "index", "forwards", "recomputed")
             if line.get("mode", "eval") not in _MODES:
-                raise FormatError(f"{shown(line['mode'])} is no mode")
+                raise FormatError(f"{excerpt(line['mode'])} is no mode")
             kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
             position = line.get("index", index.get(kind, 0))
             index[kind] = position + 1
@@ -170,7 +170,7 @@ class Structure:
         self.calls = [line.calls for line in self.lines]
         order = self.data.get("order")
         if order is None:
-            order = implied([line.name for line in self.lines], self.calls)
+            order = implied_timelines([line.name for line in self.lines], self.calls)
         elif not all(type(line) is list and all(type(token) is int and token for token in line) for line in order):
             raise FormatError("the order is no list of lists of whole numbers")
         self.order: list[Timeline] = order
@@ -184,28 +184,28 @@ def _count(data: Mapping[str, Any], *names: str) -> None:
     """Raise `FormatError` unless what is counted is a number that a run can reach."""
     for name in names:
         if not 0 <= data.get(name, 0) < 1 << 63:
-            raise FormatError(f"{shown(name)} is {shown(data[name])}, which counts nothing")
+            raise FormatError(f"{excerpt(name)} is {excerpt(data[name])}, which counts nothing")
 
 
 def _attributes(data: Any) -> dict[str, Plain]:
-    return {k: _plain(v) for k, v in data.items() if v != ABSENT}
+    return {k: _plain_value(v) for k, v in data.items() if v != ABSENT}
 
 
-def _plain(value: Any) -> Plain:
+def _plain_value(value: Any) -> Plain:
     if type(value) is dict:
         text = value.get("float")
         if len(value) != 1 or text not in ("nan", "inf", "-inf"):
-            raise FormatError(f"{shown(value)} is no plain value")
+            raise FormatError(f"{excerpt(value)} is no plain value")
         return float(text)
     if type(value) is list:
-        raise FormatError(f"{shown(value)} is no plain value")
+        raise FormatError(f"{excerpt(value)} is no plain value")
     return value  # type: ignore[no-any-return]
 
 
 @contextmanager
-def line_of(name: str) -> Iterator[None]:
+def in_line(name: str) -> Iterator[None]:
     """Name the line in what is wrong with it."""
     try:
         yield
     except FormatError as error:
-        raise FormatError(f"in the line of {shown(name)}: {error}") from None
+        raise FormatError(f"in the line of {excerpt(name)}: {error}") from None

@@ -1,0 +1,122 @@
+"""The command `modelprobe`: shows snapshots, compares them, and tells whether a change was declared.
+
+It reads files and asks git; it runs no model, and needs neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.files import DIRECTORY
+from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
+from pytest_modelprobe.report import github
+from pytest_modelprobe.report.text import printable
+
+from .check import run_check, run_declare, run_diff
+from .common import INCOMPLETE
+from .init import GIT_ATTRIBUTES, run_init
+from .log import run_log
+from .show import run_show
+
+__all__ = ["GIT_ATTRIBUTES", "main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names may hold what a console cannot show
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `modelprobe show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INCOMPLETE
+    except (ModelProbeError, OSError) as error:
+        said = printable(str(error))
+        print(f"modelprobe: {said}", file=sys.stderr)
+        if getattr(options, "format", "") == "github":
+            print(github.command("error", said, title="modelprobe could not complete"))
+        return INCOMPLETE
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors hold names as they can be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="modelprobe",
+        description="Show and compare snapshots of models, and gate changes of them.",
+        epilog="Exit code: 0 success, 1 differences or denied changes, 2 could not complete.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    path = f"an .arch.json, a .probe.json, either without its ending, or a folder with {DIRECTORY} below it"
+    snapshot = f"{path}, as it is or, as REF:PATH, as it was"
+
+    show = commands.add_parser("show", help="print a snapshot as a table")
+    show.add_argument("snapshot", metavar="SNAPSHOT", help=snapshot)
+    show.add_argument("--layers", action="append", metavar="GLOB", help="only these layers, such as 'blocks.*.attn'")
+    _add_format(show, "text", "markdown", "json")
+    show.set_defaults(run=run_show)
+
+    diff = commands.add_parser("diff", help="print what changed between two snapshots, and why")
+    diff.add_argument("paths", nargs="*", metavar="PATH", help=f"OLD and NEW: {snapshot}; with --base what to look at")
+    _add_base(diff)
+    _add_format(diff, "text", "markdown", "json", "github")
+    diff.set_defaults(run=run_diff)
+
+    check = commands.add_parser(
+        "check",
+        help="check that every change that needs a reason has one",
+        description="Check that every change since REF that needs a reason has one.",
+        epilog="Classes: " + "; ".join(f"{kind} ({DEFAULTS[kind]}): {MEANING[kind]}" for kind in CLASSES) + ".",
+    )
+    check.add_argument("paths", nargs="*", metavar="PATH", help=f"what to look at; all by default: {path}")
+    _add_base(check)
+    for level in LEVELS:
+        told = f"{level} changes of this class; may be repeated"
+        check.add_argument(f"--{level}", action="append", choices=CLASSES, default=[], metavar="CLASS", help=told)
+    _add_format(check, "text", "markdown", "json", "github")
+    check.set_defaults(run=run_check)
+
+    declare = commands.add_parser(
+        "declare",
+        help="write the reason of a change into its snapshots, after the fact",
+        description="Write why snapshots changed or were deleted since REF into files for `check`; it runs no test.",
+    )
+    declare.add_argument("reason", metavar="WHY", help="the reason")
+    declare.add_argument("paths", nargs="*", metavar="PATH", help=f"what it is for; all by default: {path}")
+    declare.add_argument(
+        "--base", metavar="REF", default="HEAD", help="compare with the merge base of HEAD and REF (default: HEAD)"
+    )
+    declare.set_defaults(run=run_declare)
+
+    log = commands.add_parser("log", help="print the changes of a snapshot, or of one of its layers, in git")
+    log.add_argument("snapshot", metavar="SNAPSHOT", help=path)
+    log.add_argument("layer", nargs="?", metavar="LAYER", help="a name or a glob")
+    _add_format(log, "text", "markdown", "json")
+    log.set_defaults(run=run_log)
+
+    init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
+    init.set_defaults(run=run_init)
+    return parser
+
+
+def _add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
+    parser.add_argument("--format", choices=formats, default="text")
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    told = "compare with the merge base of HEAD and REF; in GitHub Actions it is read from the event"
+    parser.add_argument("--base", metavar="REF", help=told)

@@ -1,0 +1,185 @@
+"""`modelprobe diff`, `check` and `declare`: what changed, whether it was declared, and the declaration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from pytest_modelprobe.exceptions import SnapshotError, UsageError
+from pytest_modelprobe.files import Removal, removal_text, with_reason
+from pytest_modelprobe.gate import (
+    CLASSES,
+    DEFAULTS,
+    LEVELS,
+    Class,
+    Level,
+    Repository,
+    SnapshotSource,
+    SnapshotVersion,
+    SourceError,
+    Verdict,
+    declared_removals,
+    has_words,
+    in_revision,
+    in_working_tree,
+    judge,
+    refuse_directory,
+    refuse_links,
+    removal_path,
+    scope_in,
+    superseded,
+)
+from pytest_modelprobe.gate import event as actions
+from pytest_modelprobe.report import changes, data, github, markdown
+from pytest_modelprobe.report.text import printable
+
+from .common import DIFFERENT, SAME, as_json, source_of
+
+_DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
+"""What `diff` makes of each class: it denies nothing, and leaves out what says the same."""
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Print what changed and why; return 1 if anything did."""
+    if options.base is None and options.paths:
+        if len(options.paths) != 2:
+            raise UsageError("diff compares two: give OLD and NEW, or --base REF")
+        verdict = _between(*options.paths)
+    else:
+        verdict = _since_base(options, _DIFF_LEVELS)
+    differing = Verdict(
+        changes=tuple(change for change in verdict.changes if change.level != "allow"), unchanged=verdict.unchanged
+    )
+    _print(options.format, differing, changes.diff_text, markdown.diff)
+    return DIFFERENT if differing.changes else SAME
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Print the verdict of the gate; return 1 if a change is denied."""
+    levels: dict[Class, Level] = dict(DEFAULTS)
+    for level in LEVELS:
+        for kind in getattr(options, level):
+            if levels[kind] != level and any(kind in getattr(options, other) for other in LEVELS if other != level):
+                raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
+            levels[kind] = level
+    verdict = _since_base(options, levels)
+    _print(options.format, verdict, changes.text, markdown.verdict)
+    return DIFFERENT if verdict.denied else SAME
+
+
+def _between(old: str, new: str) -> Verdict:
+    """Return what changed between what two arguments mean: two snapshots, or all of two folders by their names."""
+    return judge(_relative(old), _relative(new), levels=_DIFF_LEVELS)
+
+
+def _relative(argument: str) -> dict[str, SnapshotVersion]:
+    """Return what an argument means, by names that begin where the argument ends."""
+    source, start = source_of(argument)
+    return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
+
+
+def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> Verdict:
+    """Return what changed in the working tree since the base; files with the same content are not read."""
+    repository = Repository(Path.cwd())
+    base = options.base or _base_of_event(repository)
+    commit = repository.merge_base(base)
+    before, now = in_revision(repository, base, commit), in_working_tree(repository)
+    scopes = [scope_in(repository, path) for path in options.paths]
+    refuse_links(repository, commit, scopes or [""])
+    if options.paths:
+        for path, scope in zip(options.paths, scopes, strict=True):
+            refuse_directory(Path(path).as_posix())
+            if not before.within([scope]).pairs:  # else it may be one that was deleted
+                now.only(scope)
+        before, now = before.within(scopes), now.within(scopes)
+    same = {name for name, state in now.states.items() if before.states.get(name) == state}
+    for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
+        refuse_directory(path, repository.root)  # else it would be reported as deleted
+    verdict = judge(
+        _readable(before, before.states.keys() - same),
+        now.read(now.states.keys() - same),
+        levels=levels,
+        unchanged=len(same),
+        removals=declared_removals(repository, commit),
+    )
+    return dataclasses.replace(verdict, base=commit)
+
+
+def _base_of_event(repository: Repository) -> str:
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        raise UsageError("name what to compare with: --base origin/main")
+    return actions.base(repository, os.environ)
+
+
+def _readable(source: SnapshotSource, names: Collection[str]) -> dict[str, SnapshotVersion]:
+    """Return the snapshots that can be read, in whole or their structure alone; the others count as new.
+
+    If they were an error, no commit could repair them.
+    """
+    found, broken = source.readable(names)
+    structures = source.structures(broken)
+    for name, error in broken.items():
+        rest = "of it the structure alone is compared" if name in structures else "the snapshot is taken as new"
+        print(printable(f"modelprobe: {error}; {rest}"), file=sys.stderr)
+    return found | structures
+
+
+def _print(
+    form: str, verdict: Verdict, as_text: Callable[[Verdict], str], as_markdown: Callable[[Verdict], str]
+) -> None:
+    if form == "json":
+        print(as_json(data.as_data(verdict)))
+    elif form == "markdown":
+        print(as_markdown(verdict), end="")
+    else:
+        said = as_text(verdict)
+        print(github.without_commands(said) if form == "github" else said)
+    if form == "github":
+        print(*github.annotation_commands(verdict), sep="\n")
+        summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        if summary:
+            github.write_summary(Path(summary), as_markdown(verdict))
+
+
+def run_declare(options: argparse.Namespace) -> int:
+    """Write a reason for every denied change."""
+    if not has_words(options.reason):
+        raise UsageError("the reason is empty: say why the snapshots changed")
+    root = Repository(Path.cwd()).root
+    verdict = _since_base(options, DEFAULTS)
+    written: dict[str, str] = {}
+    for change in verdict.denied:
+        if change.now is None:
+            written[removal_path(change.path)] = _declared_removal(change.path, verdict, options.reason)
+        else:
+            written[change.path] = _declared_change(change.before, change.now, options.reason)
+    for path in written:
+        if (root / path).is_symlink():
+            raise SourceError(f"{path} is a symbolic link: remove it, a declaration belongs there")
+    for path, text in written.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, "utf-8", newline="\n")
+        print(printable(f"declared in {path}"))
+    if not written:
+        print(f"nothing to declare since {options.base}; for a whole branch name its base: --base main")
+    return SAME
+
+
+def _declared_change(before: SnapshotVersion | None, now: SnapshotVersion, reason: str) -> str:
+    """Return the text of an architecture file with the reason for its change."""
+    digest = now.architecture if before is None else before.architecture
+    chain = None if before is None else " ".join(before.supersedes)
+    try:
+        return with_reason(now.text, reason, superseded(chain, digest, now.architecture))
+    except SnapshotError as error:
+        raise SourceError(f"{now.path}: {error}") from error
+
+
+def _declared_removal(path: str, verdict: Verdict, reason: str) -> str:
+    """Return the text of the file that declares the deletion of a snapshot, on all devices on which it was deleted."""
+    gone = [change.before for change in verdict.changes if change.now is None and change.path == path]
+    return removal_text(Removal(frozenset(before.content for before in gone if before is not None), reason))

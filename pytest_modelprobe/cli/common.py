@@ -1,0 +1,49 @@
+"""Exit codes, what an argument names, and JSON output."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pytest_modelprobe.gate import (
+    GitError,
+    Repository,
+    SnapshotSource,
+    in_revision,
+    on_disk,
+    scope_in,
+    without_ending,
+)
+
+SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
+"""Exit codes: success; differences, or denied changes; could not complete."""
+
+
+def source_of(argument: str) -> tuple[SnapshotSource, str]:
+    """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
+    ref, colon, path = argument.partition(":")
+    if colon and ref and not Path(argument).exists() and not _is_drive(ref):
+        repository = Repository(Path.cwd())
+        # As for git: from the root, but ./ from here.
+        scope = scope_in(repository, path) if path.startswith("./") else path.strip("/")
+        return in_revision(repository, ref).only(scope), without_ending(scope)
+    start = without_ending(Path(argument).as_posix())
+    return on_disk(argument), "" if start == "." else start
+
+
+def _is_drive(letter: str) -> bool:
+    """Whether what stands before a colon is a drive of Windows, and not a branch with a name as short."""
+    if os.name != "nt" or len(letter) > 1:
+        return False
+    try:
+        Repository(Path.cwd()).commit(letter)
+    except GitError:
+        return True
+    return False
+
+
+def as_json(data: Any) -> str:
+    """Return strict JSON that is no command where it stands in the log of a job."""
+    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False).replace("##[", r"##\u005b")

@@ -1,0 +1,105 @@
+"""Masks, positions and tokens that a container generates for its children: which changed, and in how many entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_modelprobe.comparison.compare import is_quantity
+from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.record import Statistics, Value
+
+from .causes import ShareMethod
+from .index import ComparisonIndex
+
+
+class GeneratedInput(NamedTuple):
+    """A mask, positions or tokens that the code now generates with other values."""
+
+    what: str
+    """``attention_mask (for layers.0)``."""
+    share: float | None
+    """The share of its entries that differ; None: not known."""
+    how: ShareMethod
+
+
+def generated_input(index: ComparisonIndex, pair: CallPair, difference: Difference) -> GeneratedInput | None:
+    """Return the mask, positions or tokens that a difference of a response is about, and the share that differs.
+
+    None if it is a hidden state, or not the input of a child. The share is that of the run where the value differs
+    there too, else that of the response where it is known.
+    """
+    child, space, path = difference.what.rpartition(" ")
+    if not space or path == "after" or difference.change is None:
+        return None
+    call = index.child_call(pair, child)
+    values = None if call is None else _both_inputs(call, path)
+    if call is None or values is None or any(map(is_quantity, values)):
+        return None
+    if values[0].dtype != values[1].dtype:
+        return None  # masks of different dtypes cannot be compared
+    share, how = _share_of(index, call, *values)
+    if share is None and not _is_floating(values[0]):
+        share = difference.change
+    return GeneratedInput(f"{path} (for {child})", share, how)
+
+
+def generated_in_run(index: ComparisonIndex, child: CallPair, name: str) -> GeneratedInput | None:
+    """Return the generated input of a call that differs in the run; None if hidden states differ too."""
+    pairs = [(value, _both_inputs(child, value.path)) for value in child.actual.inputs]
+    differing = [
+        values
+        for value, values in pairs
+        if values is not None and index.comparison.change(child.layer, child.key, "input", value.path).differs
+    ]
+    if not differing or any(is_quantity(value) for values in differing for value in values):
+        return None
+    return GeneratedInput(f"{differing[0][0].path} (for {name})", *_share_of(index, child, *differing[0]))
+
+
+def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -> tuple[float | None, ShareMethod]:
+    """Return the share of entries of an input that differ in the run; None if it is the same or cannot be compared."""
+    found = index.comparison.change(call.layer, call.key, "input", now.path)
+    a, e = now.forward.statistics, then.forward.statistics
+    if not found.differs or a is None or e is None or not a.count or a.count != e.count:
+        return None, "estimated"
+    masked = _masked(now, a), _masked(then, e)
+    if _is_floating(then):
+        x, y = now.forward.fingerprint, then.forward.fingerprint
+        if None in masked or x is None or y is None:
+            return None, "estimated"
+        estimate = _estimated_count(x, y, most=max(masked, key=lambda n: n or 0) or 0) / a.count
+    else:
+        estimate = found.change or 0.0
+    if masked[0] is None or masked[1] is None:
+        return estimate, "estimated"
+    # A lower bound; an estimate near it means that one mask contains the other.
+    least = abs(masked[0] - masked[1]) / a.count
+    if least and estimate <= 2 * least:
+        return least, "counted"
+    return max(estimate, 1 / a.count), "estimated"
+
+
+def _estimated_count(x: Sequence[float], y: Sequence[float], *, most: int) -> float:
+    """Return an estimate of how many entries differ between two float masks with at most that many nonzero entries."""
+    norm = max(math.hypot(*x), math.hypot(*y))
+    return most * (math.dist(x, y) / norm) ** 2 if norm else 0.0
+
+
+def _masked(value: Value, numbers: Statistics) -> int | None:
+    """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
+    if value.dtype == "bool":
+        return numbers.count - numbers.zeros
+    if not _is_floating(value) or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
+        return None
+    return numbers.count - numbers.zeros
+
+
+def _is_floating(value: Value) -> bool:
+    return value.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _both_inputs(call: CallPair, path: str) -> tuple[Value, Value] | None:
+    now, then = ({v.path: v for v in side.inputs} for side in (call.actual, call.expected))
+    return (now[path], then[path]) if path in now and path in then and now[path].shape == then[path].shape else None

@@ -1,0 +1,130 @@
+"""The differences between two records, and the change of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pytest_modelprobe.record import (
+    Call,
+    Plain,
+    Record,
+)
+
+from .tolerance import UNKNOWN, ValueChange
+
+DifferenceKind = Literal[
+    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
+    "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
+    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
+    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
+    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
+]  # fmt: skip
+
+
+BEHAVIOR: frozenset[DifferenceKind] = frozenset({
+    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "noise", "run",
+})  # fmt: skip
+"""Kinds of differences of values; the others are of the architecture."""
+
+
+Parts = Literal["all", "architecture", "behavior"]
+
+
+Tolerance = float | Mapping[str, float] | None
+
+
+CallKey = tuple[str, bool | None, int]
+"""Root, its mode where forwards of both modes were recorded, and the index of the call."""
+
+
+ValueKey = tuple[str, CallKey | None, str, str]
+"""Layer, call (None: of the layer itself), side, and path or name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One difference between two records."""
+
+    layer: str
+    """Name in the actual record; of a removed layer, in the expected one."""
+    kind: DifferenceKind
+    what: str = ""
+    """Which attribute, parameter or value."""
+    call: int = 0
+    """Which call of the layer, from 0."""
+    actual: Plain = None
+    expected: Plain = None
+    change: float | None = None
+    """Change relative to the expected norm (integers: share of elements); inf if there was nothing."""
+    noise: float | None = None
+    """Measured noise of the expected value; None: not measured."""
+    limit: float | None = None
+    """Tolerance of the change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPair:
+    """One call that is in both records."""
+
+    layer: str
+    key: CallKey
+    actual: Call
+    expected: Call
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the call is a forward, whose inputs come from the test."""
+        return self.layer == self.actual.root and self.actual.index == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All differences between two records, and the change of every value."""
+
+    actual: Record
+    expected: Record
+    """With the layers under their names in the actual record."""
+    found: tuple[Difference, ...] = ()
+    """All differences, also of layers that were not selected."""
+    notes: tuple[Difference, ...] = ()
+    """Attributes that only one record has: an effect of theirs is a difference of its own."""
+    looser: tuple[Difference, ...] = ()
+    """Values whose noise grew tenfold: an update would tolerate larger changes."""
+    wanted: frozenset[str] | None = None
+    """The selected layers; None: all."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Renamed layers: expected → actual name."""
+    changes: Mapping[ValueKey, ValueChange] = field(default_factory=dict, repr=False)
+    """The change of each value."""
+    calls: tuple[CallPair, ...] = field(default=(), repr=False)
+    """The calls in both records, in order of execution of the actual one."""
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """The differences of the selected layers."""
+        if self.wanted is None:
+            return self.found
+        return tuple(difference for difference in self.found if difference.layer in self.wanted)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    @property
+    def unknown(self) -> int:
+        """The number of values without numbers in both records; they count as equal."""
+        return sum(not change.known for change in self.changes.values())
+
+    @property
+    def names_before(self) -> dict[str, str]:
+        """Renamed layers: actual → expected name."""
+        return {new: old for old, new in self.renamed.items()}
+
+    def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
+        """Return the change of a value; `UNKNOWN` if it was not compared."""
+        return self.changes.get((layer, key, side, path), UNKNOWN)

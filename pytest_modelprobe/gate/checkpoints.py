@@ -1,0 +1,88 @@
+"""The effect of a change on checkpoints: keys of the state_dict, and the number of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pytest_modelprobe.comparison import Comparison
+from pytest_modelprobe.record import Layer, Parameter, Record, qualified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What a change does to checkpoints: keys of the state_dict, by what became of them."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    """Keys of another dtype: they load, and are converted."""
+    tied: tuple[str, ...] = ()
+    """Keys that share their storage with others than before."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Old key → new key, where a layer has another name."""
+    parameters: int = 0
+    """Elements of all parameters now, each counted once."""
+    parameters_before: int = 0
+
+    @property
+    def none(self) -> bool:
+        """Whether old checkpoints load as before."""
+        return not (self.added or self.removed or self.reshaped or self.cast or self.tied or self.renamed)
+
+    @property
+    def loads(self) -> bool:
+        """Whether an old checkpoint loads, if not with the same numbers."""
+        return not (self.added or self.removed or self.reshaped or self.renamed)
+
+
+def effect_on_checkpoints(comparison: Comparison) -> Effect:
+    """Return which keys of the state_dict became what."""
+    now, before = _keys(comparison.actual, comparison.expected), _keys(comparison.expected, comparison.actual)
+    original = {new: old for old, new in comparison.renamed.items()}
+    both = [key for key in now if key in before]
+
+    def as_it_was(key: str) -> str:
+        layer, own = before[key]
+        return qualified(original.get(layer, layer.removesuffix(" (removed)")), own.name)
+
+    def other(aspect: Callable[[Parameter], object]) -> tuple[str, ...]:
+        return tuple(key for key in both if aspect(now[key][1]) != aspect(before[key][1]))
+
+    return Effect(
+        added=tuple(key for key in now if key not in before),
+        removed=tuple(as_it_was(key) for key in before if key not in now),
+        reshaped=other(lambda own: own.shape),
+        cast=other(lambda own: own.dtype),
+        tied=other(lambda own: own.tied_to),
+        renamed={as_it_was(key): key for key in both if as_it_was(key) != key},
+        parameters=parameters(comparison.actual),
+        parameters_before=parameters(comparison.expected),
+    )
+
+
+def _keys(record: Record, other: Record) -> dict[str, tuple[str, Parameter]]:
+    """Return key → layer and what it holds; of a buffer that is not said to be persistent, ``other`` may tell."""
+    told = {(layer.name, own.name): own.persistent for layer in other.layers.values() for own in layer.buffers}
+
+    def stored(layer: Layer) -> Iterator[Parameter]:
+        yield from layer.parameters
+        for own in layer.buffers:
+            if told.get((layer.name, own.name)) if own.persistent is None else own.persistent:
+                yield own
+
+    return {
+        qualified(name, own.name): (name, own)
+        for layer in record.layers.values()
+        # A module that stands at two places is stored twice.
+        for name in (layer.name, *layer.aliases)
+        for own in stored(layer)
+    }
+
+
+def parameters(record: Record) -> int:
+    """Return how many elements all parameters have, shared ones counted once."""
+    own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
+    return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)

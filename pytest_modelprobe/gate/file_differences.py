@@ -1,0 +1,121 @@
+"""Differences between two snapshots that a comparison of two runs does not report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+from pytest_modelprobe.comparison import Comparison, Difference
+from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value
+
+
+def noise_differences(comparison: Comparison) -> Iterator[Difference]:
+    """Yield where the noise in the file allows larger changes than before."""
+    now, before = comparison.actual.noise, comparison.expected.noise
+    if before == "measured" != now:
+        yield Difference(layer=ROOT, kind="noise", what="noise", actual=now, expected=before)
+    yield from comparison.looser
+
+
+def architecture_differences(comparison: Comparison) -> Iterator[Difference]:
+    """Yield differences of the architecture files that no comparison of two records reports."""
+    now, before = comparison.actual, comparison.expected
+    if now.model != before.model:
+        yield Difference(layer=ROOT, kind="type", what="of the model", actual=now.model, expected=before.model)
+    for name, layer in now.layers.items():
+        if (was := before.layers.get(name)) is not None:
+            yield from _fields(layer, was, functools.partial(Difference, layer=name, kind="type"))
+            for call, other in zip(layer.calls, was.calls, strict=False):
+                yield from _in_call(call, other, functools.partial(Difference, layer=name, call=call.index))
+    for x, y in zip(_order(now), _order(before), strict=False):
+        if x != y:
+            yield Difference(layer=x[0], kind="calls", what="order", call=x[1], actual=x[0], expected=y[0])
+            return
+
+
+_MakeDifference = Callable[..., Difference]
+
+
+def _in_call(call: Call, other: Call, told: _MakeDifference) -> Iterator[Difference]:
+    yield from _fields(call, other, functools.partial(told, kind="calls"))
+    for value, was in _by_path((*call.inputs, *call.outputs), other):
+        yield from _fields(value, was, functools.partial(told, kind="calls"), f"{value.path} ")
+
+
+def _by_path(values: Iterable[Value], other: Call) -> Iterator[tuple[Value, Value]]:
+    """Yield the values that another call has too."""
+    known = {value.path: value for value in (*other.inputs, *other.outputs)}
+    return ((value, known[value.path]) for value in values if value.path in known)
+
+
+# Fields of layers, calls and values that a comparison of two records does not look at.
+_UNSEEN = (
+    "leaf",
+    "functional",
+    "aliases",
+    "training",
+    "forwards",
+    "inputs_known",
+    "recomputed",
+    "requires_grad",
+    "overwritten",
+)
+
+
+def _fields(now: object, before: object, told: _MakeDifference, of: str = "") -> Iterator[Difference]:
+    for what in _UNSEEN:
+        x, y = getattr(now, what, None), getattr(before, what, None)
+        if x != y:
+            shown = (str(side) if isinstance(side, tuple) else side for side in (x, y))
+            yield told(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
+
+
+def run_differences(comparison: Comparison) -> Iterator[Difference]:
+    """Yield differences of the numbers files where all compared values are within tolerance."""
+    now, before = comparison.actual, comparison.expected
+    for what in ("notes", "origin", "gradient_origin"):
+        x, y = getattr(now, what), getattr(before, what)
+        if x != y:
+            yield Difference(layer=ROOT, kind="run", what=what, actual=str(x or None), expected=str(y or None))
+    for name, layer in now.layers.items():
+        gradients = {own.name: own.gradient for own in _parameters_and_buffers(before.layers.get(name))}
+        for own in _parameters_and_buffers(layer):
+            x, y = ("there" if g is not None else None for g in (own.gradient, gradients.get(own.name)))
+            if x != y:  # the comparison does not look at it where nothing is trained
+                yield Difference(layer=name, kind="run", what=f"gradient of {own.name}", actual=x, expected=y)
+    for (name, _, side, path), moved in comparison.changes.items():
+        if moved.differs:  # as of an input, which is told of the output that it is
+            yield Difference(layer=name, kind="run", what=f"{side} {path}", change=moved.change)
+    for pair in comparison.calls:
+        told = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
+        if pair.actual.random != pair.expected.random:
+            yield told(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
+        for value, other in _by_path((*pair.actual.inputs, *pair.actual.outputs), pair.expected):
+            now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))
+            if now_dead != then_dead:
+                yield told(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
+        x, y = _answered(pair.actual.response), _answered(pair.expected.response)
+        if x != y:
+            yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+
+
+def _parameters_and_buffers(layer: Layer | None) -> tuple[Parameter, ...]:
+    return () if layer is None else (*layer.parameters, *layer.buffers)
+
+
+def _answered(response: IsolatedResponse | None) -> tuple[object, ...] | None:
+    """Return the synthetic inputs of an isolated response and which values it has; None if there is no response."""
+    if response is None or response.reason is not None:
+        return None
+    answered = tuple((h.where, h.passed, h.reading is not None) for h in response.handed)
+    return dict(response.recipes), answered, response.gradient is not None, response.without_gradient
+
+
+def _kept(answer: tuple[object, ...] | None, other: tuple[object, ...] | None) -> str | None:
+    return None if answer is None else "kept" if other is None else "to other questions"
+
+
+def _order(record: Record) -> list[tuple[str, int]]:
+    """Return the layers as they are called, and which call of theirs it is."""
+    calls = sorted(record.calls, key=lambda pair: (pair[1].root, pair[1].root_training, pair[1].started))
+    return [(layer.name, call.index) for layer, call in calls]

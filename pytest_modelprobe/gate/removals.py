@@ -1,0 +1,74 @@
+"""Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Removal, removal_from
+
+from .declarations import words
+from .git import Repository
+from .sources import SourceError, text_of
+
+
+def removal_path(architecture: str) -> str:
+    """Return the path of the file that declares the deletion of a snapshot.
+
+    >>> removal_path("tests/__modelprobe__/test_net/test_a.arch.json")
+    'tests/__modelprobe__/test_net/test_a.removed.json'
+    """
+    return architecture.removesuffix(ARCH) + REMOVED
+
+
+def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, str], str]:
+    """Return (path of the architecture, digest of the content) → the reason why this snapshot was deleted.
+
+    A reason that the file gave for the same content in ``commit`` was for an earlier deletion and does not count.
+
+    Raises:
+        SourceError: A file cannot be read.
+    """
+    before = _removals_in(repository, commit)
+    found = {}
+    for path, removal in _removals_in_working_tree(repository).items():
+        old = before.get(path)
+        known = old.contents if old is not None and words(old.reason) == words(removal.reason) else frozenset()
+        for content in removal.contents - known:
+            found[path.removesuffix(REMOVED) + ARCH, content] = removal.reason
+    return found
+
+
+def _removals_in(repository: Repository, commit: str) -> dict[str, Removal]:
+    """Return path → removal, of the files in a commit that can be read."""
+    listing = repository.files(commit)
+    names = {path: listing[path] for path in _removal_paths(listing)}
+    contents = repository.read(names.values())
+    found = {}
+    for path, name in names.items():
+        with contextlib.suppress(SourceError):  # one that cannot be read declared nothing
+            found[path] = _removal(contents[name], path)
+    return found
+
+
+def _removals_in_working_tree(repository: Repository) -> dict[str, Removal]:
+    found = {}
+    for path in _removal_paths(repository.working_files()):
+        file = repository.root / path
+        if file.stat().st_size > MOST_BYTES:
+            raise SourceError(f"{path} is too large for a declaration: remove it")
+        found[path] = _removal(file.read_bytes(), path)
+    return found
+
+
+def _removal_paths(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.endswith(REMOVED) and DIRECTORY in PurePosixPath(path).parts]
+
+
+def _removal(data: bytes, path: str) -> Removal:
+    try:
+        return removal_from(text_of(data, path), path)
+    except SnapshotError as error:
+        raise SourceError(str(error)) from error

@@ -1,0 +1,68 @@
+"""A verdict as plain data for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from pytest_modelprobe.gate import Finding, SnapshotChange, Verdict, class_of
+
+from . import comparison
+from .changes import finding_text, status, values_not_compared
+
+
+def as_data(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
+    return {
+        "denied": [change.path for change in verdict.denied],
+        "unchanged": verdict.unchanged,
+        "changes": [
+            {
+                "snapshot": change.path,
+                "before": None if change.before is None else change.before.path,
+                "model": change.model,
+                "device": change.either.record.device,
+                "reason": change.reason,
+                "not_compared": values_not_compared(change),
+                "findings": [_finding_data(finding, change) for finding in change.findings],
+                "causes": _causes(change),
+            }
+            for change in verdict.changes
+        ],
+    }
+
+
+def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
+    differences = [
+        {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in dataclasses.asdict(difference).items()
+            if value is not None and value != ""
+        }
+        for difference in finding.differences
+    ]
+    return {
+        "class": finding.kind,
+        "verdict": status(finding, change),
+        "said": finding_text(finding, change),
+        "differences": differences,
+    }
+
+
+def _causes(change: SnapshotChange) -> list[dict[str, str]]:
+    diagnosis = change.diagnosis
+    if diagnosis is None:
+        return []
+    sure = {True: diagnosis.causes, False: diagnosis.possible}
+    return [
+        {
+            "kind": cause.kind,
+            "class": class_of(cause, diagnosis),
+            "layer": cause.layer,
+            "said": comparison.cause_text(cause),
+            **({} if known else {"sure": "no"}),
+        }
+        for known, causes in sure.items()
+        for cause in causes
+    ]
