@@ -69,8 +69,7 @@ _will_run: Callable[[Any], bool] = _private("torch._C._will_engine_execute_node"
 def accumulates(leaf: Tensor) -> bool:
     """Return whether the pass that runs adds to ``.grad``; `torch.autograd.grad` does not. True if that is unknown."""
     try:
-        with torch.inference_mode(False):  # in which a leaf has no node
-            return _will_run(get_gradient_edge(leaf).node)
+        return _will_run(get_gradient_edge(leaf).node)
     except RuntimeError:  # it is not told of leaves under torch.autograd.grad
         return False
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe._torch import accumulates
 from pytest_modelprobe.record import Training
+from pytest_modelprobe.statistics import ambient_modes_disabled
 
 
 class Accumulated:
@@ -104,7 +105,8 @@ class Steps:
         """Take in that a gradient is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
         if task != self._task:
             self._task, self._left = task, None
-            self._adds = accumulates(parameter)
+            with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
+                self._adds = accumulates(parameter)
             self._passes += self._adds
         if not self._adds:
             return
