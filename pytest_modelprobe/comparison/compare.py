@@ -23,10 +23,10 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
-    declared,
     has_numbers,
     is_read,
     renamed,
+    resolve_rename,
 )
 
 from . import tolerance as _tolerance
@@ -178,7 +178,7 @@ def compare(
     [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
     """
     __tracebackhide__ = True
-    said = declared(actual, expected, rename) if rename else {}
+    said = resolve_rename(actual, expected, rename) if rename else {}
     found = match(actual, expected, said)
     removed = [name for name in expected.layers if name not in found]
     # A layer that is gone may have left its name to another.

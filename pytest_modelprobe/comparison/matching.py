@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.record import ROOT, Layer, Record, numbers, qualified
+from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, qualified
 
 
 def match(actual: Record, expected: Record, said: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the layers of ``expected`` that are layers of ``actual``: expected name → actual name.
 
-    What is ``said`` of a layer, as `declared` returns it, is so. Any other is first looked for under its name. Among
+    What is ``said`` of a layer (see `resolve_rename`) is so. Any other is first looked for under its name. Among
     the children of one container those left over are the same if they are made of the same types and parameters in the
     same order; the numbered children of a ``Sequential`` are aligned by their types, so that one inserted layer does
     not turn all after it into others. What has parameters and is left over then is looked for in other containers, and
@@ -251,7 +251,7 @@ def _holder(name: str) -> str:
 
 
 def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:
-    return made_of[id(node)], numbers(node.name) if numbered else ()
+    return made_of[id(node)], numbers_in(node.name) if numbered else ()
 
 
 def _grouped(
@@ -265,7 +265,7 @@ def _tells(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
     """Whether pairs from different containers are enough to tell: a single layer has also to be named alike."""
     named = any(old.children or _likeness(old.name, new.name) for old, new in pairs)
     first = pairs[0]
-    alone = len(pairs) == 1 and not all(numbers(node.name) for node in first)
+    alone = len(pairs) == 1 and not all(numbers_in(node.name) for node in first)
     return named and (numbered or alone)
 
 
