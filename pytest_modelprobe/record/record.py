@@ -100,6 +100,7 @@ _RERUNS: dict[int, Rerun] = {}
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
 
+    >>> from pytest_modelprobe.record import Reading, Statistics, Value
     >>> call = Call(
     ...     root="fc",
     ...     root_training=False,
