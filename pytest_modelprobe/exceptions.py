@@ -1,10 +1,10 @@
-"""The error tree: every error of our own says in one sentence what to do instead."""
+"""The exceptions that pytest-modelprobe raises. Each message says in one sentence what to do instead."""
 
 from __future__ import annotations
 
 
 class ModelProbeError(Exception):
-    """Base of every error that pytest-modelprobe itself raises."""
+    """Base of all exceptions that pytest-modelprobe raises."""
 
 
 class SelectionError(ModelProbeError, LookupError):
@@ -23,16 +23,16 @@ class ShapeSpecError(ModelProbeError, ValueError):
 
 
 class UnsupportedModelError(ModelProbeError, TypeError):
-    """The object given cannot be probed: no module, or a kind whose hooks lie or never fire."""
+    """The object cannot be probed: it is no module, or its hooks do not fire or report wrong values."""
 
 
 class NothingObservedError(ModelProbeError):
-    """A record lacks what was asked of it: no forward, no backward, no numbers."""
+    """A record has no forward, no backward or no numbers where they are needed."""
 
 
 class UsageError(ModelProbeError, ValueError):
-    """A call that contradicts itself or the state of the probe."""
+    """Arguments contradict each other or the state of the probe."""
 
 
 class SnapshotError(ModelProbeError, ValueError):
-    """A snapshot cannot be read, written or taken for what was recorded."""
+    """A snapshot cannot be read or written, or does not fit the record."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
+    CallScope,
     CallTree,
     Layer,
-    Place,
     Record,
     Selector,
     Statistics,
@@ -98,8 +98,8 @@ def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
     alive = {s.layer.name for s in course.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
     fed = {s.layer.name for s in course.returned if any(not is_zero(v) for v in course.untracked_inputs(s))}
     found: dict[str, Dead] = {}
-    zero_places: set[Place] = set()  # where zeros were made: the code there may pass them on
-    learning_places: set[Place] = set()  # where something was made that requires a gradient
+    zero_places: set[CallScope] = set()  # where zeros were made: the code there may pass them on
+    learning_places: set[CallScope] = set()  # where something was made that requires a gradient
     for step in course.returned:
         name = step.layer.name
         if name in names and name not in fed and step.previous is not None:

@@ -108,7 +108,7 @@ class _Builder:
                 self.calls.setdefault(layer, []).append((kind, call))
         self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
-        """Of parameters and buffers, by full name: as they were before the forward, and now if that may differ."""
+        """Parameters and buffers by full name: before the forward, and now if that may differ."""
         self._read_owned(which, before)
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
@@ -128,7 +128,7 @@ class _Builder:
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
         set_by_forward = self.observed.set_attributes.get(name, ())
-        leaf = self.observed.layers.is_leaf(name)  # a leaf with children is atomic: what they own is its own
+        leaf = self.observed.layers.is_leaf(name)  # a leaf with children is atomic: their parameters are its own
         return Layer(
             name=name,
             type=type_name(module),
@@ -196,7 +196,7 @@ class _Builder:
             requires_grad=seen.requires_grad,
             tensor=self.numbers.setdefault(seen.number, len(self.numbers)),
             forward=self.reading(seen.forward),
-            # Of a view that was overwritten at most the part arrives that was used before.
+            # A view that was overwritten receives at most the gradient of its uses before that.
             backward=None if seen.backward is None or seen.overwritten else self.reading(seen.backward),
             backward_inner=None if seen.backward_inner is None else self.reading(seen.backward_inner),
             overwritten=seen.overwritten,
@@ -206,7 +206,7 @@ class _Builder:
     # --- numbers: everything in one transfer ----------------------------------------------------------------------
 
     def reading(self, reduced: Reduced) -> Reading:
-        """Return the numbers of ``reduced``, which were collected with all others."""
+        """Return the reading of a reduction; all were collected together."""
         return self.readings[id(reduced)]
 
     def _collect(self) -> dict[int, Reading]:
@@ -252,13 +252,13 @@ class _Builder:
 
 
 class _Sources:
-    """Which recorded output an input comes from: the same tensor, or one of equal elements, as layouts copy."""
+    """The recorded output that an input comes from: the same tensor, or a copy in another layout."""
 
     def __init__(self, builder: _Builder) -> None:
         self._builder = builder
         self._made: dict[Hashable, list[tuple[int, str, Reading]]] = {}
         calls = ((kind, call) for calls in builder.calls.values() for kind, call in calls)
-        for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # the innermost that made it comes first
+        for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # innermost first
             for path, seen in call.outputs:
                 reading = builder.reading(seen.forward)
                 made = call.finished, address(call.layer, call, path), reading
@@ -279,7 +279,7 @@ class _Sources:
 
 
 def _numbers(reading: Reading) -> tuple[Any, ...] | None:
-    """Return what equal tensors share to the last bit; None where it would say little."""
+    """Return numbers that tensors with equal elements share exactly; None where all elements are equal."""
     numbers = reading.statistics
     if numbers is None or numbers.min == numbers.max:
         return None
@@ -287,7 +287,7 @@ def _numbers(reading: Reading) -> tuple[Any, ...] | None:
 
 
 def _agree(a: Reading, b: Reading) -> bool:
-    """Whether the fingerprints are of one tensor, as two layouts of it are summed."""
+    """Whether two fingerprints are of equal elements, up to the order of summation."""
     if a.fingerprint is None or b.fingerprint is None:
         return False
     return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5

@@ -1,10 +1,10 @@
-"""Attention weights, where a forward computes them: by a softmax, fused, or in ``nn.MultiheadAttention``.
+"""Attention weights that a forward computes: by a softmax, fused, or in ``nn.MultiheadAttention``.
 
-Fused attention shows no weights: they are computed again from queries and keys. Of the weights stays how evenly each
-head spreads them, and the largest that any head gives, for each query and key.
+Fused attention returns no weights: they are computed again from queries and keys. Each observation keeps the entropy of
+each head, and the largest weight of any head for each query and key.
 
-A softmax makes attention where its result is multiplied into values: a router's or a vocabulary's is not. So what comes
-of it is followed, through masks, dropout and changes of layout, to a matrix product.
+A softmax is attention where its result is multiplied into values; that of a router or over a vocabulary is not. So its
+result is followed through masks, dropout and changes of layout to a matrix product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .running_calls import RunningCall, RunningCalls
 _Reader = Callable[..., AttentionObservation | None]
 
 _MASKED = -5e3
-"""Scores from here down are those of keys that a mask leaves out: it adds -1e4 or less, the least number, -infinity."""
+"""Scores up to here are those of masked keys: masks add -1e4 or less, the smallest number, or -infinity."""
 
 
 class AttentionMode(ForwardMode):
@@ -44,7 +44,7 @@ class AttentionMode(ForwardMode):
         self._multiplied: dict[int, ReferenceType[Tensor]] = {}
 
     def end(self) -> None:
-        """Follow nothing any more."""
+        """Stop following tensors."""
         self._followed.clear()
         self._multiplied.clear()
 
@@ -68,7 +68,7 @@ class AttentionMode(ForwardMode):
             self._running.attend(call, self._returned(call, outputs))
 
     def _returned(self, call: CallObservation, outputs: Iterable[Tensor]) -> list[AttentionObservation]:
-        """Return what is kept of outputs that may be attention weights, in the order in which ``call`` takes them."""
+        """Return observations of outputs that may be attention weights, in the order in which ``call`` keeps them."""
         found: list[AttentionObservation] = []
         for tensor in outputs:
             if self._found(tensor) is not None:  # a dropout returns the weights that it was given
@@ -86,7 +86,7 @@ class AttentionMode(ForwardMode):
         call = None if running is None else running.observation
         if call is None:
             return
-        attended = _read(_READERS[func], args, kwargs)
+        attended = _read_plain(_READERS[func], args, kwargs)
         index = None if attended is None else len(call.attention)
         if func in _SOFTMAXES and isinstance(output, Tensor) and _may_be_weights(output):
             dim = _axis(*args, **kwargs)
@@ -107,12 +107,12 @@ class AttentionMode(ForwardMode):
         return known is not None and known() is tensor
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Follow weights through a function: one that leaves the layout alone, or is known to change it."""
+        """Follow weights through a function that keeps the layout, or changes it in a known way."""
         first = next((known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None), None)
         if first is None:
             return
         if func in _LAYOUTS:
-            with contextlib.suppress(Exception):  # positions that cannot come along: the weights are lost sight of
+            with contextlib.suppress(Exception):  # their positions are unknown: the weights are not followed further
                 moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
                 pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
                 for tensor, positions in pairs:
@@ -121,7 +121,7 @@ class AttentionMode(ForwardMode):
             self._add(output, first._replace(tensor=ref(output)))
 
     def _multiply(self, name: str, args: Any) -> None:
-        """Look whether a product sums weights times values over the axis along which the weights sum to 1."""
+        """Note whether a product sums weights times values over the axis along which the weights sum to 1."""
         equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
         listed = (arg if isinstance(arg, (tuple, list)) else [arg] for arg in args)
         operands = [x for xs in listed for x in xs if isinstance(x, Tensor)]
@@ -131,26 +131,26 @@ class AttentionMode(ForwardMode):
             return
         axes = _summed(equation, operands)
         for weights, values, axis in zip(operands, reversed(operands), axes, strict=True):
-            if axis is None or values.ndim < 3:  # a table that all examples share is no values
+            if axis is None or values.ndim < 3:  # a table that all examples share has no values
                 continue
             self._multiplied[id(weights)] = ref(weights)
             known = self._found(weights)
             if known is not None:
-                known.settle(weights, axis)
+                known.note_product(weights, axis)
 
 
 class _Followed(NamedTuple):
-    """Weights, or what masks, dropout and other layouts made of them."""
+    """Weights, or a tensor made of them by masks, dropout or a change of layout."""
 
     tensor: ReferenceType[Tensor]
     positions: Tensor
-    """Of the shape of the tensor: where each element stands on the axis of the softmax."""
+    """Of the shape of the tensor: the position of each element on the axis of the softmax."""
     call: CallObservation
     which: int | None
-    """Which of the call's weights they are; None: they are not over the last axis, and not kept yet."""
+    """Index among the call's weights; None: the softmax is not over the last axis, and there is no observation yet."""
 
-    def settle(self, weights: Tensor, summed: int) -> None:
-        """Take in that a product sums over an axis, counted from the end, of the weights."""
+    def note_product(self, weights: Tensor, summed: int) -> None:
+        """Note that a product sums over an axis of the weights, counted from the end."""
         axis = _varying(self.positions)
         right = axis == summed or weights.shape[summed] == 1
         if right and self.which is not None:
@@ -169,7 +169,7 @@ class _Followed(NamedTuple):
 
 
 def _positions(tensor: Tensor, dim: int) -> Tensor:
-    """Return where each element stands along ``dim``, in no memory of that size."""
+    """Return the position of each element along ``dim``, in an expanded tensor."""
     shape = [1] * tensor.ndim
     shape[dim] = tensor.shape[dim]
     return torch.arange(tensor.shape[dim], device=tensor.device).reshape(shape).expand(tensor.shape)
@@ -203,10 +203,10 @@ def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
     return found
 
 
-def _read(
+def _read_plain(
     read: Callable[..., AttentionObservation | None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionObservation | None:
-    """Return what ``read`` makes of the arguments; None where a tensor among them cannot be looked into."""
+    """Call ``read`` with plain tensors; return None where a tensor cannot be read."""
     tensors = {id(x): statistics.as_plain_tensor(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
     if any(reason for _, reason in tensors.values()):
         return None
@@ -218,14 +218,14 @@ def _read(
 
 
 def returned(output: Tensor) -> AttentionObservation | None:
-    """Return what is kept of a tensor that may be attention weights: 3 axes or more, rows of shares that sum to 1."""
+    """Return the observation of a tensor that may be attention weights: 3 axes or more, rows that sum to 1."""
     output, reason = statistics.as_plain_tensor(output)
     if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
         return None
     weights = output.float()
     if not bool((weights >= 0).all()) or not bool(((weights.sum(-1) - 1).abs() < 1e-2).all()):
         return None
-    return _attended(weights, weights > 0)
+    return _observed(weights, weights > 0)
 
 
 def _may_be_weights(tensor: Tensor) -> bool:
@@ -270,7 +270,7 @@ def _of_fused(
 
 def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
     given = dict(zip(_MULTIHEAD, args, strict=False)) | kwargs
-    # Torch's own function, asked for the weights; without dropout it draws no random number.
+    # Torch's own function, with the weights returned; without dropout it draws no random number.
     asked = {"need_weights": True, "average_attn_weights": False, "training": False}
     weights = F.multi_head_attention_forward(**{**given, **asked})[1]
     if weights is None:
@@ -278,15 +278,15 @@ def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
     weights = weights.float()
     weights = weights if weights.ndim == 4 else weights[None]
     mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
-    left_out = torch.zeros(1, weights.shape[-1] if mask is None and padding is None else 1, device=weights.device)
-    if mask is not None:  # here True leaves a key out
+    bias = torch.zeros(1, weights.shape[-1] if mask is None and padding is None else 1, device=weights.device)
+    if mask is not None:  # here True masks a key
         mask = _added(~mask if mask.dtype == torch.bool else mask)
-        left_out = left_out + (mask.reshape(*weights.shape[:2], *mask.shape[-2:]) if mask.ndim == 3 else mask)
+        bias = bias + (mask.reshape(*weights.shape[:2], *mask.shape[-2:]) if mask.ndim == 3 else mask)
     if padding is not None:
-        left_out = left_out + _added(~padding if padding.dtype == torch.bool else padding).unsqueeze(-2).unsqueeze(-2)
-    # Keys that the module itself adds at the end are never left out.
-    left_out = F.pad(left_out.expand(*weights.shape[:3], -1), (0, weights.shape[-1] - left_out.shape[-1]))
-    return _attended(weights, left_out > _MASKED)
+        bias = bias + _added(~padding if padding.dtype == torch.bool else padding).unsqueeze(-2).unsqueeze(-2)
+    # Keys that the module itself adds at the end are never masked.
+    bias = F.pad(bias.expand(*weights.shape[:3], -1), (0, weights.shape[-1] - bias.shape[-1]))
+    return _observed(weights, bias > _MASKED)
 
 
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames[: F.multi_head_attention_forward.__code__.co_argcount]
@@ -325,27 +325,27 @@ _READERS: dict[Any, _Reader] = {
 
 
 def _added(mask: Tensor) -> Tensor:
-    """Return a mask as what is added to the scores; True keeps a key."""
+    """Return a mask as a term added to the scores; True keeps a key."""
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
 
 
-# --- what is kept of them -----------------------------------------------------------------------------------------
+# --- their observation --------------------------------------------------------------------------------------------
 
 
 def _of_scores(scores: Tensor) -> AttentionObservation:
-    return _attended(scores.softmax(-1), ~(scores <= _MASKED))
+    return _observed(scores.softmax(-1), ~(scores <= _MASKED))
 
 
-def _attended(weights: Tensor, allowed: Tensor) -> AttentionObservation:
-    """Return what is kept of weights of shape (batch, heads, queries, keys), with other leading axes or fewer.
+def _observed(weights: Tensor, allowed: Tensor) -> AttentionObservation:
+    """Return the observation of weights of shape (batch, heads, queries, keys), with other leading axes or fewer.
 
     The entropy of a query is ``-sum(w log w)``, at most the logarithm of the number of keys that it may attend to.
     """
     weights, allowed = (_with_four_axes(x) for x in (weights, allowed))
     keys = allowed.sum(-1)
-    choice = keys > 1  # of one key, or of none, there is nothing to spread
+    choice = keys > 1  # with fewer than two keys the entropy is 0
     share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
     share = torch.where(choice, share, 0.0)
     return AttentionObservation(

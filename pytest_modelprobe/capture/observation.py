@@ -29,7 +29,7 @@ Merge = Callable[[Reduced, Reduced], Reduced]
 
 
 class TensorObservation:
-    """A tensor in one place, among the inputs or outputs of a call: its numbers, and its gradient's when it arrives."""
+    """A tensor among the inputs or outputs of a call: its reduction, and that of its gradient when it arrives."""
 
     __slots__ = (
         "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
@@ -38,7 +38,7 @@ class TensorObservation:
 
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
         self.number = number
-        """Of the forward, and of the tensor in it: the same in all places where the tensor was seen."""
+        """Index of the forward, and number of the tensor in it: the same wherever the tensor was seen."""
         self.shape = shape_of(tensor)
         self.dtype = plain_name(tensor.dtype)
         self.device = plain_name(tensor.device)
@@ -49,10 +49,10 @@ class TensorObservation:
         self.backward_inner: Reduced | None = None
         self.overwritten = False
         self.targets: tuple[TensorObservation, ...] = ()
-        """Where this one has merged into: a gradient that comes late goes there too."""
+        """Observations into which this one was merged: a gradient that arrives later is added to them too."""
 
     def receive(self, gradient: Reduced, *, inner: bool) -> None:
-        """Take in the gradient of one backward pass."""
+        """Add the gradient of one backward pass."""
         if inner:
             self.backward_inner = merged(self.backward_inner, gradient)
         else:
@@ -61,7 +61,7 @@ class TensorObservation:
             target.receive(gradient, inner=inner)
 
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
-        """Take in what was seen in the same place of another forward."""
+        """Merge the observation in the same place of another forward."""
         self.number = other.number
         self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)
@@ -71,7 +71,7 @@ class TensorObservation:
         self.requires_grad |= other.requires_grad
 
     def copy(self) -> TensorObservation:
-        """Return an independent copy: a `Reduced` never changes once it has its numbers, so that sharing it is safe."""
+        """Return an independent copy; the reductions are shared, as they do not change once computed."""
         copy = object.__new__(TensorObservation)
         for name in TensorObservation.__slots__:
             setattr(copy, name, getattr(self, name))
@@ -133,7 +133,7 @@ class CallObservation:
         self.random: str | None = None
         self.recomputed = 0
         self.total: CallObservation | None = None
-        """Where this one has merged into."""
+        """The call into which this one was merged."""
 
     def run_again(self) -> None:
         """Count a recomputation."""
@@ -142,7 +142,7 @@ class CallObservation:
             self.total.recomputed += 1
 
     def merge_from(self, other: CallObservation, merge: Merge, *, final: bool) -> None:
-        """Take in the same call of another forward. If ``final`` what comes late to that will come here too."""
+        """Merge the same call of another forward. If ``final``, what that call receives later is added here too."""
         if final:
             other.total = self
         self.forwards += other.forwards
@@ -191,14 +191,14 @@ class ParameterGradient:
         self._newest: Reduced | None = None
 
     def receive(self, gradient: Reduced, backward: int) -> None:
-        """Take in what there is of the gradient of that pass."""
+        """Take the gradient of a pass as it is now."""
         if backward != self._backward:
             self._before = self.reduced
         self._backward, self._newest = backward, gradient
 
     @property
     def reduced(self) -> Reduced | None:
-        """All passes together."""
+        """The gradients of all passes, merged."""
         return merged(self._before, self._newest)
 
 
@@ -223,9 +223,9 @@ class Forward:
         self.calls: dict[tuple[str, int], CallObservation] = {}
         self.counts: dict[str, int] = {}
         self.backwards: set[int] = set()
-        """Graph tasks of the backward passes that reached it."""
+        """Numbers of the backward passes that reached it."""
         self.parameters: dict[str, ParameterGradient] = {}
-        """By full name; of the passes that ran while this was the newest forward."""
+        """By full name; of the passes that ran while this was the newest forward, or reached it."""
         self._tensors = itertools.count()
         self._events = itertools.count()
         self.reductions: dict[ContentKey, ReductionCacheEntry] = {}
@@ -260,7 +260,7 @@ class Totals:
         self.calls: dict[tuple[str, int], CallObservation] = {}
 
     def merge_from(self, forward: Forward, *, final: bool = True) -> None:
-        """Merge a forward in. If ``final`` its late gradients will follow; else it is a preview."""
+        """Merge a forward. If ``final``, gradients that it receives later are added too."""
         merge = functools.cache(statistics.merge)  # one tensor is seen in several places
         self.forwards += 1
         for key, call in forward.calls.items():
@@ -279,7 +279,7 @@ class Totals:
 
 
 def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge) -> Reduced | None:
-    """Return both together; None stands for nothing."""
+    """Return two reductions merged; None is none."""
     return b if a is None else a if b is None else merge(a, b)
 
 

@@ -55,7 +55,7 @@ class OptimizerHooks:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._guard, without_torch_function():
-            held = self._parameters.accumulated([p for group in optimizer.param_groups for p in group["params"]])
+            held = self._parameters.gradient_states([p for group in optimizer.param_groups for p in group["params"]])
             self._steps.step_begins(optimizer, held, self._parameters.hooked)
             if not held:
                 return

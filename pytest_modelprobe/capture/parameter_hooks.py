@@ -16,7 +16,7 @@ from pytest_modelprobe.record import ROOT
 from .backward import BackwardPasses
 from .guard import HookGuard
 from .parameters import parameter_content_key
-from .steps import Accumulated, Steps
+from .steps import GradientState, Steps
 from .tensors import ContentKey
 
 
@@ -66,8 +66,8 @@ class ParameterHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def accumulated(self, parameters: Collection[torch.Tensor]) -> list[Accumulated]:
-        """Return what is known of ``.grad`` of those parameters that have a hook."""
+    def gradient_states(self, parameters: Collection[torch.Tensor]) -> list[GradientState]:
+        """Return the state of ``.grad`` of those parameters that have a hook."""
         hooks = (self._hook_on(parameter) for parameter in parameters)
         return [hook.held for hook in hooks if hook is not None]
 
@@ -94,7 +94,7 @@ class _ParameterHook:
 
     def __init__(self, owner: ParameterHooks, parameter: nn.Parameter) -> None:
         self.owner = owner
-        self.held = Accumulated()
+        self.held = GradientState()
         self._parameter = ref(parameter)
         self.names: list[str] = []
         self._arrived = -1

@@ -1,4 +1,4 @@
-"""The training loop, as the hooks see it: which gradients each step of an optimizer was taken with."""
+"""The training loop: which gradients each step of an optimizer was taken with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytest_modelprobe.record import Training
 from pytest_modelprobe.statistics import ambient_modes_disabled
 
 
-class Accumulated:
-    """What is known of what lies in a parameter's ``.grad``."""
+class GradientState:
+    """What the ``.grad`` of one parameter consists of."""
 
     __slots__ = ("mixed", "passes", "stale", "total", "used")
 
@@ -25,7 +25,7 @@ class Accumulated:
         self.passes = 0
         """Backward passes added up since a reset or a step."""
         self.used = False
-        """Whether a step was taken with it."""
+        """Whether a step was taken with these gradients."""
         self.stale = False
         """Whether a pass was added to gradients with which a step had been taken."""
         self.mixed = False
@@ -34,7 +34,7 @@ class Accumulated:
         """Steps of all optimizers when the newest pass arrived."""
 
 
-class _Rounds:
+class _OptimizerSteps:
     """The steps of one optimizer with a forward before them."""
 
     __slots__ = ("idle", "taken")
@@ -42,7 +42,7 @@ class _Rounds:
     def __init__(self) -> None:
         self.taken = 0
         self.idle = 0
-        """Those before which a forward in training mode ran without gradients."""
+        """Steps before which a forward in training mode ran without gradients."""
 
 
 class Steps:
@@ -56,13 +56,13 @@ class Steps:
     def __init__(self) -> None:
         self._steps = self._others = self._lookalikes = self._passes = 0
         self._stale = self._mixed = self._accumulated = self._evaluating = self._discarded = 0
-        self._rounds: WeakKeyDictionary[Optimizer, _Rounds] = WeakKeyDictionary()
-        self._all_rounds: list[_Rounds] = []
+        self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
+        self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepping = False
         self._task = self._discarded_in = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
-        self._left: bool | None = None  # whether gradients of the last step are still there in the newest pass
+        self._kept: bool | None = None  # whether gradients of the last step were kept in the newest pass
         # Since the last step of an optimizer:
         self._forwards = 0
         self._idle = False
@@ -70,17 +70,17 @@ class Steps:
 
     @property
     def training(self) -> Training | None:
-        """What was counted; None where no optimizer stepped and no gradients were thrown away."""
+        """The counts; None where no optimizer stepped and no gradients were discarded."""
         if not (self._steps or self._others or self._discarded):
             return None
-        irregular = sum(r.idle for r in self._all_rounds if r.idle < r.taken)
-        if self._idle and not any(r.idle for r in self._all_rounds):
+        irregular = sum(r.idle for r in self._optimizer_steps if r.idle < r.taken)
+        if self._idle and not any(r.idle for r in self._optimizer_steps):
             irregular += 1
         return Training(
             steps=self._steps,
             others=self._others,
             lookalikes=self._lookalikes,
-            optimizers=len(self._all_rounds),
+            optimizers=len(self._optimizer_steps),
             passes=self._passes,
             stale=self._stale,
             mixed=self._mixed,
@@ -91,27 +91,27 @@ class Steps:
         )
 
     def forward_begins(self, *, training: bool) -> None:
-        """Take in that a forward begins."""
+        """Count a forward that begins."""
         if torch.is_grad_enabled():
             self._forwards += training
         else:
             self._idle |= training
 
     def reached(self, *, training: bool) -> None:
-        """Take in that a backward pass came to a forward of that mode."""
+        """Count a backward pass that reached a forward of that mode."""
         self._in_evaluation |= not training
 
-    def arrives(self, parameter: nn.Parameter, held: Accumulated, task: int) -> None:
-        """Take in that a gradient is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
+    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> None:
+        """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
         if task != self._task:
-            self._task, self._left = task, None
+            self._task, self._kept = task, None
             with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
                 self._adds = accumulates(parameter)
             self._passes += self._adds
         if not self._adds:
             return
-        if parameter.grad is None or (held.used and not self._is_left(parameter.grad)):
-            # Thrown away, unless another step came between: what reached this model by the way is nobody's loss.
+        if parameter.grad is None or (held.used and not self._is_kept(parameter.grad)):
+            # Discarded, unless another optimizer stepped between: then the loss was that of another model.
             if held.passes and not held.used and held.total == self._total and task != self._discarded_in:
                 self._discarded += 1
                 self._discarded_in = task
@@ -126,18 +126,18 @@ class Steps:
             held.used = True
 
     def step_begins(
-        self, optimizer: Optimizer, held: Collection[Accumulated], parameters: Collection[nn.Parameter]
+        self, optimizer: Optimizer, held: Collection[GradientState], parameters: Collection[nn.Parameter]
     ) -> None:
-        """Take in that an optimizer is about to step.
+        """Count a step that an optimizer is about to take.
 
         Args:
             optimizer: The optimizer.
-            held: Of its parameters that are the model's.
-            parameters: All of the model that are hooked.
+            held: The gradients of those of its parameters that are hooked.
+            parameters: All hooked parameters of the model.
         """
         if not held:
             self._others += 1
-            self._lookalikes += self._is_alike(optimizer, parameters)
+            self._lookalikes += self._has_same_shapes(optimizer, parameters)
         else:
             self._steps += 1
             self._stale += any(one.stale for one in held)
@@ -147,36 +147,36 @@ class Steps:
             self._in_evaluation = False
             for one in held:
                 one.used, one.stale, one.mixed, one.passes = True, False, False, 0
-            rounds = self._rounds.get(optimizer)
-            if rounds is None:
-                rounds = self._rounds[optimizer] = _Rounds()
-                self._all_rounds.append(rounds)
-            rounds.taken += bool(self._forwards or self._idle)
-            rounds.idle += self._idle
+            counts = self._by_optimizer.get(optimizer)
+            if counts is None:
+                counts = self._by_optimizer[optimizer] = _OptimizerSteps()
+                self._optimizer_steps.append(counts)
+            counts.taken += bool(self._forwards or self._idle)
+            counts.idle += self._idle
             self._stepping = True
         self._forwards, self._idle = 0, False
 
     def step_ends(self) -> None:
-        """Take in that an optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self._stepping = False
 
     @property
     def _total(self) -> int:
         return self._steps + self._others
 
-    def _is_left(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient with which a step was taken is still there.
+    def _is_kept(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient with which a step was taken was not reset to zero since.
 
-        One tells for all of a pass: on CUDA it has to be waited for.
+        One gradient of each pass is read, as reading synchronizes on CUDA.
         """
-        if self._left is None:
-            self._left = False
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind that cannot be looked at
-                self._left = bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
-        return self._left
+        if self._kept is None:
+            self._kept = False
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind that cannot be read
+                self._kept = bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+        return self._kept
 
-    def _is_alike(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
-        """Whether an optimizer has parameters of the shapes of the model's."""
+    def _has_same_shapes(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
+        """Whether the parameters of an optimizer have the shapes of parameters of the model."""
         if optimizer not in self._optimizers:
             shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
             self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)

@@ -1,7 +1,7 @@
-"""The unit axis of an output: where channels or features lie, decided by the module and never by the shape alone.
+"""The unit axis of an output: the axis of channels or features, which depends on the module.
 
-By rank one would look along the wrong axis: NHWC outputs, tokens, and sequences of a convolution have the same number
-of axes. Axes are counted from the end, so that they hold with and without a batch.
+The number of axes does not tell: NHWC outputs, tokens, and sequences of a convolution have the same. Axes are counted
+from the end, so that they are the same with and without a batch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _LAST = -1
-_SECOND = "axis 1 of the output"  # behind the batch, whatever follows
-_INHERITED = "that of what went in"
+_SECOND = "axis 1 of the output"
+_INHERITED = "that of the input"
 
 _BY_RULE: dict[int | str, str] = {
     _LAST: "Linear Bilinear Embedding EmbeddingBag LayerNorm RMSNorm RNNBase RNNCellBase Conv1D Transformer "
@@ -27,7 +27,7 @@ _BY_RULE: dict[int | str, str] = {
     -3: "Fold PixelShuffle PixelUnshuffle",
 }
 _RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
-"""By class name. Everything of torch with a number of spatial axes in its name (Conv2d, MaxPool1d) follows that."""
+"""By class name. For classes of torch with a number of spatial axes in the name (Conv2d, MaxPool1d) it is that."""
 
 _SPATIAL = re.compile(r"([123])d$")
 _POINTWISE = ("torch.nn.modules.activation.", "torch.nn.modules.dropout.", "torch.nn.modules.linear.Identity")
@@ -39,8 +39,8 @@ def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -
 
     Args:
         module: The module that returned the output.
-        output: One of its output tensors; only its shape is looked at.
-        inherited: The unit axis of the input, or of what was made inside, of the same shape; None if there is none.
+        output: One of its output tensors; only its shape is used.
+        inherited: The unit axis of a tensor of the same shape that was an input or made inside; None if there is none.
 
     >>> import torch
     >>> unit_axis(nn.Conv2d(3, 8, 3), torch.empty(2, 8, 4, 4)), unit_axis(nn.Linear(3, 8), torch.empty(2, 4, 8))
@@ -66,14 +66,14 @@ def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int
     own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]
     if rule == _INHERITED or all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
-    # A norm of one's own, like LlamaRMSNorm, has vectors of one size: they tell the axis if they fit only one.
+    # A norm of the model's own, like LlamaRMSNorm, has vectors of one size: the axis is known if they fit only one.
     fitting = {axis for axis in (_LAST, 1 - len(shape)) if axis < 0 and set(own) == {(shape[axis],)}}
     return fitting.pop() if len(fitting) == 1 else inherited if inherited in fitting else None
 
 
 @functools.cache
 def _rule(cls: type) -> int | str | None:
-    """Return what holds for a class: what is known of its nearest base that is torch's."""
+    """Return the rule for a class: that of its nearest base in torch."""
     for base in cls.__mro__:
         name = f"{base.__module__}.{base.__name__}"
         spatial = _SPATIAL.search(base.__name__)

@@ -20,10 +20,10 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
-    declared,
     has_numbers,
     is_read,
     renamed,
+    resolve_rename,
 )
 
 from . import tolerance as _tolerance
@@ -67,7 +67,7 @@ def compare(
     [('norm', 'attribute', 'eps', 1e-06, 1e-05)]
     """
     __tracebackhide__ = True
-    renames = declared(actual, expected, rename) if rename else {}
+    renames = resolve_rename(actual, expected, rename) if rename else {}
     found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
     # Another layer may have the name of a removed one.

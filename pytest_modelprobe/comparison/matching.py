@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.record import ROOT, Layer, Record, numbers, qualified
+from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, qualified
 
 
 def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _holder(name: str) -> str:
 
 
 def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:
-    return made_of[id(node)], numbers(node.name) if numbered else ()
+    return made_of[id(node)], numbers_in(node.name) if numbered else ()
 
 
 def _grouped(
@@ -262,7 +262,7 @@ def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> 
     """Whether pairs from different containers are unambiguous: a single layer also needs a similar name."""
     named = any(old.children or _similarity(old.name, new.name) for old, new in pairs)
     first = pairs[0]
-    alone = len(pairs) == 1 and not all(numbers(node.name) for node in first)
+    alone = len(pairs) == 1 and not all(numbers_in(node.name) for node in first)
     return named and (numbered or alone)
 
 

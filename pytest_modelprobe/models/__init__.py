@@ -1,4 +1,4 @@
-"""Models: their layers, their state put back, their weights drawn from names, random numbers, memory."""
+"""Models: layers, saving and restoring state, initialization by name, seeding, memory, nested values."""
 
 from __future__ import annotations
 

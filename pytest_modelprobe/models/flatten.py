@@ -1,9 +1,9 @@
-"""Nested values → (path, tensor) pairs: what goes into a call and what comes out of it.
+"""Nested values → (path, tensor) pairs: the arguments and the output of a call.
 
 Torch's own pytree takes a plain dataclass for a leaf, so containers are opened here: tuples, lists, mappings, named
-tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes. Other objects, as a distribution or a cache,
-are looked into through their attributes where a call gives them out. Among arguments they are not: a cache goes through
-every layer, and would be written down with each.
+tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes. The attributes of other objects, such as a
+distribution or a cache, are searched in outputs only: a cache is an argument of every layer, and would be recorded with
+each.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pytest_modelprobe.record import Plain
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST = 1000  # parts: a graph of objects that refer to each other would never end
-_MOST_OPENED = 10_000  # where nothing is to be left out
+_MOST_OPENED = 10_000  # the same, where objects are searched
 _DEEPEST = 50
 _FROM_PYTHON = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: what objects of the other types hold is no attribute."""
+"""Py_TPFLAGS_HEAPTYPE: objects of other types do not keep their contents in attributes."""
 
 
 class Flat:
     """The tensors and the plain values of one nested value, each with its path.
 
     Args:
-        objects: Whether to look into objects that are no containers, through their attributes.
+        objects: Whether to search the attributes of objects that are no containers.
     """
 
     __slots__ = ("_depth", "_left", "_objects", "_opened", "known", "opaque", "plain", "tensors")
@@ -39,16 +39,16 @@ class Flat:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.plain: dict[str, Plain] = {}
         self.opaque: dict[str, str] = {}
-        """What cannot be looked into: its path, and the name of its type."""
+        """Values that cannot be searched: path → name of the type."""
         self.known = True
-        """False where a part is no container: of an object that is looked into, only the tensors are taken."""
+        """False where a part is no container: of an object that is searched, only the tensors are taken."""
         self._objects = objects
         self._opened: list[Any] = []
         self._left = _MOST_OPENED if objects else _MOST
         self._depth = 0
 
     def add(self, path: str, value: Any) -> None:
-        """Take in ``value``, found at ``path``."""
+        """Add ``value``, found at ``path``."""
         if isinstance(value, torch.Tensor):
             self.tensors.append((path, value))
         elif value is None or isinstance(value, (bool, int, float, str)):
@@ -70,17 +70,17 @@ class Flat:
             self._depth -= 1
 
     def _look_into(self, path: str, value: Any) -> None:
-        """Take the tensors out of what is no container."""
+        """Add the tensors in the attributes of an object that is no container."""
         self.known = False
         attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
         if not attributes:
             self._leave(path, value)
         elif not any(value is known for known in self._opened):
-            self._opened.append(value)  # it may hold itself
+            self._opened.append(value)  # it may contain itself
             inside = Flat(objects=True)
             inside._opened, inside._left, inside._depth = self._opened, self._left, self._depth + 1
             for name, part in attributes.items():
-                if not _is_means(part):
+                if not _is_code(part):
                     inside.add(f"{path}.{name}", part)
             self._left = inside._left - len(attributes)
             known: set[int] = set()
@@ -98,7 +98,7 @@ class Flat:
 
 
 def _exactly(value: Any) -> Plain:
-    """Return the builtin that a subclass (an enum, a numpy float) stands for: records hold no others."""
+    """Convert a subclass (an enum, a numpy float) to the builtin: records have no others."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
@@ -129,7 +129,7 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none where it may hold anything else, or is gone once it is looked at."""
+    """Return the attributes of an object; none where it has other contents too, or is an iterator or a module."""
     kinds = type(value).__mro__
     if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
         return {}
@@ -146,24 +146,24 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _is_means(value: Any) -> bool:
-    """Whether an attribute is no result but what an object works with: a function, a class, a module."""
+def _is_code(value: Any) -> bool:
+    """Whether an attribute is no result but a function, a class or a module."""
     return callable(value) and not _attributes(value)
 
 
 def _is_closure(value: Any) -> bool:
-    """Whether a function may hold results itself."""
+    """Whether a function may contain results."""
     return isinstance(value, functools.partial) or bool(getattr(value, "__closure__", None))
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
-    """Return the tensors and plain values inside ``value``, which a call gave out.
+    """Return the tensors and plain values inside ``value``, the output of a call.
 
     Args:
-        path: Where it was found.
-        value: What is looked into.
-        objects: Whether to look into objects that are no containers, through their attributes. Modules and iterators
-            never are.
+        path: Prefix of the paths.
+        value: The nested value.
+        objects: Whether to search the attributes of objects that are no containers; modules and iterators are never
+            searched.
 
     >>> flat = flatten("output", {"logits": torch.zeros(2), "n": 3})
     >>> [path for path, _ in flat.tensors], flat.plain
@@ -178,7 +178,7 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
 
 
 def unseen(flat: Flat) -> str | None:
-    """Return what of an output cannot be looked into, in words, and what to do; None where there is nothing.
+    """Return a message on the parts of an output that cannot be searched; None where there are none.
 
     >>> unseen(flatten("output", (torch.zeros(2), iter([]))))
     'output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does'
@@ -198,7 +198,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
     Args:
         args: The positional arguments.
         kwargs: The keyword arguments.
-        objects: Whether to look into objects that are no containers, through their attributes.
+        objects: Whether to search the attributes of objects that are no containers.
 
     >>> flat = flatten_call((torch.zeros(2),), {"mask": torch.ones(2), "causal": True})
     >>> [path for path, _ in flat.tensors], flat.plain
@@ -213,7 +213,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it; what holds none is kept as it is.
+    """Return ``value`` with ``function`` applied to each tensor in it; values without tensors are the same objects.
 
     Containers are rebuilt, and objects that `flatten` finds a tensor in.
 
@@ -230,7 +230,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         parts = _settable(value)
         if parts is None:
             return value
-        done[id(value)] = value, value  # it may hold itself
+        done[id(value)] = value, value  # it may contain itself
         changed = {key: visit(part) for key, part in parts}
         done[id(value)] = value, _rebuilt(value, changed)
         return done[id(value)][1]
@@ -252,7 +252,7 @@ def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with these parts, made without its ``__init__``, which may have other ideas."""
+    """Return a copy of a container with these parts, made without its ``__init__``, which may take other arguments."""
     if isinstance(value, tuple):
         named = hasattr(value, "_fields")
         return type(value)(*parts.values()) if named else type(value)(parts.values())

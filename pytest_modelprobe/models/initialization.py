@@ -1,8 +1,8 @@
-"""Named initialization: a model whose every weight is drawn from the weight's own name.
+"""Initialization by name: each random weight is drawn with a seed made of its own name.
 
-Adding a layer then leaves the others' weights alone. How: while the factory runs, each operation that random numbers
-flow through is logged without its data; afterwards the part of the log that the model's tensors depend on runs once
-more, in order, each draw seeded by the name of the tensor it fills.
+Adding a layer then does not change the others' weights. While the factory runs, each operation on random numbers is
+logged without its data. Then the part of the log that the model's tensors depend on runs again, in order, each draw
+seeded by the name of the tensor it fills.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_modelprobe._torch import (
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import name_before
+from pytest_modelprobe.record import old_name
 
 from .memory import as_bytes, has_bytes
 from .seeding import derive, seeded
@@ -37,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | None = None) -> M:
-    """Make a model whose random weights are each drawn from their own name.
+    """Make a model whose random weights are each drawn with a seed made of their own name.
 
     The model is the same every time, on every device, whatever was drawn before; a layer added
     leaves the weights of all layers that keep their names as they were. Each weight keeps the
@@ -80,12 +80,12 @@ def _no_factory(value: object, kind: str = "") -> str:
     return f"build() takes a function that makes the model: build(lambda: Net(...)); got {kind}{what}"
 
 
-# --- the log: what random numbers flow through, without the data -----------------------------
+# --- the log: operations on random numbers, without the data ----------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """The place of one storage in the log; the storage itself is free to go."""
+    """One storage in the log; the storage itself may be freed."""
 
     alive: StorageWeakRef  # also keeps the address from being given to another storage
     nbytes: int
@@ -128,7 +128,7 @@ class _Op:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     seed: int | None = None  # None: draws nothing
     makes: tuple[_Store | None, ...] = ()  # for each output, None where it is an input again
-    observed: bool = False  # Python has seen what came of it: it must not be drawn anew
+    observed: bool = False  # Python code has read its result: it must not be drawn anew
 
     @cached_property
     def stores(self) -> set[_Store]:
@@ -137,7 +137,7 @@ class _Op:
 
 
 class _Dispatching:
-    """Has the method of a mode: the mode's own torch would wrap, and import torch._dynamo when it is first called."""
+    """Has `__torch_dispatch__` apart from the mode, where torch would wrap it and import torch._dynamo."""
 
     call: Callable[..., Any]
 
@@ -146,13 +146,13 @@ class _Dispatching:
         return self.call(func, args, kwargs or {})
 
     def stay_uncompiled(self) -> None:
-        """Be wrapped by torch after all, as soon as code may be compiled: the log itself must not be."""
+        """Let torch wrap it once code may be compiled: the log itself must not be compiled."""
         if "torch._dynamo" in sys.modules:
             self.__class__ = _UncompiledLog
 
 
 class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
-    """Logs the operations that random numbers flow through, and seeds each draw by its number."""
+    """Logs the operations on random numbers, and seeds each draw by its number."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -205,7 +205,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         written: list[torch.Tensor],
         read: list[torch.Tensor],
     ) -> Any:
-        """Call with tensors that have no bytes to log: what they met keeps its first values."""
+        """Call with tensors that cannot be logged: the tensors that they meet keep their first values."""
         for tensor in (t for t in (*written, *read) if has_bytes(t)):
             store = self.store_of(tensor)
             _observe(store.last if store else None)
@@ -265,7 +265,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         return store
 
     def _sweep(self) -> None:
-        """Forget the storages that are gone, and with them operations nothing depends on."""
+        """Drop the storages that were freed, and with them operations that nothing depends on."""
         if len(self._stores) > self._sweep_at:
             alive = {k: s for k, s in self._stores.items() if not s.alive.expired()}
             self._stores = alive
@@ -294,7 +294,7 @@ def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
 
 
 def _observe(op: _Op | None) -> None:
-    """Let an operation, and all it depends on, keep the numbers of the first run."""
+    """Make an operation, and all it depends on, keep the numbers of the first run."""
     waiting = [op] if op else []
     while waiting:
         op = waiting.pop()
@@ -304,7 +304,7 @@ def _observe(op: _Op | None) -> None:
 
 
 def _reveals(op: _Op, outputs: list[Any]) -> bool:
-    """Whether values leave the log: as numbers, a shape, or in a tensor without bytes."""
+    """Whether Python code sees values of the outputs: as numbers, as a shape, or in a tensor that cannot be logged."""
     if not isinstance(op.func, Operation):
         return False
     if any(leaf is not None and not has_bytes(leaf) for leaf in outputs):
@@ -316,14 +316,14 @@ def _reveals(op: _Op, outputs: list[Any]) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return what is in nested lists, tuples and dicts: operations take and return nothing else that holds tensors."""
+    """Return the leaves of nested lists, tuples and dicts, the only containers that operations take and return."""
     if type(value) in (list, tuple):
         return [leaf for item in value for leaf in _leaves(item)]
     return _leaves(list(value.values())) if type(value) is dict else [value]
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested lists, tuples and dicts with ``function`` applied to what is in them."""
+    """Return nested lists, tuples and dicts with ``function`` applied to their leaves."""
     if type(value) in (list, tuple):
         return type(value)(_mapped(function, item) for item in value)
     return {key: _mapped(function, item) for key, item in value.items()} if type(value) is dict else function(value)
@@ -333,7 +333,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Replay:
-    """Runs again what the model's tensors depend on, writing into the model's own storages."""
+    """Runs again the operations that the model's tensors depend on, writing into the model's own storages."""
 
     def __init__(self, log: _RandomLog, model: nn.Module, seed: int, rename: Mapping[str, str]) -> None:
         self._seed = seed
@@ -345,7 +345,7 @@ class _Replay:
                 low, high = log._view(tensor).extent()
                 self._claims.setdefault(store, []).append((low, high, len(self._names)))
                 self._storages[store] = tensor.untyped_storage()
-                self._names.append(name_before(name, rename))
+                self._names.append(old_name(name, rename))
         self._ops = _ancestry(store.last for store in self._storages)
 
     def run(self) -> None:
@@ -457,7 +457,7 @@ def _name(func: Any) -> str:
 
 
 def _constant(leaf: Any) -> Any:
-    """An argument as it is now, to be used once more later."""
+    """Return a copy of an argument as it is now."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,4 @@
-"""Model → its layers by name: wrappers left out by their type, atomic modules not entered, what lies refused."""
+"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.record import ROOT, Plain
 
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
-"""They compute in fused code without calling their children, whose hooks would never fire."""
+"""Modules that compute in fused code without calling their children: hooks on these never fire."""
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module has of itself: no attribute of the user's."""
+"""Attributes that every module has."""
 
 _PLAIN = frozenset({bool, int, float, str})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
@@ -30,13 +30,13 @@ class Layers:
 
     Attributes:
         modules: By name, in the order of ``named_modules()``; the root is ``(root)``.
-        aliases: Other names of a module that stands in several places.
-        notes: What was left out on the way: wrappers, compiled modules.
-        local_gradients: Whether gradients are those of one rank, before DDP averages them.
+        aliases: Other names of a module that occurs several times.
+        notes: Remarks about wrappers that were skipped and about compiled modules.
         compiled: Whether a part of the model is compiled.
 
     Raises:
-        UnsupportedModelError: No module, one whose hooks lie or never fire, or a child with the root's name.
+        UnsupportedModelError: The model is no module, its hooks do not fire or report wrong values, or a child has the
+            root's name.
 
     >>> list(Layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).modules)
     ['(root)', '0', '1']
@@ -47,7 +47,6 @@ class Layers:
         self.modules: dict[str, nn.Module] = {}
         self.aliases: dict[str, list[str]] = {}
         self.notes: list[str] = []
-        self.local_gradients = False
         self.compiled = False
         self._names: dict[nn.Module, str] = {}
         self._walk("", model)
@@ -80,10 +79,9 @@ class Layers:
         return None
 
     def _unwrapped(self, name: str, module: nn.Module) -> nn.Module | None:
-        """Return what a wrapper wraps; None if it is none."""
-        refuse(module, name)
+        """Return the module inside a wrapper; None if the module is no wrapper."""
+        reject_misreporting(module, name)
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            self.local_gradients = True
             self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
             wrapped: nn.Module = module.module
             return wrapped
@@ -98,7 +96,7 @@ class Layers:
         self.notes.append(f"{name or ROOT} is compiled; it is run eagerly while it is watched")
 
     def is_leaf(self, name: str) -> bool:
-        """Whether no child of the layer can be seen."""
+        """Whether the layer has no child with calls of its own to record."""
         module = self.modules[name]
         return isinstance(module, _ATOMIC) or not any(c is not None for c in module._modules.values())
 
@@ -125,8 +123,8 @@ def check_supported(model: Any) -> None:
         )
 
 
-def refuse(module: nn.Module, name: str) -> None:
-    """Raise `UnsupportedModelError` for the wrappers under which hooks are silent or see other numbers."""
+def reject_misreporting(module: nn.Module, name: str) -> None:
+    """Raise `UnsupportedModelError` for wrappers under which hooks do not fire or report wrong values."""
     if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(
             "DataParallel runs copies of the model in threads, which hooks do not see: give model.module"
@@ -147,7 +145,7 @@ def attributes(module: nn.Module) -> dict[str, Plain]:
     """
     found: dict[str, Plain] = {}
     names = vars(module)
-    for key in filterfalse(_OWN.__contains__, names):  # most are: in a loop of Python they would double the time
+    for key in filterfalse(_OWN.__contains__, names):  # a loop in Python would take twice as long
         value = names[key]
         kind = type(value)
         if kind in _PLAIN:

@@ -1,4 +1,4 @@
-"""Whether a tensor has memory of its own, that memory as bytes, and its elements as an array of numpy."""
+"""The memory of tensors: whether there is some, as bytes, and as an array of numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CPU = (1, 0)  # as DLPack writes it
 
 
 def has_bytes(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor with memory of its own kind: not meta, fake, sparse, lazy."""
+    """Whether a value is a dense tensor in memory: not meta, fake, sparse or uninitialized."""
     return (
         isinstance(leaf, torch.Tensor)
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -34,15 +34,15 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a flat uint8 tensor that shares its memory."""
+    """Return a storage as a flat uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the elements of a plain tensor on the CPU as an array on the same memory: to be read, at once.
+    """Return the elements of a plain CPU tensor as an array that shares its memory, to be read at once.
 
     `Tensor.numpy` and `numpy.asarray` would make the memory unresizable for good, in every tensor that shares it, and
-    the model's own `resize_` would raise. As it stays resizable, an array that is kept may come to lie on freed memory.
+    the model's own `resize_` would raise. It stays resizable, so an array that is kept may refer to freed memory.
 
     Args:
         tensor: Detached, of a dtype that numpy has, neither conjugated nor negated lazily.
@@ -57,7 +57,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class _Exported:
-    """What `numpy.from_dlpack` takes: `Tensor` itself would do, and takes four times as long."""
+    """An argument of `numpy.from_dlpack`: a `Tensor` takes four times as long."""
 
     __slots__ = ("_capsule",)
 

@@ -1,4 +1,4 @@
-"""Put a model back as it was: tensors bit for bit, gradients, all that its attributes lead to; and torch's settings."""
+"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, torch's settings."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .memory import as_bytes, has_bytes
 # What register_forward_hook and its like change.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
-_MOST_OBJECTS = 20_000  # remembered beside modules and what stands in these; some milliseconds per thousand
-_LONG = 200  # characters of a name in a note, beyond which what is deeper has the same
+_MOST_OBJECTS = 20_000  # besides modules and their attributes; some milliseconds per thousand
+_LONG = 200  # characters of a name in a note; deeper values get the name of their container
 _MOST_BYTES = 1 << 30  # of arrays that are no tensors, each: an index of a search engine is not copied for a forward
 
 
 def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> ModelState:
-    """Put `model` back on exit from a `with` block, also after an exception; see `ModelState`.
+    """Restore `model` on exit from a `with` block, also after an exception; see `ModelState`.
 
     >>> model = nn.BatchNorm1d(3)
     >>> with preserved(model):
@@ -49,13 +49,13 @@ def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> Mo
 
 
 def has_lazy(model: nn.Module) -> bool:
-    """Whether the model has a module that waits for an input to know its shapes."""
+    """Whether the model has a lazy module that has seen no input."""
     return any(map(_is_lazy, model.modules()))
 
 
 @contextmanager
 def settings_preserved() -> Iterator[None]:
-    """Put back on exit the settings of torch for the whole process, which a forward may have changed.
+    """Restore on exit the settings of torch for the whole process, which a forward may have changed.
 
     >>> with settings_preserved():
     ...     torch.set_default_dtype(torch.float64)
@@ -70,22 +70,22 @@ def settings_preserved() -> Iterator[None]:
 
 
 class ModelState:
-    """What a model is at this moment, to be put back with `restore`, any number of times.
+    """The state of a model when this is made; `restore` puts it back, any number of times.
 
     Put back, on the same objects and in the same memory, are:
 
     * parameters, buffers and all other tensors: their bits, device, dtype, requires_grad and gradients (the same
       tensors, the same bits). Memory that did not change is not written to, and no version counter moves.
-    * attributes of modules: those set get their old value, those added go.
-    * what attributes lead to, however deep: the contents of lists, dicts, sets and their subclasses, of arrays, the
+    * attributes of modules: those set get their old value, those added are deleted.
+    * what attributes refer to, however deep: the contents of lists, dicts, sets and their subclasses, of arrays, the
       states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
-    * hooks of modules: those that came go, those that went come back.
+    * hooks of modules: added ones are removed, removed ones added.
     * lazy modules that had seen no input: they are lazy again.
     * the settings of torch for the whole process.
 
     Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
-    standard library and of torch itself that are none of those above. How far an iterator was read cannot be put back,
-    and there is an end to the number of objects looked at: `notes` say so.
+    standard library and of torch itself that are none of those above. Iterators cannot be wound
+    back, and the number of objects is limited: `notes` say so.
 
     Args:
         model: The model; its tensors' memory is copied once.
@@ -105,13 +105,13 @@ class ModelState:
         self._parts: list[_Part] = []
         self._memory: dict[int, _Memory] = {}  # by address
         self._late: list[_Part] = []
-        self._ways: dict[type, tuple[_Way, ...]] = {}
+        self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with _modes_off():
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                self.remember(name, tensor)  # those of a ScriptModule are no attributes
+                self.save(name, tensor)  # those of a ScriptModule are no attributes
             for name, module in reversed(list(model.named_modules())):  # those inside are known then
-                self.remember(name, module)
+                self.save(name, module)
             self._follow()
 
     def __enter__(self) -> ModelState:
@@ -138,17 +138,17 @@ class ModelState:
         for generator in self._generators:
             generator.draw()
 
-    # --- remembering: a method for each kind of value; those inside are found, and remembered later -------------------
+    # --- a method for each kind of value; the values inside are found, and saved later --------------------------------
 
-    def remember(self, name: str, value: Any) -> None:
-        """Remember a value in the ways of its type, once."""
+    def save(self, name: str, value: Any) -> None:
+        """Save a value in the ways of its type, once."""
         if id(value) not in self._known:
             self._known.add(id(value))
-            for way in self._ways_of(type(value)):
-                way(self, name, value)
+            for save in self._savers(type(value)):
+                save(self, name, value)
 
-    def remember_module(self, name: str, module: Any) -> None:
-        """Remember a module: its attributes, its hooks, and at once what stands in these, as all modules have some."""
+    def save_module(self, name: str, module: Any) -> None:
+        """Save a module: its attributes and the values of these, and its hooks."""
         names = vars(module)
         lazy = _is_lazy(module)
         if lazy and not self._lazy:
@@ -162,46 +162,46 @@ class ModelState:
         self._parts.append(_Attributes(names, without=_HOOKS))
         prefix = f"{name}." if name else ""
         for key, value in names.items():
-            if key not in _HOOKS and self._ways_of(type(value)):
-                self.remember(prefix + key, value)
+            if key not in _HOOKS and self._savers(type(value)):
+                self.save(prefix + key, value)
 
-    def remember_tensor(self, name: str, tensor: Any) -> None:
-        """Remember a tensor, its gradient, what it is made of, and its memory."""
+    def save_tensor(self, name: str, tensor: Any) -> None:
+        """Save a tensor, its gradient, the tensors inside a subclass, and its memory."""
         self._known.add(id(tensor))
         if is_lazy(tensor):
             return
         state = _TensorState(tensor)
         if state.grad is not None:
-            self.remember(name, state.grad)  # first: it must fit again before it is assigned
+            self.save(name, state.grad)  # first: it must fit again before it is assigned
         self._parts.append(state)
         for inner in _inner_tensors(tensor):
-            self.remember(name, inner)
+            self.save(name, inner)
         if tensor.__dict__:
-            self.remember_attributes(name, tensor)
+            self.save_attributes(name, tensor)
         if self._values and has_bytes(tensor):
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._memory:
                 self._memory[storage_key(storage)] = _Memory(storage)
 
-    def remember_items(self, name: str, items: Iterable[Any]) -> None:
-        """Find what is in something that cannot be changed itself."""
+    def save_items(self, name: str, items: Iterable[Any]) -> None:
+        """Find the items of a container that cannot be changed."""
         self._find(name, enumerate(items))
 
-    def remember_mapping(self, name: str, mapping: Any) -> None:
-        """Remember what is in a dict."""
+    def save_mapping(self, name: str, mapping: Any) -> None:
+        """Save the items of a dict."""
         contents = _Mapping(mapping)
         self._parts.append(contents)
         self._find(name, contents.pairs)
         self._find(f"{name}.keys()", ((None, key) for key, _ in contents.pairs))
 
-    def remember_contents(self, name: str, container: Any) -> None:
-        """Remember what is in a list, a set, a deque."""
+    def save_contents(self, name: str, container: Any) -> None:
+        """Save the items of a list, a set or a deque."""
         contents = _Contents(container)
         self._parts.append(contents)
         self._find(name, enumerate(contents.contents))
 
-    def remember_attributes(self, name: str, owner: Any) -> None:
-        """Remember the attributes of an object that is no module."""
+    def save_attributes(self, name: str, owner: Any) -> None:
+        """Save the attributes of an object that is no module."""
         try:
             names = owner.__dict__
         except Exception:  # noqa: BLE001 - a proxy for what is not there
@@ -210,18 +210,18 @@ class ModelState:
         self._parts.append(attributes)
         self._find(name, attributes.values.items(), "{}.{}")
 
-    def remember_slots(self, name: str, owner: Any) -> None:
-        """Remember what stands in `__slots__`."""
+    def save_slots(self, name: str, owner: Any) -> None:
+        """Save the values of `__slots__`."""
         slots = _Slots(owner)
         self._parts.append(slots)
         self._find(name, slots.values.items(), "{}.{}")
 
-    def remember_bytes(self, name: str, values: Any) -> None:
-        """Remember what is in a bytearray or array."""
+    def save_bytes(self, name: str, values: Any) -> None:
+        """Save the contents of a bytearray or array."""
         self._parts.append(_Bytes(values))
 
-    def remember_array(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Remember the elements of an array of numpy, where they can be written."""
+    def save_array(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Save the elements of an array of numpy, if it is writable."""
         if values.nbytes > _MOST_BYTES:
             self.notes.append(f"{name} is an array of {values.nbytes:,} bytes, and stays as a forward leaves it")
         elif values.flags.writeable:
@@ -229,27 +229,27 @@ class ModelState:
             if values.dtype.hasobject:
                 self._find(name, enumerate(values.flat))
 
-    def remember_generator(self, name: str, generator: Any) -> None:
-        """Remember the state of a random generator."""
+    def save_generator(self, name: str, generator: Any) -> None:
+        """Save the state of a random generator."""
         self._generators.append(_Generator(generator))
         if self._with_generators:
             self._parts.append(self._generators[-1])
 
     def note_iterator(self, name: str, iterator: Any) -> None:
-        """Note what cannot be wound back."""
+        """Note that an iterator cannot be restored."""
         self.notes.append(f"{name} is an iterator ({type(iterator).__name__}): what a forward takes of it is gone")
 
     def _find(self, name: str, items: Iterable[tuple[Any, Any]], form: str = "{}[{!r}]") -> None:
         for key, value in items:
-            if self._ways_of(type(value)) and id(value) not in self._known:
+            if self._savers(type(value)) and id(value) not in self._known:
                 self._found.append((form.format(name, key) if len(name) < _LONG else name, value))
 
     def _follow(self) -> None:
-        """Remember what was found, and what is found on the way, the nearest first."""
+        """Save the values found, and those found meanwhile, the nearest first."""
         for _ in range(_MOST_OBJECTS):
             if not self._found:
                 return
-            self.remember(*self._found.popleft())
+            self.save(*self._found.popleft())
         name, _ = self._found.popleft()
         self.notes.append(
             f"{name} and what comes after it stays as a forward leaves it: {_MOST_OBJECTS:,} objects in the attributes "
@@ -257,19 +257,19 @@ class ModelState:
         )
         self._found.clear()
 
-    def _ways_of(self, kind: type) -> tuple[_Way, ...]:
-        ways = self._ways.get(kind)
-        if ways is None:
-            ways = self._ways[kind] = _ways(kind)
-        return ways
+    def _savers(self, kind: type) -> tuple[_Saver, ...]:
+        savers = self._savers_by_type.get(kind)
+        if savers is None:
+            savers = self._savers_by_type[kind] = _savers_of(kind)
+        return savers
 
 
-# --- the parts of a model that can be put back ------------------------------------------------------------------------
+# --- the parts of a model that can be restored ------------------------------------------------------------------------
 
 
 class _Part(Protocol):
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the saved state."""
 
 
 class _Settings:
@@ -286,7 +286,7 @@ class _Settings:
 
 
 class _Mapping:
-    """What a dict holds, in its order. By the methods of dict itself: those of a subclass may refuse, or add up."""
+    """The items of a dict, in order, by the methods of dict: those of a subclass may refuse, or add up."""
 
     def __init__(self, mapping: Any) -> None:
         self._mapping = mapping
@@ -305,7 +305,7 @@ class _Mapping:
 
 
 class _Contents:
-    """What a list, deque or set holds."""
+    """The items of a list, deque or set."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
@@ -321,7 +321,7 @@ class _Contents:
 
 
 class _Bytes:
-    """What a bytearray or array holds."""
+    """The contents of a bytearray or array."""
 
     def __init__(self, values: Any) -> None:
         self._values, self._before = values, values[:]
@@ -332,7 +332,7 @@ class _Bytes:
 
 
 class _Attributes:
-    """What the `__dict__` of an object holds."""
+    """The contents of the `__dict__` of an object."""
 
     def __init__(self, names: dict[str, Any], *, without: frozenset[str] = frozenset()) -> None:
         self._names, self._without = names, without
@@ -347,7 +347,7 @@ class _Attributes:
 
 
 class _Slots:
-    """What stands in the `__slots__` of an object."""
+    """The values of the `__slots__` of an object."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -400,10 +400,10 @@ class _Generator:
 
 
 class _Hooks:
-    """The hooks of a module: those that came go, those that went come back, but for a watch that was closed meanwhile.
+    """The hooks of a module: added ones are removed, removed ones added, but for those of a watch that was closed.
 
-    A model that registers or removes hooks in its first forward says so in an attribute: where that is put back, the
-    hooks have to follow, or the next forward registers them twice, or not at all.
+    A model that registers hooks in its first forward keeps an attribute that says so: where the attribute is restored
+    and the hooks are not, the next forward registers them twice, or not at all.
     """
 
     def __init__(self, tables: list[dict[int, Any]]) -> None:
@@ -419,7 +419,7 @@ class _Hooks:
 
 
 class _Mode:
-    """Whether a lazy module was training."""
+    """The mode of a lazy module."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -450,7 +450,7 @@ class _Lazy:
 
 
 class _TensorState:
-    """Which memory a tensor looks at, and what autograd knows of it."""
+    """The memory that a tensor refers to, and its state in autograd."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -462,7 +462,7 @@ class _TensorState:
     def restore(self) -> None:
         tensor = self._tensor
         if self._place is not None and not _same_place(tensor, self._place):
-            tensor.data = self._place  # module.to() gave it another
+            tensor.data = self._place  # module.to() replaced it
         if not self._is_leaf:
             return
         if not tensor.is_leaf and not is_view(tensor):
@@ -475,7 +475,7 @@ class _TensorState:
 
 
 class _Memory:
-    """The bytes of a storage: whole, so that views, overlaps and ties need no thought."""
+    """The bytes of a whole storage, so that views, overlaps and ties need no care."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -491,14 +491,14 @@ class _Memory:
 
 @contextmanager
 def _modes_off() -> Iterator[None]:
-    """Work on the tensors themselves, whatever fake mode or default device is around."""
+    """Work on the tensors themselves, whatever fake mode or default device is active."""
     with without_dispatch_modes(), without_torch_function():
         yield
 
 
-# --- how the values of a type are remembered --------------------------------------------------------------------------
+# --- how the values of a type are saved -------------------------------------------------------------------------------
 
-_Way = Callable[[ModelState, str, Any], None]
+_Saver = Callable[[ModelState, str, Any], None]
 
 _NOTHING = object()
 _CONTAINERS = (list, deque, set)
@@ -521,55 +521,55 @@ _RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Ca
     ),
     random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
 }
-"""Of each kind of random generator how its state is read and set, and a number drawn."""
+"""For each kind of random generator: read its state, set it, draw a number."""
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
-"""Classes of the standard library that only hold what is given to them."""
+"""Classes of the standard library that are plain containers of attributes."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
-"""Rooms of torch of whose objects models are made; graphs, process groups and compilers hold half the process."""
+"""Packages of torch whose objects are parts of models; those of other packages refer to half the process."""
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
 _PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "threading", "unittest"})
-"""What is derived from these goes its own way while a model runs."""
+"""Classes derived from these change on their own while a model runs."""
 
 
-def _ways(kind: type) -> tuple[_Way, ...]:
-    """Return how the values of a type are remembered; nothing for those that cannot change, or are nobody's."""
-    ways: list[_Way] = []
+def _savers_of(kind: type) -> tuple[_Saver, ...]:
+    """Return how the values of a type are saved; nothing for those that cannot change or are no part of a model."""
+    savers: list[_Saver] = []
     if issubclass(kind, nn.Module):
-        return ModelState.remember_module, *([ModelState.remember_slots] if _slots(kind) else [])
+        return ModelState.save_module, *([ModelState.save_slots] if _slots(kind) else [])
     if issubclass(kind, torch.Tensor):
-        return (ModelState.remember_tensor,)
+        return (ModelState.save_tensor,)
     if issubclass(kind, dict):
-        ways.append(ModelState.remember_mapping)
+        savers.append(ModelState.save_mapping)
     elif issubclass(kind, _CONTAINERS):
-        ways.append(ModelState.remember_contents)
+        savers.append(ModelState.save_contents)
     elif issubclass(kind, (tuple, frozenset)):
-        ways.append(ModelState.remember_items)
+        savers.append(ModelState.save_items)
     elif issubclass(kind, (bytearray, array)):
-        ways.append(ModelState.remember_bytes)
+        savers.append(ModelState.save_bytes)
     elif issubclass(kind, np.ndarray):
-        ways.append(ModelState.remember_array)
+        savers.append(ModelState.save_array)
     elif issubclass(kind, tuple(_RANDOM)) and not issubclass(kind, random.SystemRandom):
-        ways.append(ModelState.remember_generator)
+        savers.append(ModelState.save_generator)
     elif issubclass(kind, functools.partial):
-        ways.append(lambda state, name, value: state.remember_items(name, (value.func, value.args, value.keywords)))
+        savers.append(lambda state, name, value: state.save_items(name, (value.func, value.args, value.keywords)))
     if _is_of_models(kind):
         if kind.__dictoffset__:
-            ways.append(ModelState.remember_attributes)
+            savers.append(ModelState.save_attributes)
         if _slots(kind):
-            ways.append(ModelState.remember_slots)
+            savers.append(ModelState.save_slots)
     elif issubclass(kind, Iterator):
-        ways.append(ModelState.note_iterator)
-    return tuple(ways)
+        savers.append(ModelState.note_iterator)
+    return tuple(savers)
 
 
 def _is_of_models(kind: type) -> bool:
-    """Whether the attributes of a class's objects are a model's, and not those of the process around it."""
-    if issubclass(kind, type) or any(_room(base) in _PROCESS for base in kind.__mro__):
+    """Whether objects of a class may be parts of a model, and not of the process around it."""
+    if issubclass(kind, type) or any(_top_package(base) in _PROCESS for base in kind.__mro__):
         return False
-    return _room(kind) not in _LIBRARIES or f"{kind.__module__}.".startswith(_MADE_OF) or kind in _HOLDERS
+    return _top_package(kind) not in _LIBRARIES or f"{kind.__module__}.".startswith(_MADE_OF) or kind in _HOLDERS
 
 
-def _room(kind: type) -> str:
+def _top_package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
@@ -586,7 +586,7 @@ def _setting(read: Callable[[], Any], write: Callable[[Any], object]) -> _Settin
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield how each setting of torch is read, and how it is set to what was read."""
+    """Yield for each setting of torch how it is read, and how it is set to what was read."""
     yield _setting(torch.get_default_dtype, torch.set_default_dtype)
     yield _setting(torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on))
     yield _setting(torch.get_num_threads, torch.set_num_threads)
@@ -634,7 +634,7 @@ def _tried(read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | None:
         return None
 
 
-# --- small questions --------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -643,7 +643,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def _inner_tensors(tensor: Any) -> list[object]:
-    """What a wrapper is made of: a DTensor's local shard, for one."""
+    """Return the tensors inside a tensor subclass, such as a DTensor's local shard."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a name: seeded inputs, and random states put back."""
+"""Seeds by name: reproducible inputs, and random states saved and restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .memory import as_array
 
 
 def derive(seed: int, name: str) -> int:
-    """Return the 63-bit seed that belongs to `name` under `seed`: the same for ever, everywhere.
+    """Return the 63-bit seed that belongs to `name` under `seed`: the same on every machine.
 
     >>> derive(0, "x")
     7919274910726248567
@@ -28,10 +28,10 @@ def derive(seed: int, name: str) -> int:
 
 @contextmanager
 def forked_rng() -> Iterator[None]:
-    """Put the global random states back on exit, bit for bit, also after an exception.
+    """Restore the global random states on exit, bit for bit, also after an exception.
 
     Covers torch on the CPU, on every CUDA device and on MPS, numpy's global state and `random`.
-    CUDA is never initialized by it; where it was not, it will start from torch's seed on entry.
+    It never initializes CUDA; where CUDA was not initialized, it will start from torch's seed on entry.
 
     >>> with forked_rng():
     ...     inside = torch.rand(())
@@ -65,7 +65,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run a block from `seed`, and put the random states back afterwards.
+    """Run a block with random states seeded by `seed`, and restore the states afterwards.
 
     >>> with seeded(3):
     ...     a = torch.rand(2)
@@ -109,7 +109,7 @@ def randn(
     Args:
         shape: of the tensor.
         seed: the base seed.
-        name: tells inputs of one seed apart.
+        name: of the input; inputs of other names have other numbers.
         device: where the tensor goes; it is drawn on the CPU, so every device gets the same.
         dtype: None is torch's default. The draw is in float32 and then cast, so all dtypes agree.
 

@@ -1,14 +1,14 @@
-"""Records: plain numbers, no tensors; their calls in order, and the selection of layers."""
+"""Records: plain numbers, no tensors; their calls as a tree, renames, and the selection of layers."""
 
 from __future__ import annotations
 
-from .call_tree import CallTree, ForwardKind, Place, Step, forward_of
+from .call_tree import CallScope, CallTree, ForwardKind, Step, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
 from .layer import Layer, Parameter
 from .naming import NOT_DEFAULT, ROOT, address, label_of, qualified
 from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
-from .renames import declared, name_before, needed, numbers, renamed, rules
+from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
 from .tensor_statistics import (
     Reading,
@@ -32,7 +32,7 @@ __all__ = [
     "NOT_DEFAULT",
     "Operation",
     "Parameter",
-    "Place",
+    "CallScope",
     "Plain",
     "ROOT",
     "Reading",
@@ -46,23 +46,23 @@ __all__ = [
     "Units",
     "Value",
     "address",
-    "declared",
+    "applicable_rename",
     "estimated_change",
     "estimated_share",
     "forward_of",
     "gc_paused",
     "has_numbers",
+    "infer_rename",
     "is_read",
     "label_of",
     "merge_dimensions",
     "merge_moments",
-    "name_before",
     "nearest",
-    "needed",
-    "numbers",
+    "numbers_in",
+    "old_name",
     "qualified",
     "renamed",
-    "rules",
+    "resolve_rename",
     "select",
     "with_rerun",
 ]

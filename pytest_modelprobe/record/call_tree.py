@@ -1,4 +1,4 @@
-"""The calls of a record in the order in which they ran, each in its place: what ran around it, and before it."""
+"""The calls of a record as a tree: which call ran inside which, and in which order."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from .record import Record
 ForwardKind = tuple[str, bool]
 """The layer whose outermost call a forward is, and its training mode."""
 
-Place = tuple[str, bool, "Step | None"]
-"""What calls have in common that run one after the other in one call, or outermost in forwards of one kind."""
+CallScope = tuple[str, bool, "Step | None"]
+"""Root, its training mode and the parent; one scope has all calls that one call makes, or all forwards of one kind."""
 
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A call in its place: what runs around it, and what ran there before it."""
+    """A call in the tree."""
 
     layer: Layer
     call: Call
     parent: Step | None
     """The innermost recorded call during which it ran."""
     previous: Step | None
-    """The call before it, within the same one around."""
+    """The call before it, with the same parent."""
     last_child: Step | None = None
     """The last call that ran inside it."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CallScope:
         """Where the call ran."""
         return self.call.root, self.call.root_training, self.parent
 
     @property
-    def inside(self) -> Place:
+    def inside(self) -> CallScope:
         """Where the calls that it makes run."""
         return self.call.root, self.call.root_training, self
 
     @property
     def outermost(self) -> bool:
-        """Whether the call is a forward: what it takes in comes from the test."""
+        """Whether the call is a forward: its inputs come from the test."""
         return self.layer.name == self.call.root and self.call.index == 0
 
     @property
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        """What a sentence calls the call, see `label_of`."""
+        """Name of the call in a sentence, see `label_of`."""
         return label_of(self.name, self.layer.type_name)
 
     def between(self) -> str:
@@ -63,12 +63,12 @@ class Step:
 
 
 def forward_of(step: Step | None) -> str:
-    """Return `` in block's forward``; nothing for the root, where else should it be."""
+    """Return `` in block's forward``; an empty string for the root."""
     return "" if step is None or step.layer.name == ROOT else f" in {step.layer.label}'s forward"
 
 
 class CallTree:
-    """The calls of a record in order, each in its place; forwards of different kinds one after the other."""
+    """The calls of a record in order; forwards of different kinds one after the other."""
 
     def __init__(self, record: Record) -> None:
         kinds: dict[ForwardKind, list[tuple[Layer, Call]]] = {}
@@ -85,7 +85,7 @@ class CallTree:
             self.returned += sorted((s for s in steps if s.call.finished >= 0), key=lambda s: s.call.finished)
 
     @functools.cached_property
-    def _made(self) -> dict[tuple[str, bool, str], tuple[Step, Value]]:
+    def _producers(self) -> dict[tuple[str, bool, str], tuple[Step, Value]]:
         return {
             (*step.place[:2], address(step.layer.name, step.call, value.path)): (step, value)
             for step in self.returned
@@ -93,11 +93,11 @@ class CallTree:
         }
 
     def producer(self, step: Step, value: Value) -> tuple[Step, Value] | None:
-        """Return the earlier call, and its output, that an input of ``step`` is; None if code between made it."""
-        return self._made.get((*step.place[:2], value.source)) if value.source else None
+        """Return the call and its output that an input of ``step`` is; None if code between layers made it."""
+        return self._producers.get((*step.place[:2], value.source)) if value.source else None
 
     def untracked_inputs(self, step: Step) -> Iterable[Value]:
-        """Yield what a call took in first, if no recorded layer gave it out: a result of the code before it."""
+        """Yield the first input of a call, if it is no output of a recorded layer: code between layers made it."""
         return (value for value in step.call.inputs[:1] if self.producer(step, value) is None)
 
 
@@ -107,10 +107,10 @@ def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
     for layer, call in pairs:
         while running and 0 <= running[-1].call.finished < call.started:
             running.pop()
-        around = running[-1] if running else None
-        step = Step(layer, call, around, previous=around.last_child if around else outermost)
-        if around:
-            around.last_child = step
+        parent = running[-1] if running else None
+        step = Step(layer, call, parent, previous=parent.last_child if parent else outermost)
+        if parent:
+            parent.last_child = step
         else:
             outermost = step
         running.append(step)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .tensor_statistics import FiniteStatistics
 
 Plain = None | bool | int | float | str
-"""What is recorded exactly: an argument or an attribute that is no tensor."""
+"""An argument or an attribute that is no tensor: it is recorded exactly."""
 
 Dimension = int | tuple[int, int]
 """One size, or the smallest and the largest where it varied between forwards."""
@@ -80,29 +80,29 @@ def _numbers(reading: Reading, what: str) -> FiniteStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmittedTensor:
-    """A tensor that the code of an isolated call handed to a child, or returned."""
+    """A tensor that the code of an isolated call passed to a child, or returned."""
 
     where: str
-    """Where it went: ``attn input``, ``norm (call 2) input``, ``output``; names of children are relative."""
+    """Its destination: ``attn input``, ``norm (call 2) input``, ``output``; names of children are relative."""
     passed: str | None = None
-    """The synthetic tensor that it is, untouched: ``input``, ``norm output``; None: it was computed."""
+    """The synthetic tensor that it is, unchanged: ``input``, ``norm output``; None: it was computed."""
     reading: Reading | None = None
     """Of what was computed: fingerprint or digest, and noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatedResponse:
-    """How one call's own code answers synthetic inputs and weights, its children replaced by stubs."""
+    """What one call's own code computes from synthetic inputs and weights, its children replaced by stubs."""
 
     recipes: Mapping[str, str] = field(default_factory=dict)
     """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Responses compare only
     where these agree."""
     handed: tuple[EmittedTensor, ...] = ()
-    """In the order in which it was handed on; what was returned comes last."""
+    """In the order in which they were passed; those returned come last."""
     gradient: Reading | None = None
     """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
     without_gradient: tuple[str, ...] = ()
-    """Synthetic floating tensors that no gradient reached, and what was computed of them and lets none through."""
+    """Synthetic floating tensors that no gradient reached, and tensors computed from them that stop the gradient."""
     reason: str | None = None
     """Why the call could not be isolated."""
 
@@ -120,8 +120,8 @@ class Attention(NanEqual):
     """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
     kind: str = "attention"
     """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
-    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; there
-    are no numbers of it."""
+    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; then
+    there are no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,21 +144,21 @@ class Call(NanEqual):
     """Mode of the layer itself during the call."""
     inputs: tuple[Value, ...] = ()
     inputs_known: bool = True
-    """False where an argument is of a type that cannot be looked into."""
+    """False where an argument is of a type whose contents are not recorded."""
     outputs: tuple[Value, ...] = ()
     arguments: Mapping[str, Plain] = field(default_factory=dict)
     """Plain arguments of the call, by path."""
     attention: tuple[Attention, ...] = ()
-    """Of each time that the call itself computed attention weights; seen under ``attention=True``."""
+    """One entry for each time that the call itself computed attention weights, with ``attention=True``."""
     grad_enabled: bool = True
     autocast: str | None = None
     """Dtype of the autocast that was active, or None."""
     random: str | None = None
     """Hash of the random generator's state at the start, where the call drew random numbers."""
     recomputed: int = 0
-    """Recomputations of the call by activation checkpointing; they are counted nowhere else."""
+    """Recomputations of the call by activation checkpointing; no other count includes them."""
     response: IsolatedResponse | None = None
-    """Of the call alone, on synthetic inputs; None: not asked for, or the same as an earlier call's."""
+    """Response of the call alone, on synthetic inputs; None: not computed, or the same as an earlier call's."""
 
 
 def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:

@@ -47,7 +47,7 @@ class Layer(NanEqual):
     training: bool = False
     attributes: Mapping[str, Plain] = field(default_factory=dict)
     """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``. A public tuple or list
-    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``. What a forward set is a result, and left out."""
+    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``. Attributes that a forward set are left out."""
     aliases: tuple[str, ...] = ()
     """Other names of the same module."""
     parameters: tuple[Parameter, ...] = ()
@@ -61,7 +61,7 @@ class Layer(NanEqual):
 
     @property
     def label(self) -> str:
-        """What a sentence calls the layer, see `label_of`."""
+        """Name of the layer in a sentence, see `label_of`."""
         return label_of(self.name, self.type_name)
 
     @property
@@ -69,7 +69,7 @@ class Layer(NanEqual):
         """The first output of the first call.
 
         Raises:
-            LookupError: The layer was not called, or gave out no tensor.
+            LookupError: The layer was not called, or returned no tensor.
         """
         for _, value in self.outputs:
             return value

@@ -8,11 +8,11 @@ ROOT = "(root)"
 """The name of the outermost module, which ``named_modules()`` calls the empty string."""
 
 NOT_DEFAULT = ", not the default"
-"""Stands behind an argument that is False, as most are where they are not given, of a layer that takes another one."""
+"""Suffix of an argument that is False in a call while the layer's own default is another value."""
 
 
 def label_of(where: str, type_name: str = "") -> str:
-    """Return a layer's name, or an address that begins with it, as it stands in a sentence: a number says what it is.
+    """Return a layer's name, or an address that begins with it, for a sentence: a name that is a number gets its type.
 
     >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
     ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")
@@ -26,18 +26,18 @@ def label_of(where: str, type_name: str = "") -> str:
 
 
 class Indexed(Protocol):
-    """A call, recorded or just observed, that knows which of its layer's calls it is."""
+    """A call, recorded or just observed."""
 
     @property
     def index(self) -> int:
-        """From 0."""
+        """Which call of its layer it is within the forward, from 0."""
 
 
 def qualified(layer: str, name: str) -> str:
-    """Return the full name of what a layer owns: ``fc1.weight``, or ``weight`` where the layer is the root."""
+    """Return the full name of a parameter, buffer or child: ``fc1.weight``, or ``weight`` of the root."""
     return name if layer == ROOT else f"{layer}.{name}"
 
 
 def address(layer: str, call: Indexed, path: str) -> str:
-    """Return where a value was seen, as messages say it: ``fc1 output``, ``fc1 (call 2) input``."""
+    """Return where a value was seen, for messages: ``fc1 output``, ``fc1 (call 2) input``."""
     return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"

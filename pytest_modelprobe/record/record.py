@@ -26,14 +26,14 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """The torch operation in which something non-finite began."""
+    """The torch operation that made the first non-finite value."""
 
     name: str
-    """As one would call it: ``torch.log``."""
+    """The function as one would call it: ``torch.log``."""
     location: str | None = None
     """File and line in the model's source: ``model.py:42``."""
     detail: str = ""
-    """What is worth knowing of its inputs: ``input min -0.3``."""
+    """A fact about its inputs: ``input min -0.3``."""
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
@@ -70,7 +70,7 @@ class Training:
 
 
 class Rerun(Protocol):
-    """Asks more of the run that made a record. Each answer is the record with more filled in."""
+    """Runs the model of a record again. Each method returns the record with more filled in."""
 
     def isolated(
         self,
@@ -81,8 +81,11 @@ class Rerun(Protocol):
     ) -> Record:
         """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
-        That has the names of layers as they are here; ``names`` has those that they had when it was made, where they
-        are others. ``only``: of these layers alone; None: of all.
+        Args:
+            record: The record to fill in.
+            like: A record with the same names of layers.
+            names: Current name → name when ``like`` was made, of the layers that were renamed.
+            only: Names of the layers to run; None: all.
         """
 
     def measured(self, record: Record) -> Record:
@@ -90,13 +93,14 @@ class Rerun(Protocol):
 
 
 _RERUNS: dict[int, Rerun] = {}
-"""How more can be asked of each record that lives, by its id."""
+"""The rerun of each record that lives, by the record's id."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
 class Record:
     """Everything that was seen of a model: layers, their calls, the numbers of each value.
 
+    >>> from pytest_modelprobe.record import Reading, Statistics, Value
     >>> call = Call(
     ...     root="fc",
     ...     root_training=False,
@@ -129,23 +133,23 @@ class Record:
     device: str = "cpu"
     seed: int | None = None
     loss: str | None = None
-    """How the loss came about in a ``run``: ``random``, a function's name, or None without backward."""
+    """The loss of a ``run``: ``random``, a function's name, or None without backward."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: unwrapped wrappers, values without numbers, contexts."""
+    """Remarks: unwrapped wrappers, values without numbers, contexts."""
     origin: Operation | None = None
-    """Where the first non-finite value of the forward began, if a ``run`` looked it up."""
+    """The operation that made the first non-finite value of the forward, if a ``run`` looked for it."""
     gradient_origin: Operation | None = None
-    """Where the first NaN of the backward began, if a ``run`` looked it up."""
+    """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     noise: str | None = None
-    """How the noise came about: ``measured``, ``not repeatable``, or None: not measured."""
+    """``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
 
     @property
     def rerun(self) -> Rerun | None:
-        """How more can be asked of its run or watch. They are kept elsewhere: a record knows no model and no tensor."""
+        """Runs the model of the record again. It is kept elsewhere: a record refers to no model and no tensor."""
         return _RERUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
@@ -168,7 +172,7 @@ class Record:
 
         Args:
             layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
-                order of execution, less containers that give out what a layer inside them gave; then those that were
+                order of execution, less containers that return the output of a layer inside them; then those that were
                 not called and have parameters.
 
         Raises:
@@ -231,7 +235,7 @@ class Record:
 
 
 def has_numbers(record: Record) -> bool:
-    """Whether a record is of more than structure; numbers of parameters alone are no behavior.
+    """Whether a record has numbers of values or isolated responses; those of parameters alone do not count.
 
     >>> has_numbers(Record(model="Net"))
     False
@@ -244,7 +248,7 @@ def has_numbers(record: Record) -> bool:
 
 
 def with_rerun(record: Record, rerun: Rerun) -> Record:
-    """Return the record, of which more can be asked from now on, as long as it lives."""
+    """Return the record, with ``rerun`` as its `Record.rerun` as long as it lives."""
     if record.rerun is None:
         weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
     _RERUNS[id(record)] = rerun

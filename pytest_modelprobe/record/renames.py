@@ -1,4 +1,4 @@
-"""A user's ``rename``: which layer of one record is which of another, and a record under other names."""
+"""Renamed layers: rules that a user writes as ``rename=``, and records under other names."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def renamed(record: Record, names: Mapping[str, str]) -> Record:
     return dataclasses.replace(record, layers={layer.name: layer for layer in layers})
 
 
-def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dict[str, str]:
-    """Return what a user's ``rename`` says: expected name → actual name, of the layers named and all inside them.
+def resolve_rename(actual: Record, expected: Record, rename: Mapping[str, str]) -> dict[str, str]:
+    """Return expected name → actual name of the layers that a ``rename`` names, and of all inside them.
 
     Args:
         actual: The record with the names on the left.
@@ -41,7 +41,7 @@ def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dic
 
     >>> new = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("blocks.0.fc", "blocks.1.fc")})
     >>> old = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("h.0.fc", "h.1.fc")})
-    >>> declared(new, old, {"blocks.*": "h.*"})
+    >>> resolve_rename(new, old, {"blocks.*": "h.*"})
     {'h.0.fc': 'blocks.0.fc', 'h.1.fc': 'blocks.1.fc'}
     """
     __tracebackhide__ = True
@@ -65,11 +65,11 @@ def declared(actual: Record, expected: Record, rename: Mapping[str, str]) -> dic
     return found
 
 
-def needed(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
-    """Return what of a user's ``rename`` a record needs: nothing where it has the new names already.
+def applicable_rename(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
+    """Return the rules of a ``rename`` that apply to a record: none where it has the new names already.
 
     >>> new = Record(model="Net", layers={"head": Layer(name="head", type="Linear")})
-    >>> needed({"head": "fc"}, new)
+    >>> applicable_rename({"head": "fc"}, new)
     {}
     """
 
@@ -79,18 +79,18 @@ def needed(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
     return {new: old for new, old in rename.items() if found(old) or not found(new)}
 
 
-def name_before(name: str, rename: Mapping[str, str]) -> str:
-    """Return what a layer, or a tensor in it, is called by a user's ``rename``; of several rules the last counts.
+def old_name(name: str, rename: Mapping[str, str]) -> str:
+    """Return the old name of a layer, or of a tensor in it; of several rules of a ``rename`` the last one counts.
 
-    >>> name_before("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
+    >>> old_name("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
     'encoder.layer.3.dense.weight'
     """
     matches = ((_pattern(new).fullmatch(name), old) for new, old in reversed(list(rename.items())))
     return next((_filled(old, found.groups()) for found, old in matches if found), name)
 
 
-def rules(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``rename`` by which `declared` would say what `match` found: one rule for all inside a layer.
+def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
+    """Return a ``rename`` that `resolve_rename` resolves to ``names``: one rule for a layer and all inside it.
 
     Args:
         actual: The record with the new names.
@@ -101,29 +101,29 @@ def rules(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[st
     ...     Record(model="Net", layers={f"{at}{i}": Layer(name=f"{at}{i}", type="Linear") for i in range(3)})
     ...     for at in ("encoder.layer.", "layers.")
     ... )
-    >>> rules(new, old, {f"encoder.layer.{i}": f"layers.{i}" for i in range(3)})
+    >>> infer_rename(new, old, {f"encoder.layer.{i}": f"layers.{i}" for i in range(3)})
     {'layers.*': 'encoder.layer.*'}
     """
     before = {new: old for old, new in names.items()}
 
-    def told_by_container(new: str) -> bool:
+    def follows_from_container(new: str) -> bool:
         container, _, own = new.rpartition(".")
         return container in before and before[new] == f"{before[container]}.{own}"
 
-    one_by_one = {new: before[new] for new in before if not told_by_container(new)}
+    one_by_one = {new: before[new] for new in before if not follows_from_container(new)}
     stars = [_folded_rule(*rule) for rule in one_by_one.items()]
     folded = dict(star if stars.count(star) > 1 else rule for star, rule in zip(stars, one_by_one.items(), strict=True))
     for found in (folded, one_by_one):
         outermost_first = dict(sorted(found.items(), key=lambda rule: rule[0].count(".")))
         with contextlib.suppress(SelectionError):
-            if names.items() <= declared(actual, expected, outermost_first).items():
+            if names.items() <= resolve_rename(actual, expected, outermost_first).items():
                 return outermost_first
     return {}
 
 
 def _folded_rule(new: str, old: str) -> tuple[str, str]:
     """Return a rule with a star for each number, where both have the same ones."""
-    if numbers(new) != numbers(old):
+    if numbers_in(new) != numbers_in(old):
         return new, old
     return _NUMBER.sub("*", new), _NUMBER.sub("*", old)
 
@@ -131,10 +131,10 @@ def _folded_rule(new: str, old: str) -> tuple[str, str]:
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def numbers(name: str) -> tuple[str, ...]:
+def numbers_in(name: str) -> tuple[str, ...]:
     """Return the numbers among the segments of a name.
 
-    >>> numbers("layers.3.experts.0.fc1")
+    >>> numbers_in("layers.3.experts.0.fc1")
     ('3', '0')
     """
     return tuple(_NUMBER.findall(name))

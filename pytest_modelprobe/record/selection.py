@@ -1,11 +1,11 @@
-"""The language of ``layers=``: from a selector to the names of layers.
+"""Selection of layers: from a ``layers=`` selector to names.
 
 A selector is one of
 
 ====================  ==========================================================================
 ``"blocks.*.attn"``   a glob on the dotted name: ``*`` is exactly one segment, ``**`` any number
                       of segments, zero included; inside a segment ``*``, ``?`` and ``[...]``
-                      mean what they mean in :mod:`fnmatch`, and upper and lower case differ
+                      mean the same as in :mod:`fnmatch`; upper and lower case differ
 ``"!blocks.0.**"``    a glob with ``!`` in front excludes
 a ``re.Pattern``      must match the whole name
 a class               the layers of that type
@@ -17,7 +17,7 @@ a list of these       the layers that any element includes, less those that any 
 The root is called ``(root)``. To a glob it is the empty path: ``**`` matches it, ``*`` does not,
 and ``"(root)"`` names it.
 
-An element that matches nothing is an error, for a probe that looks at nothing would always pass.
+An element that matches nothing is an error: an assertion about no layer would always pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pytest_modelprobe.exceptions import SelectionError
 
 from .naming import ROOT
 
-__tracebackhide__ = True  # what a user sees of an error is his own line
+__tracebackhide__ = True  # pytest shows the line of the user's test
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Glob:
         return f"Glob({self.text!r})"
 
     def matches(self, name: str) -> bool:
-        """Whether the layer called ``name`` is one that the glob means."""
+        """Whether the glob matches the layer called ``name``."""
         if not any(self._segments):
             return True
         if name == ROOT:
@@ -108,11 +108,11 @@ def select(
     is_instance: Callable[[T, type], bool] = isinstance,
     type_name: Callable[[T], str] = lambda layer: type(layer).__name__,
 ) -> list[str]:
-    """Return the names of the candidates that ``selector`` means, in the order of ``candidates``.
+    """Return the names of the candidates that ``selector`` selects, in the order of ``candidates``.
 
     Args:
         candidates: dotted name to layer: modules when live, recorded layers later.
-        selector: see the module's own text.
+        selector: see the documentation of this module.
         is_instance: decides whether a layer is of a class given as selector.
         type_name: the name of a layer's type, for the message that lists the types there are.
 
@@ -153,7 +153,7 @@ def select(
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to ``n`` of ``names`` that ``name`` may be a slip of, the nearest first.
+    """Return up to ``n`` of ``names`` that are spelled like ``name``, the most similar first.
 
     Case is ignored. Where no whole name is near, the last segments are compared.
 

@@ -158,7 +158,7 @@ class Units(NanEqual):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading(NanEqual):
-    """What is kept of one value in one direction."""
+    """The numbers of one value in one direction."""
 
     tensors: int = 1
     """Tensors merged into it: 1, or one for each forward or backward pass."""
@@ -175,7 +175,7 @@ class Reading(NanEqual):
 
 
 def is_read(reading: Reading) -> bool:
-    """Whether there is anything in a reading to compare.
+    """Whether a reading has statistics, a fingerprint or a digest.
 
     >>> is_read(Reading(reason="a meta tensor")), is_read(Reading(digest="0"))
     (False, True)
@@ -184,10 +184,10 @@ def is_read(reading: Reading) -> bool:
 
 
 def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
-    """Return about how far ``a`` is from ``b``, relative to ``b``: ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
+    """Estimate ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
 
-    The estimate is off by 18 % (one sigma) for a generic difference and by 25 % for one that lies in a single column or
-    is the same everywhere. It is 0 for equal fingerprints, and infinite where y alone is zero.
+    The standard error is 18 % for a generic difference and 25 % for one that is in a single column or the same
+    everywhere. It is 0 for equal fingerprints, and infinite where y alone is zero.
 
     Args:
         a: `Reading.fingerprint` of x.
@@ -208,7 +208,7 @@ def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None 
 
 
 def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float:
-    """Return about which share of ``count`` integers differs, from two fingerprints; exact equality is in the digests.
+    """Estimate the share of ``count`` integers that differ, from two fingerprints; digests tell exact equality.
 
     >>> y = tuple([0.25, -0.25] * 8)
     >>> estimated_share(y, y, 10), estimated_share([0.0] * 16, y, 10)

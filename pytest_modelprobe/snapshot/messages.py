@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis
 from pytest_modelprobe.gate import needs_reason
-from pytest_modelprobe.record import Record, renamed, rules
+from pytest_modelprobe.record import Record, infer_rename, renamed
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, layer_table, printable
 
@@ -41,7 +41,9 @@ def _other_names(diagnosis: Diagnosis) -> str:
     """Return how a test says that layers have other names alone; empty where none has, or no rule says it."""
     comparison = diagnosis.comparison
     names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
-    found = rules(comparison.actual, renamed(comparison.expected, comparison.names_before), names) if names else {}
+    found = (
+        infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before), names) if names else {}
+    )
     return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
 
 

@@ -45,7 +45,7 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Glob, Layer, Record, Rerun, has_numbers, nearest, needed
+from pytest_modelprobe.record import Glob, Layer, Record, Rerun, applicable_rename, has_numbers, nearest
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import count, listed, printable
 
@@ -615,7 +615,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, options: Options)
     __tracebackhide__ = True
     asked = functools.partial(
         compare,
-        rename=needed(options.rename, expected),
+        rename=applicable_rename(options.rename, expected),
         tolerance=options.tolerance,
         parts=parts,
         nondeterministic="nondeterministic" in options.allow,

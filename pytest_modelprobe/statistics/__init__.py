@@ -1,12 +1,11 @@
-"""Statistics of tensors: reduced where the tensor lives, read when the record is made.
+"""Statistics of tensors: reduced on the tensor's device, read when the record is made.
 
-`reduce` is what a hook calls. On the CPU it returns plain numbers, at once, or for small tensors when they are asked
-for. On another device it returns a small tensor that stays there: no element is read, so nothing waits for the device.
-`merge` joins two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
+Hooks call `reduce`. On the CPU it returns plain numbers; those of small tensors are computed when they are needed. On
+another device it returns a small tensor that stays there: no element is read, so there is no synchronization.
+`merge` merges two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
-Moments are accurate to 1e-6 of the root mean square. That takes care: a float32 `dot` over 256 k elements of one
-magnitude is wrong by 5e-5, so squares are added 1,024 at a time; and where the mean is most of what the squares are
-of, they are taken again of the differences from it.
+Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k elements of one magnitude is off by
+5e-5, so squares are added 1,024 at a time. Where the mean dominates, squares of the differences from it are taken.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Reading, Statistics, Units
 
 from .cpu import on_cpu
-from .device import combined, fetch, on_device
+from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
-from .readable import FLOATS, NARROW, NOTHING, ambient_modes_disabled, as_plain_tensor, real
-from .reduced import Array, Reduced, joined
+from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
+from .reduced import Array, Reduced, merged_row
 from .small import SMALL, SmallTensors
 
 __all__ = [
@@ -51,16 +50,16 @@ def reduce(
     fingerprint: bool = True,
     small: SmallTensors | None = None,
 ) -> Reduced:
-    """Return what is to be kept of a tensor; of one that cannot be read, the reason.
+    """Return the reduction of a tensor, or the reason why it cannot be read.
 
-    Of a `DTensor` it is the local shard. Complex elements count by their magnitude.
+    A `DTensor` is reduced to its local shard, complex elements to their magnitudes.
 
     Args:
         tensor: Any tensor; it and every global state stay as they are.
         axis: Axis of the units, counted from the end (-1 is the last); None for no units.
         index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
-        fingerprint: Whether to take the fingerprint too.
-        small: Where a small tensor may wait until others can be reduced with it; at once if None.
+        fingerprint: Whether to compute the fingerprint too.
+        small: Batch in which small tensors are reduced together, later; None: reduce it at once.
 
     >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
     >>> reading.statistics.mean, reading.statistics.zeros, reading.units.dead
@@ -69,17 +68,16 @@ def reduce(
     'meta tensor'
     """
     context = ambient_modes_disabled()
-    if context is NOTHING:
+    if context is NO_CONTEXT:
         return _reduced(tensor, axis, index, fingerprint, small)
     with context:
         return _reduced(tensor, axis, index, fingerprint, small)
 
 
 def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
-    """Return what is to be kept of a tensor without reading an element of it.
+    """Return the reduction of a tensor without reading an element of it.
 
-    This is what `reduce` does where the tensor is not on the CPU. It runs on any device, also ``meta`` and fake ones,
-    which have nothing to read.
+    `reduce` does this for tensors that are not on the CPU. It runs on any device, also ``meta`` and fake ones.
 
     >>> reduce_on_device(torch.empty(8, 3, device="meta"), axis=-1).low.shape
     torch.Size([3])
@@ -95,13 +93,13 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
-    a, b = a.settled(), b.settled()
+    a, b = a.computed(), b.computed()
     merged = Reduced(tensors=a.tensors + b.tensors, reason=a.reason or b.reason)
     if not (_has_numbers(a) and _has_numbers(b)):
         return merged
     merged.row = a.row or b.row
     if a.row is not None and b.row is not None:
-        merged.row = joined(a.row, b.row)
+        merged.row = merged_row(a.row, b.row)
     if a.rows is None and b.rows is None:
         _merge_units(merged, a, b)
         if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
@@ -112,7 +110,7 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
         if a.rows is not None and b.rows is not None:
             rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
             # Without float64 the rows wait for the CPU: in float32 the sums would lose digits at each step.
-            merged.rows = combined(rows) if rows.dtype == torch.float64 else rows
+            merged.rows = merged_rows(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
         _merge_remote_fingerprints(merged, a, b)
     return merged
@@ -125,7 +123,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     >>> ones.statistics.max, zeros.statistics.max
     (1.0, 0.0)
     """
-    reduced = [one.settled() for one in reduced]
+    reduced = [one.computed() for one in reduced]
     remote = [t for r in reduced for t in (r.rows, r.low, r.high, r.remote_fingerprint) if isinstance(t, Tensor)]
     with ambient_modes_disabled():
         numbers = fetch(remote)
@@ -137,7 +135,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     for one in reduced:
         row = one.row
         for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, 12).tolist()):
-            row = part if row is None else joined(row, part)
+            row = part if row is None else merged_row(row, part)
         statistics = None if row is None else _statistics(row)
         units = None
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
@@ -189,7 +187,7 @@ def _reduced(tensor: Tensor, axis: int | None, index: int, fingerprint: bool, sm
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint)
-        return reduced.settled() if small is None else reduced
+        return reduced.computed() if small is None else reduced
     reduced = on_cpu(plain, axis, index)
     if fingerprint:
         reduced.fingerprint = project(plain, index)

@@ -1,4 +1,4 @@
-"""Reductions on the CPU: plain numbers at once, blocks at a time that stay in the cache for all passes."""
+"""Reductions on the CPU, one block at a time that stays in the cache for all passes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pytest_modelprobe.models import as_array
 
-from .memory_order import BLOCK, arranged, blocks
+from .memory_order import BLOCK, blocks, in_memory_order
 from .readable import FLOATS, real
-from .reduced import NO_ELEMENT, Array, Reduced, Row, joined, of_finite, times
+from .reduced import NO_ELEMENT, Array, Reduced, Row, merged_row, repeated, row_of_finite
 
 _SMALL = 1 << 13  # elements up to which numpy in float64 is cheaper than calls of torch
 _ROW = 1 << 10  # elements whose squares are added in float32
@@ -21,11 +21,11 @@ _LEAST = 1e-15  # magnitudes from here to its inverse have squares that float32 
 
 
 def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
-    """Return the reduction of a plain tensor on the CPU, but for the fingerprint."""
-    x, copies, units = arranged(tensor, axis)
+    """Return the reduction of a plain CPU tensor, without the fingerprint."""
+    x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
     if not x.numel():
-        low = np.full(units, math.inf)  # the least of nothing: merging it changes nothing
+        low = np.full(units, math.inf)  # neutral: merging it changes nothing
         return Reduced(1, NO_ELEMENT, low=low, high=-low, axis=axis)
     if x.numel() <= BLOCK:
         row, low, high = _block(real(x.contiguous()), index)
@@ -35,11 +35,11 @@ def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
         high = -low
         for place, piece in blocks(x):
             part, bottom, top = _block(real(piece.contiguous()), index)
-            row = joined(row, part)
+            row = merged_row(row, part)
             np.minimum(low[place], bottom, out=low[place])
             np.maximum(high[place], top, out=high[place])
     if copies > 1:
-        row = times(row, copies)
+        row = repeated(row, copies)
     if axis is None:
         return Reduced(1, row)
     if len(low) < units:  # the unit axis itself was broadcast
@@ -56,9 +56,9 @@ def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
     else:
         bottom, top = np.minimum.reduce(low).item(), np.maximum.reduce(high).item()
     if bottom == top and math.isfinite(bottom):
-        return of_finite(x.numel(), 0 if bottom else x.numel(), bottom, top, float(bottom), 0.0), low, high
-    quick = _quickly(x.view(-1), bottom, top) if by_torch else None
-    return quick or _carefully(as_array(x), bottom, top, index), low, high
+        return row_of_finite(x.numel(), 0 if bottom else x.numel(), bottom, top, float(bottom), 0.0), low, high
+    quick = _moments_in_dtype(x.view(-1), bottom, top) if by_torch else None
+    return quick or _moments_in_float64(as_array(x), bottom, top, index), low, high
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:
@@ -83,8 +83,8 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
     return as_array(low.view(units)), as_array(high.view(units))
 
 
-def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
-    """Return the numbers by the arithmetic of the dtype itself, or None where it does not suffice."""
+def _moments_in_dtype(x: Tensor, bottom: float, top: float) -> Row | None:
+    """Return the numbers, computed in the dtype of the tensor; None where its accuracy does not suffice."""
     largest = max(-bottom, top)
     if not (math.isfinite(bottom) and math.isfinite(top) and _LEAST < largest < 1 / _LEAST):
         return None  # not finite, or squares may over- or underflow
@@ -102,11 +102,11 @@ def _quickly(x: Tensor, bottom: float, top: float) -> Row | None:
     if bottom <= 0 <= top:
         nonzero = _scratch(count, torch.bool).copy_(x)  # to count zeros at once takes four times as long
         zeros = 0 if nonzero.view(torch.uint8).amin().item() else count - int(np.count_nonzero(as_array(nonzero)))
-    return of_finite(count, zeros, bottom, top, mean, deviations)
+    return row_of_finite(count, zeros, bottom, top, mean, deviations)
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """Return the sum of squares: of rows of 1,024 in the arithmetic of the dtype, of these in float64."""
+    """Return the sum of squares: rows of 1,024 are added in the dtype, their sums in float64."""
     rest = x.numel() % _ROW
     norms = as_array(torch.linalg.vector_norm(x[: x.numel() - rest].view(-1, _ROW), dim=1).double())
     squares: float = np.dot(norms, norms).item()
@@ -117,7 +117,7 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 class _Scratch(threading.local):
-    """Memory that is used again and again, by dtype: to get it anew takes longer than to fill it."""
+    """Memory that is reused, by dtype: allocating it takes longer than filling it."""
 
     def __init__(self) -> None:
         self.blocks: dict[torch.dtype, Tensor] = {}
@@ -132,8 +132,8 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     return _SCRATCH.blocks[dtype][:count]
 
 
-def _carefully(x: Array, bottom: float, top: float, index: int) -> Row:
-    """Return the numbers in float64, of the finite elements."""
+def _moments_in_float64(x: Array, bottom: float, top: float, index: int) -> Row:
+    """Return the numbers of the finite elements, computed in float64."""
     x = x.reshape(-1)
     others: Row = (0, 0, 0)
     if not (math.isfinite(bottom) and math.isfinite(top)):

@@ -1,4 +1,4 @@
-"""Reductions on another device: tensors that stay there, no element read, so that nothing waits for the device."""
+"""Reductions on another device: tensors that stay there, without synchronization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_modelprobe.models import as_array
 
 from .fingerprint import project_on_device
-from .memory_order import arranged
+from .memory_order import in_memory_order
 from .readable import real
 from .reduced import Array, Reduced
 
@@ -22,14 +22,14 @@ _WITH_FLOAT64 = {"cuda", "cpu", "meta"}
 
 def on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
-    x, copies, units = arranged(tensor, axis)
+    x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
     wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32
     try:
         # split() makes one empty part of an empty tensor
         parts = [_row(real(part), copies, index, wide) for part in x.reshape(-1).split(_CHUNK)]
         rows = torch.stack(parts)
-        reduced = Reduced(1, rows=combined(rows) if len(parts) > 1 and wide.itemsize == 8 else rows)
+        reduced = Reduced(1, rows=merged_rows(rows) if len(parts) > 1 and wide.itemsize == 8 else rows)
         if axis is not None:
             reduced.axis = axis
             reduced.low, reduced.high = _ranges_on_device(x, units, wide)
@@ -58,7 +58,7 @@ def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
     return torch.cat([counts.to(wide), first, moments])
 
 
-def combined(rows: Tensor) -> Tensor:
+def merged_rows(rows: Tensor) -> Tensor:
     """Return one row for all: the formula of `merge_moments`, for any number of parts at once."""
     finite, mean = rows[:, 0], rows[:, 10]
     share = finite / finite.sum().clamp(min=1)
@@ -81,7 +81,7 @@ def _ranges_on_device(x: Tensor, units: int, wide: torch.dtype) -> tuple[Tensor,
 
 
 def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
-    """Return the numbers of each tensor by its identity."""
+    """Return the numbers of each tensor by its `id`, with one transfer per device."""
     numbers: dict[int, Array] = {}
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]

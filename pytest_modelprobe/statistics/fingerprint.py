@@ -1,16 +1,16 @@
-"""Fingerprints of tensors: 16 signed random projections that tell how far apart two tensors are, without either.
+"""Fingerprints of tensors: 16 signed random projections, from which the distance of two tensors is estimated.
 
-The elements of a tensor stand, in logical (row-major) order, in rows of 256. Projection k adds each element with the
+The elements of a tensor are taken in logical (row-major) order, in rows of 256. Projection k adds each element with the
 sign ``row[r, k // 2] * column[c, k]``, so that the mean of its square is the tensor's squared norm, and so that most of
-the work is one thin product: 8 signed sums of the rows. The signs come from splitmix64 and are the same for ever.
+the work is one thin product: 8 signed sums of the rows. The signs come from splitmix64 and never change.
 
-The estimate that `estimated_change` gives is off by 18 % (one sigma) for a generic difference. It is off by 25 % where
-the difference lies in one column or is the same everywhere; the signs are such that a constant shift, over whatever
-number of elements, counts for 0.6 to 1.5 times what it is. A difference is missed only if it is chosen for that.
+The standard error of `estimated_change` is 18 % for a generic difference, and 25 % where the difference is in one
+column or the same everywhere. A constant shift over any number of elements is estimated at 0.6 to 1.5 times its size.
+A difference is missed only if it is constructed for that.
 
 Integers are hashed with their position: all hashes together are the digest, which is exact, and each counts in the
-fingerprint as a number drawn from its hash with mean 0 and variance 1, so that it tells the share of elements that
-differ.
+fingerprint as a number drawn from its hash with mean 0 and variance 1, from which the share of elements that differ
+is estimated.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _HASHED = 1 << 14  # integers hashed at a time: all steps in the cache
 _FLOATS = (torch.float32, torch.float64)
 
 _MEAN, _SPREAD = (2**24 - 1) / 2, math.sqrt(12) / 2**24  # of the 24 bits of a hash that stand for an integer
-_INFINITE, _NAN = 2.0, 4.0  # what a non-finite element counts as, in units of the largest finite magnitude
+_INFINITE, _NAN = 2.0, 4.0  # values that stand for non-finite elements, in units of the largest finite magnitude
 
-# Chosen so that constant shifts come out best, over every number of elements, and the first forwards differ most.
+# Chosen for the best estimates of constant shifts over every number of elements, and for distinct first forwards.
 _COLUMN_SALT, _ROW_SALT, _PERIOD_SALT, _FORWARD_SALT, _PLACE_SALT = 2292, 995, 455, 3028, 1
 
 
@@ -91,7 +91,7 @@ def _bits(salt: int, count: int, width: int) -> Array:
 def _columns() -> Array:
     """Return the signs of columns, shape (16, 256), in float64.
 
-    Each row has 136 pluses and 120 minuses: with a sum of 16, the root of 256, a constant counts for what it weighs.
+    Each row has 136 pluses and 120 minuses: with a sum of 16, the root of 256, a constant has its true norm.
     """
     ranks = _hashes(_COLUMN_SALT, K * _COLUMNS).reshape(K, _COLUMNS).argsort(1, kind="stable").argsort(1)
     return np.where(ranks < (_COLUMNS - 16) // 2, -1.0, 1.0)
@@ -207,14 +207,14 @@ def project(tensor: Tensor, index: int = 0) -> Array:
 
     Args:
         tensor: A strided tensor without gradient; it stays as it is.
-        index: Number of the forward, from 0: each has its own signs, so that forwards in another order show.
+        index: Number of the forward, from 0: each has its own signs, so that their order matters.
 
     >>> project(torch.tensor([3.0]))[:4] * 4
     array([-3., -3.,  3.,  3.])
     >>> project(torch.tensor([3])).shape
     (24,)
     """
-    with np.errstate(all="ignore"):  # what overflows is found in the result
+    with np.errstate(all="ignore"):  # an overflow is found in the result
         x = _real(tensor)
         if not x.is_floating_point():
             numbers, digest = _integers(x, index)
@@ -222,7 +222,7 @@ def project(tensor: Tensor, index: int = 0) -> Array:
             return np.concatenate([numbers, np.frombuffer(digest.to_bytes(_BYTES, "little"), np.uint8)])
         numbers = _projected(_wide(piece) for piece in pieces(x, PIECE))
         if not math.isfinite(np.add.reduce(numbers)):
-            numbers = _carefully(x)
+            numbers = _projected_in_float64(x)
         return _of_forward(numbers, index)
 
 
@@ -230,7 +230,7 @@ def project_rows(x: Array, indices: Sequence[int]) -> Array:
     """Return what `project` does of each row, shape (rows, 16), the index of a forward for each.
 
     Args:
-        x: Finite numbers in float64, far from overflow; at most 32,768 in a row.
+        x: Finite numbers in float64, not near overflow; at most 32,768 in a row.
         indices: Numbers of the forwards, from 0.
 
     >>> project_rows(np.array([[3.0], [6.0]]), [0, 0])[:, :2] * 4
@@ -299,9 +299,9 @@ def _sum_of_products(a: Array, b: Tensor) -> Array:
 
 
 def _torch_is_exact() -> bool:
-    """Whether torch multiplies matrices of float32 on the CPU in float32: it may be told to use less.
+    """Whether torch multiplies float32 matrices on the CPU in float32: settings may allow less precision.
 
-    Without MKL there are more ways to tell it than can be asked for.
+    Without MKL there are more such settings than can be read.
     """
     if not torch.backends.mkl.is_available():
         return False
@@ -311,7 +311,7 @@ def _torch_is_exact() -> bool:
     return settings.fp32_precision in ("none", "ieee")
 
 
-def _carefully(x: Tensor) -> Array:
+def _projected_in_float64(x: Tensor) -> Array:
     """Return the projection where elements are not finite or their sums overflow."""
     scale = 0.0
     for piece in pieces(x, PIECE):
@@ -330,7 +330,7 @@ def _limited(numbers: Array, scale: float) -> Array:
 
 
 def _integers(x: Tensor, index: int) -> tuple[Array, int]:
-    """Return the projections of the numbers that the hashes stand for, and the digest."""
+    """Return the projections of the numbers drawn from the hashes, and the digest."""
     weights = _weights(x.numel())
     total = np.uint64(0)
 

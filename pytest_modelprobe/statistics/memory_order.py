@@ -1,4 +1,4 @@
-"""The order in which the elements of a tensor are read: that of the memory, units apart."""
+"""Elements of a tensor in the order of the memory, units apart."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 BLOCK = 1 << 20  # elements of a partial sum in float32: four megabytes, in the cache for all passes
 
 
-def arranged(x: Tensor, axis: int | None) -> tuple[Tensor, int, int]:
-    """Return the elements as (outer, units, inner), how often each stands there, and the number of units.
+def in_memory_order(x: Tensor, axis: int | None) -> tuple[Tensor, int, int]:
+    """Return the elements as (outer, units, inner), how often each occurs, and the number of units.
 
-    Order does not matter to statistics, so it is that of the memory, and what is broadcast is read once.
+    Order does not matter to statistics, so it is that of the memory. Broadcast elements are read once.
     """
     unit = None if axis is None or -axis > x.dim() else x.dim() + axis
     units = 0 if unit is None else x.shape[unit]

@@ -1,4 +1,4 @@
-"""What can be read of a tensor, and the contexts of the model that must not reach our own arithmetic."""
+"""Plain tensors that can be read, and a context without the modes that are active in the model."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.uint64,
 }
 _READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
-NOTHING = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 
 
 def ambient_modes_disabled() -> AbstractContextManager[object]:
     """Return a context in which torch computes as if no other context were active.
 
-    It leaves autocast, inference mode, functorch, and the stacks of function and dispatch modes (a default device is
-    one), and comes back to them. Where none is active it costs half a microsecond. Of gradients one has to detach.
+    It disables autocast, inference mode, `torch.func` transforms, and function and dispatch modes (a default device is
+    one). Where none is active it costs half a microsecond. It does not disable gradients: detach.
 
     >>> with torch.autocast("cpu", torch.bfloat16), ambient_modes_disabled():
     ...     (torch.eye(2) @ torch.eye(2)).dtype
@@ -64,20 +64,20 @@ def ambient_modes_disabled() -> AbstractContextManager[object]:
         needed.append(without_transforms)
     if len(needed) > 1:
         return _all_of(needed)
-    return needed[0]() if needed else NOTHING
+    return needed[0]() if needed else NO_CONTEXT
 
 
 @contextlib.contextmanager
 def _all_of(contexts: Sequence[Callable[[], AbstractContextManager[object]]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for context in contexts:
-            # Made only now: those of torch take effect as they are made, and each puts back what it found.
+            # Made only now: those of torch take effect as they are made, and each restores what it found.
             stack.enter_context(context())
         yield
 
 
 def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
-    """Return a plain detached tensor, and None; or as it is, and the reason why its elements cannot be read.
+    """Return a plain detached tensor and None, or the tensor itself and the reason why it cannot be read.
 
     >>> as_plain_tensor(torch.ones(2, device="meta"))[1]
     'meta tensor'
@@ -121,9 +121,9 @@ def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
 
 
 def real(x: Tensor) -> Tensor:
-    """Return the elements in a dtype that numpy and every kernel know."""
+    """Return the elements in a dtype that numpy and every kernel support."""
     if x.dtype in FLOATS:
-        return x.resolve_neg() if x.is_neg() else x  # asking takes half as long
+        return x.resolve_neg() if x.is_neg() else x  # this check takes half as long
     if x.dtype in NARROW:
         return x.float()
     if x.dtype in _COMPLEX:

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: numbers of the CPU in a plain row, those of another device in tensors that stay there."""
+"""The reduction of a tensor: plain numbers on the CPU, small tensors on another device."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ Array = npt.NDArray[Any]
 
 Row = tuple[float, ...]
 """Finite elements, NaN, +infinity, -infinity, zeros; the first forward with each of the three that are not finite;
-smallest, largest, mean, and sum of (x - mean)². Infinite where there is none; a `Statistics` takes longer to make."""
+smallest, largest, mean, and sum of (x - mean)². Infinite where there is none. A `Statistics` takes longer to make."""
 
 NO_ELEMENT: Row = (0, 0, 0, 0, 0, math.inf, math.inf, math.inf, math.inf, -math.inf, 0.0, 0.0)
 
 
-class Waiting(Protocol):
-    """Where numbers wait to be computed."""
+class Batch(Protocol):
+    """Tensors that are reduced together, later."""
 
-    def settle(self) -> None:
-        """Compute what waits."""
+    def flush(self) -> None:
+        """Reduce them now."""
 
 
 @dataclass(slots=True, eq=False)
 class Reduced:
-    """What is kept of one tensor, or of several merged, until it is collected."""
+    """The reduction of one tensor, or of several merged, until `collect`."""
 
     tensors: int = 1
     row: Row | None = None
-    """Of what was reduced on the CPU."""
+    """Numbers of the tensors reduced on the CPU."""
     rows: Tensor | None = None
-    """Of what was reduced elsewhere: shape (k, 12), columns as in `Row`, still on the device."""
+    """Numbers of the tensors reduced on another device, still there: shape (k, 12), columns as in `Row`."""
     low: Array | Tensor | None = None
     """Smallest element of each unit."""
     high: Array | Tensor | None = None
     axis: int | None = None
     """Axis of the units, counted from the end."""
     fingerprint: Array | None = None
-    """Of what was reduced on the CPU, as `fingerprint.project` returns it."""
+    """Fingerprint of the tensors reduced on the CPU, as `fingerprint.project` returns it."""
     remote_fingerprint: Tensor | None = None
-    """Of what was reduced elsewhere, still on the device."""
+    """Fingerprint of the tensors reduced on another device, still there."""
     reason: str | None = None
     """Why there are no statistics, or no units any more."""
-    waiting: Waiting | None = None
-    """What has still to compute all of this but the axis."""
+    pending: Batch | None = None
+    """The batch that has yet to compute everything but the axis."""
 
-    def settled(self) -> Reduced:
-        """Return this, with its numbers there."""
-        waiting = self.waiting  # another thread may settle it meanwhile
-        if waiting is not None:
-            waiting.settle()
+    def computed(self) -> Reduced:
+        """Return this reduction, its numbers computed."""
+        pending = self.pending  # another thread may flush it meanwhile
+        if pending is not None:
+            pending.flush()
         return self
 
 
-def of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
+def row_of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
     """Return the numbers of elements that are all finite."""
     return count, 0, 0, 0, zeros, math.inf, math.inf, math.inf, bottom, top, mean, deviations
 
 
-def times(row: Row, copies: int) -> Row:
+def repeated(row: Row, copies: int) -> Row:
     """Return the numbers of the elements repeated."""
     return *(count * copies for count in row[:5]), *row[5:11], row[11] * copies
 
 
-def joined(a: Row, b: Row) -> Row:
+def merged_row(a: Row, b: Row) -> Row:
     """Return the numbers of both sets of elements together."""
     n, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = a
     m, b_nan, b_posinf, b_neginf, b_zeros, b_first_nan, b_first_posinf, b_first_neginf, b_low, b_high, b_mean, other = b

@@ -1,8 +1,8 @@
 """Small tensors: copied when they are seen, reduced many at a time.
 
-Of a tensor of some thousand elements the calls cost more than the elements do. So a hook only copies it, and all that
-have one shape are reduced by the same calls, as the rows of a matrix: when a number is asked for, or when there are
-`_MOST` elements or `_COPIES` copies. What a tensor comes to does not depend on those beside it, not in the last bit.
+For a tensor of some thousand elements the calls cost more than the elements. So a hook only copies it. All copies of
+one shape are reduced by the same calls, as the rows of a matrix: when a number is needed, or when there are `_MOST`
+elements or `_COPIES` copies. The result of a tensor does not depend on the others in the batch, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from .cpu import on_cpu
 from .fingerprint import project, project_rows
 from .readable import ambient_modes_disabled
-from .reduced import Array, Reduced, of_finite
+from .reduced import Array, Reduced, row_of_finite
 
 SMALL = 1 << 13
 _MOST = 1 << 18
@@ -28,12 +28,12 @@ _Form = tuple[int, int, int, bool]
 
 
 class SmallTensors:
-    """Copies of tensors that wait to be reduced together. Several threads may add to it.
+    """Copies of tensors that are reduced together, later. Several threads may add to it.
 
     >>> small = SmallTensors()
     >>> ones, twos = (small.add(np.full((3, 4), n, np.float32), -1, 0, True) for n in (1, 2))
-    >>> small.settle()
-    >>> ones.row == of_finite(12, 0, 1.0, 1.0, 1.0, 0.0), twos.low.tolist()
+    >>> small.flush()
+    >>> ones.row == row_of_finite(12, 0, 1.0, 1.0, 1.0, 0.0), twos.low.tolist()
     (True, [2.0, 2.0, 2.0, 2.0])
     """
 
@@ -43,16 +43,16 @@ class SmallTensors:
         self._lock = threading.Lock()
 
     def add(self, values: Array, axis: int | None, index: int, fingerprint: bool) -> Reduced:
-        """Return what is empty until `settle`. The array has floating elements, one at least, and is kept."""
-        reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, waiting=self)
+        """Return a placeholder filled by `flush`. The array has floating elements, one at least, and is kept."""
+        reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, pending=self)
         self._waiting.append((reduced, values, index, fingerprint))
         self._elements += values.size
         if self._elements > _MOST or len(self._waiting) > _COPIES:
-            self.settle()
+            self.flush()
         return reduced
 
-    def settle(self) -> None:
-        """Reduce what waits. An interrupt in between leaves it waiting."""
+    def flush(self) -> None:
+        """Reduce all copies. After an interrupt the next call does it."""
         with self._lock, np.errstate(all="ignore"), ambient_modes_disabled():
             waiting = self._waiting[:]
             groups: dict[_Form, list[_Copy]] = {}
@@ -65,7 +65,7 @@ class SmallTensors:
 
 
 def _form(copy: _Copy) -> _Form:
-    """Return what tensors have in common that are reduced together: (outer, units, inner), and the fingerprint."""
+    """Return the key of the tensors that are reduced together: (outer, units, inner), and whether with fingerprint."""
     reduced, values, _, fingerprint = copy
     if reduced.axis is None:
         return 1, 1, values.size, fingerprint
@@ -87,16 +87,16 @@ def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
     for i, ((reduced, values, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
-            reduced.row = of_finite(count, *row)
+            reduced.row = row_of_finite(count, *row)
             if reduced.axis is not None:
                 reduced.low, reduced.high = low[i].copy(), high[i].copy()  # a view would keep those of all
             reduced.fingerprint = None if numbers is None else numbers[i].copy()
-        else:  # alone, and with more care
+        else:  # alone, in float64 throughout
             tensor = torch.from_numpy(values)
             careful = on_cpu(tensor, reduced.axis, index)
             reduced.row, reduced.low, reduced.high = careful.row, careful.low, careful.high
             reduced.fingerprint = project(tensor, index) if fingerprint else None
-        reduced.waiting = None
+        reduced.pending = None
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.matching import match
 from pytest_modelprobe.exceptions import SelectionError
 from pytest_modelprobe.record import Call, EmittedTensor, IsolatedResponse, Layer, Parameter, Record, Value
-from pytest_modelprobe.record.renames import declared, needed, renamed, rules
+from pytest_modelprobe.record.renames import applicable_rename, infer_rename, renamed, resolve_rename
 
 
 def record(**types: str) -> Record:
@@ -143,7 +143,7 @@ def test_blocks_that_moved_out_of_a_container_are_found_with_all_inside_them() -
     assert found["encoder.layer.2.fc"] == "layers.2.fc"
     assert "encoder" not in found
     moved = {before: after for before, after in found.items() if before != after}
-    assert rules(new, old, moved) == {"layers": "encoder.layer"}
+    assert infer_rename(new, old, moved) == {"layers": "encoder.layer"}
 
 
 def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_and_order() -> None:
@@ -152,7 +152,7 @@ def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_an
     found = match(new, old)
     assert found["layer.1.attention.key"] == "layer.1.k_proj"
     moved = {before: after for before, after in found.items() if before != after}
-    assert rules(new, old, moved) == {
+    assert infer_rename(new, old, moved) == {
         "layer.*.q_proj": "layer.*.attention.query",
         "layer.*.k_proj": "layer.*.attention.key",
         "layer.*.o_proj": "layer.*.attention.dense",
@@ -176,7 +176,7 @@ def test_a_layer_is_found_inside_what_has_its_name_now_and_the_reverse(wrapped_n
     wrapped = made(head="ClassifierHead", head__pool="Pool", head__fc=("Linear", 4))
     if wrapped_now:
         assert match(wrapped, plain) == {"head": "head.fc"}
-        assert rules(wrapped, plain, {"head": "head.fc"}) == {"head.fc": "head"}
+        assert infer_rename(wrapped, plain, {"head": "head.fc"}) == {"head.fc": "head"}
     else:
         assert match(plain, wrapped) == {"head.fc": "head"}
 
@@ -206,21 +206,21 @@ def test_what_the_rules_say_is_what_was_found() -> None:
     old = made(encoder="Encoder", **blocks("encoder__layer", "attn__query", "attn__key"))
     new = made(**blocks("layers", "attn__query", "attn__key"))
     found = match(new, old)
-    assert declared(new, old, {"layers": "encoder.layer"}).items() <= found.items()
+    assert resolve_rename(new, old, {"layers": "encoder.layer"}).items() <= found.items()
 
 
 def test_what_is_said_once_has_its_number_and_what_no_rule_says_has_none() -> None:
     old = made(h__0=("Linear", 4), h__1=("Linear", 5))
     new = made(b__0=("Linear", 4), b__1=("Linear", 5))
-    assert rules(new, old, {"h.0": "b.0"}) == {"b.0": "h.0"}
-    assert rules(new, old, {"h.0": "b.1", "h.1": "b.0"}) == {"b.1": "h.0", "b.0": "h.1"}
-    assert rules(new, old, {"x": "y"}) == {}
+    assert infer_rename(new, old, {"h.0": "b.0"}) == {"b.0": "h.0"}
+    assert infer_rename(new, old, {"h.0": "b.1", "h.1": "b.0"}) == {"b.1": "h.0", "b.0": "h.1"}
+    assert infer_rename(new, old, {"x": "y"}) == {}
 
 
 def test_a_record_with_the_new_names_needs_no_rename() -> None:
-    assert needed({"b": "a"}, made(b="B")) == {}
-    assert needed({"b": "a"}, made(a="B")) == {"b": "a"}
-    assert needed({"x": "y"}, made(b="B")) == {"x": "y"}
+    assert applicable_rename({"b": "a"}, made(b="B")) == {}
+    assert applicable_rename({"b": "a"}, made(a="B")) == {"b": "a"}
+    assert applicable_rename({"x": "y"}, made(b="B")) == {"x": "y"}
 
 
 # --- numbered children --------------------------------------------------------------------------------------------
@@ -280,50 +280,50 @@ def test_children_that_are_not_all_numbered_are_matched_by_name() -> None:
 
 def test_a_name_without_wildcards_takes_all_inside_it_along() -> None:
     new, old = record(proj="Block", proj__fc="Linear"), record(head="Block", head__fc="Linear")
-    assert declared(new, old, {"proj": "head"}) == {"head": "proj", "head.fc": "proj.fc"}
+    assert resolve_rename(new, old, {"proj": "head"}) == {"head": "proj", "head.fc": "proj.fc"}
 
 
 def test_one_star_stands_for_one_segment() -> None:
     new, old = record(b__0__fc="Linear", b__x__y__fc="Linear"), record(h__0__fc="Linear", h__x__y__fc="Linear")
-    assert declared(new, old, {"b.*.fc": "h.*.fc"}) == {"h.0.fc": "b.0.fc"}
+    assert resolve_rename(new, old, {"b.*.fc": "h.*.fc"}) == {"h.0.fc": "b.0.fc"}
 
 
 def test_two_stars_stand_for_any_number_of_segments() -> None:
     new, old = record(b__fc="Linear", b__x__y__fc="Linear"), record(h__fc="Linear", h__x__y__fc="Linear")
-    assert declared(new, old, {"b.**": "h.**"}) == {"h.fc": "b.fc", "h.x.y.fc": "b.x.y.fc"}
+    assert resolve_rename(new, old, {"b.**": "h.**"}) == {"h.fc": "b.fc", "h.x.y.fc": "b.x.y.fc"}
 
 
 def test_of_two_renames_that_say_something_of_one_layer_the_last_counts() -> None:
     new, old = record(b__0="Linear", b__1="Linear"), record(h__0="Linear", h__1="Linear")
-    assert declared(new, old, {"b.*": "h.*", "b.1": "h.0"}) == {"h.0": "b.1"}
+    assert resolve_rename(new, old, {"b.*": "h.*", "b.1": "h.0"}) == {"h.0": "b.1"}
 
 
 def test_a_dot_in_a_glob_is_a_dot() -> None:
     with pytest.raises(SelectionError):
-        declared(record(axb="Linear"), record(c="Linear"), {"a.b": "c"})
+        resolve_rename(record(axb="Linear"), record(c="Linear"), {"a.b": "c"})
 
 
 def test_layers_of_the_glob_that_the_expected_has_not_are_left_out() -> None:
     new, old = record(b__0="Linear", b__1="Linear"), record(h__0="Linear")
-    assert declared(new, old, {"b.*": "h.*"}) == {"h.0": "b.0"}
+    assert resolve_rename(new, old, {"b.*": "h.*"}) == {"h.0": "b.0"}
 
 
 def test_a_rename_that_matches_nothing_of_the_actual_says_so() -> None:
     with pytest.raises(SelectionError) as error:
-        declared(record(fc="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
+        resolve_rename(record(fc="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
     assert str(error.value) == "rename: 'blocks.*' matches no layer of the actual Net"
 
 
 def test_a_rename_that_matches_nothing_of_the_expected_says_what_it_looked_for() -> None:
     with pytest.raises(SelectionError) as error:
-        declared(record(blocks__0="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
+        resolve_rename(record(blocks__0="Linear"), record(fc="Linear"), {"blocks.*": "h.*"})
     assert str(error.value) == "rename: 'h.*' matches no layer of the expected Net; 'blocks.*' makes it h.0"
 
 
 @pytest.mark.parametrize("right", ["h", "h.**", "h.*.*"])
 def test_a_rename_with_other_wildcards_on_the_right_is_refused(right: str) -> None:
     with pytest.raises(SelectionError) as error:
-        declared(record(b__0="Linear"), record(h__0="Linear"), {"b.*": right})
+        resolve_rename(record(b__0="Linear"), record(h__0="Linear"), {"b.*": right})
     assert str(error.value) == f"rename: 'b.*' and {right!r} have not the same wildcards in the same order"
 
 
@@ -334,7 +334,7 @@ def test_what_the_user_says_leaves_the_other_names_to_the_rest() -> None:
 
 def test_inside_a_layer_that_the_user_renamed_the_rest_is_found() -> None:
     old, new = record(h="Block", h__fc="Linear"), record(b="Block", b__proj="Linear")
-    assert match(new, old, declared(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
+    assert match(new, old, resolve_rename(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
 
 
 def test_a_root_that_the_user_calls_another_layer_is_that_alone() -> None:

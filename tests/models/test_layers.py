@@ -106,7 +106,7 @@ def test_a_distributed_model_is_looked_through_and_its_gradients_called_local(pr
     model = nn.parallel.DistributedDataParallel(Net())
     layers = Layers(model)
     assert list(layers.modules) == NAMES
-    assert layers.local_gradients
+    assert layers.notes == ["DistributedDataParallel: gradients are this rank's, before averaging"]
     with Watch(model) as watch:
         model(torch.ones(3, 4)).sum().backward()
     record = watch.record

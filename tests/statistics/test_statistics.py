@@ -370,7 +370,7 @@ def test_an_interrupt_leaves_small_tensors_waiting(monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(statistics.small, "_reduce", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            small.settle()
+            small.flush()
     assert collect([waiting])[0].statistics.mean == 1
 
 
@@ -397,12 +397,12 @@ def test_a_small_tensor_that_changes_while_it_waits_counts_as_it_was():
 def test_no_more_than_so_many_elements_wait():
     small = SmallTensors()
     waiting = [reduce(torch.ones(SMALL), small=small) for _ in range(200)]
-    assert sum(SMALL for one in waiting if one.waiting) <= 2**18
+    assert sum(SMALL for one in waiting if one.pending) <= 2**18
     waiting = [reduce(torch.ones(1), small=small) for _ in range(5000)]
-    assert sum(1 for one in waiting if one.waiting) <= 2**12
+    assert sum(1 for one in waiting if one.pending) <= 2**12
 
 
-def test_threads_may_add_while_others_settle():
+def test_threads_may_add_while_others_flush():
     small, found = SmallTensors(), []
 
     def work(number):
@@ -520,7 +520,7 @@ def test_the_device_path_runs_where_there_is_nothing_to_read(dtype):
     with FakeTensorMode():
         one = statistics.device.on_device(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
         assert type(one.rows).__name__ == "FakeTensor"
-        assert statistics.device.combined(torch.cat([one.rows, one.rows])).shape == (1, 12)
+        assert statistics.device.merged_rows(torch.cat([one.rows, one.rows])).shape == (1, 12)
 
 
 def test_large_tensors_go_through_a_device_in_chunks(monkeypatch):
