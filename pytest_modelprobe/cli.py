@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import doctor
 from .comparison import Comparison, Difference, compare
 from .exceptions import ModelProbeError, SelectionError, SnapshotError, UsageError
 from .files import ARCH, DIRECTORY, with_reason
@@ -145,6 +146,10 @@ def _parser() -> argparse.ArgumentParser:
 
     init = commands.add_parser("init", help="tell git how to treat snapshots (.gitattributes)")
     init.set_defaults(run=_init)
+
+    examine = commands.add_parser("doctor", help="print versions, devices and what is switched off, for a bug report")
+    examine.add_argument("--json", action="store_true", help="print JSON instead of text")
+    examine.set_defaults(run=doctor.run)
     return parser
 
 
