@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from pytest_modelprobe import doctor
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
@@ -110,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
 
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
     init.set_defaults(run=run_init)
+
+    examine = commands.add_parser("doctor", help="print versions, devices and what is switched off, for a bug report")
+    examine.add_argument("--json", action="store_true", help="print JSON instead of text")
+    examine.set_defaults(run=doctor.run)
     return parser
 
 

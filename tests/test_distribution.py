@@ -1,0 +1,286 @@
+"""What is released: its files and version, installed and run; the changelog; what GitHub and pre-commit read."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pytest_modelprobe import cli
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+NOT_IN_THE_SDIST = {".ci"}
+
+
+def called(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Run a command without the settings of this one's Python and pip; return what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PIP_", "GIT_"))}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def hatchling(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_vcs")
+    return called(sys.executable, "-m", "hatchling", *arguments, cwd=cwd, **environment)
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    nothing = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    return called("git", *who, *arguments, cwd=cwd, **nothing)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    hatchling("build", "-t", "sdist", "-d", out)
+    return next(out.iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    hatchling("build", "-t", "wheel", "-d", out)
+    return next(out.iterdir())
+
+
+def files_in(sdist: Path) -> set[str]:
+    with tarfile.open(sdist) as archive:
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
+# --- sdist and wheel --------------------------------------------------------------------------------------------------
+
+
+def test_the_sdist_has_what_its_tests_and_a_packager_need(sdist: Path) -> None:
+    names = files_in(sdist)
+    assert names >= {"LICENSE", "PKG-INFO", "README.md", "SECURITY.md", "CHANGELOG.md", "pyproject.toml", "tox.ini"}
+    assert names >= {"dev", "constraints.txt", "pytest_modelprobe/py.typed", "tests/conftest.py", "docs/the-gate.md"}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_the_sdist_has_every_file_of_the_repository(sdist: Path) -> None:
+    tracked = {path for path in git("ls-files", "-z", cwd=ROOT).split("\0") if path and (ROOT / path).exists()}
+    assert {path.split("/")[0] for path in tracked - files_in(sdist)} <= NOT_IN_THE_SDIST
+
+
+def test_the_wheel_has_the_package_and_its_license(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pytest_modelprobe").rglob("*.py")}
+    assert {name for name in names if ".dist-info/" not in name} == package | {"pytest_modelprobe/py.typed"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+TEST = """
+from importlib import metadata
+from pathlib import Path
+
+import pytest_modelprobe
+import torch
+
+
+def test_a_model(modelprobe):
+    record = modelprobe.run(modelprobe.build(lambda: torch.nn.Linear(2, 3)), modelprobe.randn(4, 2))
+    pytest_modelprobe.assert_shapes(record, {"(root)": "4 3"})
+    assert Path(pytest_modelprobe.__file__).parent.parent == Path("installed").resolve()
+    assert pytest_modelprobe.__version__ == Path("version").read_text("utf-8")
+"""
+
+
+def install(built: Path, at: Path) -> None:
+    """Install without the dependencies, which are those of this environment: nothing is downloaded."""
+    pytest.importorskip("pip")
+    offline = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    called(sys.executable, "-m", "pip", "install", *offline, "--target", at, built, cwd=at.parent)
+
+
+def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    install(wheel, installed)
+    (tmp_path / "test_it.py").write_text(TEST, "utf-8")
+    (tmp_path / "version").write_text(wheel.name.split("-")[1], "utf-8")
+    without = ("-p", "no:xdist", "-p", "no:randomly", "-p", "no:cacheprovider")
+    out = called(sys.executable, "-m", "pytest", "-q", *without, "test_it.py", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert "1 passed" in out
+    script = next((installed / ("Scripts" if os.name == "nt" else "bin")).glob("modelprobe*"))
+    assert "usage: modelprobe" in called(script, "--help", cwd=tmp_path, PYTHONPATH=str(installed))
+
+
+def test_the_sdist_installs_the_files_of_the_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    install(sdist, tmp_path / "installed")
+    with zipfile.ZipFile(wheel) as archive:
+        expected = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+    assert {name: (tmp_path / "installed" / name).read_bytes() for name in expected} == expected
+
+
+# --- version ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    return tmp_path
+
+
+def test_the_version_is_that_of_the_tag(scratch: Path) -> None:
+    git("init", "-q", cwd=scratch)
+    git("add", "-A", cwd=scratch)
+    git("commit", "-qm", "one", cwd=scratch)
+    git("tag", "v1.2.3", cwd=scratch)
+    assert hatchling("version", cwd=scratch).strip() == "1.2.3"
+    (scratch / "README.md").write_text("changed", "utf-8")
+    assert re.fullmatch(r"1\.2\.4\.dev0\+\S+", hatchling("version", cwd=scratch).strip())
+
+
+def test_an_archive_without_git_has_a_version(scratch: Path) -> None:
+    ceiling = str(scratch.parent)  # else a repository around the folder for temporary files is taken
+    assert hatchling("version", cwd=scratch, GIT_CEILING_DIRECTORIES=ceiling).strip() == "0.1.0.dev0"
+
+
+def test_the_versions_of_python_are_the_same_everywhere() -> None:
+    version = re.compile(r"Programming Language :: Python :: (3\.\d+)")
+    promised = [found[1] for text in PROJECT["project"]["classifiers"] if (found := version.fullmatch(text))]
+    assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
+    for workflow in ("ci.yml", "release.yml"):
+        text = (ROOT / ".github/workflows" / workflow).read_text("utf-8")
+        assert re.findall(r"python: \[(.*)\]", text) == [", ".join(f'"{version}"' for version in promised)]
+
+
+def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert {re.split(r"[<>=]", text)[0] for text in metadata.get_all("Requires-Dist")} == {
+        "numpy", "pytest", "syrupy", "torch",
+    }  # fmt: skip
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+# --- the changelog ----------------------------------------------------------------------------------------------------
+
+CHANGELOG = """\
+# Changelog
+
+## [Unreleased]
+
+### Added
+
+- More.
+
+## [1.1.0] - 2026-01-01
+
+- Less.
+"""
+
+
+@functools.cache
+def changelog() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("changelog", ROOT / ".github/changelog.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_unreleased_becomes_the_section_of_the_version() -> None:
+    text = changelog().cut(CHANGELOG, "1.2.0", datetime.date(2026, 2, 3))
+    assert text == CHANGELOG.replace("## [Unreleased]\n", "## [Unreleased]\n\n## [1.2.0] - 2026-02-03\n")
+    assert changelog().notes(text, "1.2.0") == "### Added\n\n- More."
+    assert changelog().notes(text, "1.1.0") == "- Less."
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "message"),
+    [
+        ("1.1.0", CHANGELOG, "there is a section 1.1.0 already"),
+        (
+            "1.2.0",
+            CHANGELOG.replace("### Added\n\n- More.\n", ""),
+            "Unreleased is empty: there is nothing to release",
+        ),
+        ("1.2.0", "# Changelog\n", "there is no section Unreleased"),
+    ],
+    ids=["again", "empty", "none"],
+)
+def test_a_cut_that_makes_no_sense_is_refused(version: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{message}$"):
+        changelog().cut(text, version, datetime.date(2026, 2, 3))
+
+
+def test_a_tag_without_its_section_is_not_released(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "CHANGELOG.md"
+    path.write_text(CHANGELOG, "utf-8")
+    assert changelog().main(["notes", "v1.2.0", f"--file={path}"]) == 1
+    assert capsys.readouterr().err == (
+        "CHANGELOG.md: there are no notes for 1.2.0: run `python .github/changelog.py cut 1.2.0`\n"
+    )
+    assert changelog().main(["notes", "v1.1.0", f"--file={path}"]) == 1
+    assert capsys.readouterr().err == "CHANGELOG.md: there are notes under Unreleased: cut them before the tag\n"
+    assert changelog().main(["cut", "v1.2.0", f"--file={path}"]) == 0
+    assert changelog().main(["notes", "v1.2.0", f"--file={path}"]) == 0
+    assert capsys.readouterr().out == "### Added\n\n- More.\n"
+
+
+def test_the_changelog_can_be_cut() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert changelog().UNRELEASED in text
+
+
+# --- what GitHub and pre-commit read ----------------------------------------------------------------------------------
+
+
+def read(path: str) -> Any:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / path).read_text("utf-8"))
+
+
+def test_only_the_job_that_publishes_has_an_identity() -> None:
+    release = read(".github/workflows/release.yml")
+    assert release["permissions"] == {"contents": "read"}
+    asked = {name: job["permissions"] for name, job in release["jobs"].items() if "permissions" in job}
+    assert asked == {"publish": {"id-token": "write"}, "announce": {"contents": "write"}}
+    assert not any("checkout" in step.get("uses", "") for name in asked for step in release["jobs"][name]["steps"])
+    assert set(release["jobs"]["publish"]["needs"]) == {"test-wheel", "test-sdist"}
+
+
+def test_the_hook_of_pre_commit_is_a_command_that_exists() -> None:
+    (hook,) = read(".pre-commit-hooks.yaml")
+    command, *arguments = [*shlex.split(hook["entry"]), *hook["args"]]
+    assert command in PROJECT["project"]["scripts"]
+    options = cli._parser().parse_args(arguments)
+    assert (options.run, options.base, options.paths) == (cli._check, "origin/main", [])
+    assert (hook["pass_filenames"], hook["always_run"]) == (False, True)
+
+
+@pytest.mark.parametrize(("form", "required"), [("bug", True), ("feature", False)])
+def test_issue_forms_ask_for_the_doctor(form: str, required: bool) -> None:
+    fields = {field["id"]: field for field in read(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
+    assert "`modelprobe doctor`" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"].get("validations", {}).get("required", False) == required
+    assert cli._parser().parse_args(["doctor"])
+
+
+def test_the_security_policy_links_to_what_is_there() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "SECURITY.md").read_text("utf-8")):
+        assert (ROOT / target).is_file()
