@@ -1250,19 +1250,27 @@ def parts_of(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+@functools.cache
+def any_part(name: str, which: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.sampled_from(parts_of(json.loads(model_texts(name)[which] or ""))[1:])
+
+
+OF_ANY_TYPE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=5),
+    lambda s: st.lists(s, max_size=3) | st.dictionaries(st.text(max_size=3), s),
+)
+
+
 @given(st.data())
 @settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 def test_a_part_of_any_other_type_gives_a_snapshot_or_a_sentence(data: st.DataObject) -> None:
-    original = model_texts(data.draw(st.sampled_from(["shared", "tied", "broken", "watched"])))
-    texts = [text and json.loads(text) for text in original]
+    name = data.draw(st.sampled_from(["shared", "tied", "broken", "watched"]))
+    texts = [text and json.loads(text) for text in model_texts(name)]
     which = data.draw(st.sampled_from([i for i, text in enumerate(texts) if text is not None]))
-    at = data.draw(st.sampled_from(parts_of(texts[which])[1:]))
-    other = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=5)
-    replacement = data.draw(
-        st.recursive(other, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.text(max_size=3), s))
-    )
+    at = data.draw(any_part(name, which))
+    replacement = data.draw(OF_ANY_TYPE)
     holder = texts[which]
     for key in at[:-1]:
         holder = holder[key]
