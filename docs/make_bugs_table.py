@@ -1,4 +1,4 @@
-"""Writes docs/bugs-and-what-shows-them.md from tests/checks/bugs.py.
+"""Writes docs/explanation/bugs-and-what-shows-them.md from tests/checks/bugs.py.
 
 Run it with ``python docs/make_bugs_table.py`` after a change there.
 """
@@ -9,16 +9,16 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "bugs-and-what-shows-them.md"
+PAGE = Path(__file__).parent / "explanation" / "bugs-and-what-shows-them.md"
 TABLE = Path(__file__).parents[1] / "tests" / "checks" / "bugs.py"
 
 HEAD = """\
 # Bugs, and what shows them
 
-Made by `docs/make_bugs_table.py` of `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most
-break a property, which a check or an assertion names without knowing a better model. The others make of one sound model
-another sound one: those a snapshot shows, and the kill matrix (`benchmarks/kill_matrix`) plants them under the title
-given here.
+Made by `docs/make_bugs_table.py` from `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most
+break a property: a check or an assertion names them without a correct model to compare with. The others turn one sound
+model into another sound one: a snapshot shows those. The kill matrix (`benchmarks/kill_matrix`) plants them under the
+title given here.
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/the-gate.md from tests/gate/attacks.py.
+"""Writes docs/explanation/the-gate.md from tests/gate/attacks.py.
 
 Run it with ``python docs/make_gate_page.py`` after a change there.
 """
@@ -9,55 +9,54 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "the-gate.md"
+PAGE = Path(__file__).parent / "explanation" / "the-gate.md"
 TABLE = Path(__file__).parents[1] / "tests" / "gate" / "attacks.py"
 
 HEAD = """\
 # What the gate promises
 
-Made by `docs/make_gate_page.py` of `tests/gate/attacks.py`, whose verdicts a test compares with those of the gate.
+Made by `docs/make_gate_page.py` from `tests/gate/attacks.py`. A test compares the verdicts with those of the gate.
 
-`modelprobe check` reads the snapshot files of two revisions, and nothing else of them: it imports no code of the
-repository, runs no model, and asks nobody but git. It tells whether what these files say changed, of which
-class the change is, and whether its author gave a reason.
+`modelprobe check` reads the snapshot files of two revisions. It imports no code of the repository, runs no model, and
+asks only git. It says whether the files changed, of which [class](../reference/command-line.md#classes) the change is,
+and whether its author gave a reason.
 
 ## Who writes what
 
-- **A fork, or whoever opens a pull request,** writes every file of the head: models, tests, snapshots, reasons, ini
-  files, and all names. Nothing of it is believed; a name is text in every output.
-- **The author of a commit** writes its message, with the line `Modelprobe-Approve`. A reason is the author's own: a
-  declaration, not a review.
-- **A maintainer** writes the base, the workflow on it, branch protection and `CODEOWNERS`. What the base says is what
-  was reviewed.
+- **Whoever opens a pull request,** a fork too, writes every file of the head: models, tests, snapshots, reasons, ini
+  files, and all names. None of it is trusted; a name is text in every output.
+- **The author of a commit** writes its message, with the line `Modelprobe-Approve`. A reason is the author's own word,
+  not a review.
+- **A maintainer** writes the base, its workflow, branch protection and `CODEOWNERS`. The base was reviewed.
 - **GitHub** writes the event and the merge commit.
 
 ## What it promises
 
-- **To who reviews:** a change of what the files say does not pass as none. What is denied without a reason is denied
-  whatever else changed, under whatever name the files stand, and a reason is for one change from one base.
-- **To who maintains:** reading a file of any content ends: in a verdict or in one sentence, exit code 2. Files are
-  asked for their size before they are read, links to snapshots are refused, no name is a command to the runner, a link
-  or a column of a table.
-- **To who sends a change:** the same files give the same verdict, on every machine and without a GPU; a rename, a
-  refactoring with the same numbers and another version's attributes are not told as another behavior.
+- **To reviewers:** a change in the files is never reported as no change. What is denied without a reason is denied
+  whatever else changed, and under whatever name the files stand. A reason is for one change from one base.
+- **To maintainers:** reading a file of any content ends in a verdict, or in one sentence and exit code 2. The size of a
+  file is asked for before it is read. Links to snapshots are refused. No name is a command to the runner, a link or a
+  column of a table.
+- **To authors:** the same files give the same verdict, on every machine and without a GPU. A rename, a refactoring with
+  the same numbers and the attributes of another version are not reported as changed behavior.
 
 ## What it cannot know
 
-- **Whether the files are true.** That is what the tests are for: require both jobs. A test that was deleted, skipped
-  or marked to fail leaves its snapshot as it is, and the gate has nothing to say; `pytest --snapshot-update` deletes
-  what no test uses, and that is `removed`.
-- **How pytest is called.** `modelprobe_compare` in an ini file, a marker or `compare=` in a test stand in the numbers,
-  for a test that compares less than they say fails. `--modelprobe-compare` and `-k` in a workflow do not: protect the
-  workflow. Nor does a plugin or a `conftest.py` that replaces the fixture.
-- **How far a tolerance reaches.** `tolerance=` and `allow=` stand in the test, not in the files.
-- **What an attribute was that is not written any more.** One that only one side has is a note, for versions of
-  libraries add and drop them; what it changes shows in the numbers, but not in those of a run that does not use it.
-- **Whether a reason is a good one.** It has a word, and is not that of the base. It may be one that was given earlier
-  still, or for another file.
-- **What lies in a submodule,** or is fetched by Git LFS.
-- **What a damaged base said.** Where its numbers cannot be read, the structure alone is compared; where that cannot be
-  read either, the snapshot is taken as new, for else none could be repaired. Both is printed.
-- **Which levels hold.** `--allow` stands in the workflow.
+- **Whether the files are true.** The tests say that: require both jobs. A test that was deleted, skipped or marked to
+  fail leaves its snapshot as it is, and the gate reports nothing. `pytest --snapshot-update` deletes snapshots that no
+  test uses; that is `removed`.
+- **How pytest is called.** `modelprobe_compare` in an ini file, a marker or `compare=` in a test stand beside the
+  numbers: a test that compares less than they say fails. `--modelprobe-compare` and `-k` in a workflow do not stand
+  there: protect the workflow. Nor does a plugin or a `conftest.py` that replaces the fixture.
+- **How wide a tolerance is.** `tolerance=` and `allow=` stand in the test, not in the files.
+- **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
+  versions of libraries add and drop them. What it changes shows in the numbers of a run that uses it.
+- **Whether a reason is a good one.** It has a word, and differs from that of the base. It may repeat an earlier one, or
+  that of another file.
+- **What is in a submodule,** or is fetched by Git LFS.
+- **What a damaged base contained.** If its numbers cannot be read, the structure alone is compared. If that cannot be
+  read either, the snapshot counts as new, because otherwise no change could repair it. Both are printed.
+- **Which levels apply.** `--allow` stands in the workflow.
 
 ## Pull requests that were tried
 """

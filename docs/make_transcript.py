@@ -1,4 +1,4 @@
-"""Writes docs/a-snapshot-from-first-to-merge.md: every command is run in a scratch repository, nothing is typed in.
+"""Writes docs/explanation/a-snapshot-from-first-to-merge.md by running every command of it in a scratch repository.
 
 Run it with ``python docs/make_transcript.py`` after a change to what the snapshots say.
 """
@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-PAGE = Path(__file__).parent / "a-snapshot-from-first-to-merge.md"
+PAGE = Path(__file__).parent / "explanation" / "a-snapshot-from-first-to-merge.md"
 
 MODEL = """\
 import torch
@@ -143,7 +143,7 @@ def _tidy(output: str) -> list[str]:
     lines = [re.sub(r" in \d+\.\d+s", "", line) for line in output.splitlines()]
     lines = [line.removeprefix("E       ").removeprefix("E   ") for line in lines]
     boring = ("====", "----", "____", "modelprobe =", "modelprobe_snapshot =", ">   ")
-    boring += ("    def ", "    model", "    ids")
+    boring += ("    def ", "        model", "        ids")
     return [line for line in lines if not line.startswith(boring) or "modelprobe ===" in line]
 
 

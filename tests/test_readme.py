@@ -1,83 +1,266 @@
-"""What the README shows is true: its tests pass or fail as it says, with the text that it prints."""
+"""What the README and the documentation show is true: their code runs, and prints what stands beside it.
+
+A block of a page is tested by its language, one after the other in one folder:
+
+- ``python title="model.py"`` is written to that file; without a title it is a test, in ``test_model.py``, and passes,
+  or fails after the comment ``<!-- fails -->``. The lines of a ``text`` block below are lines of what it prints.
+- ``diff title="model.py"`` is applied to that file.
+- ``console`` is run: the lines below a command are lines of what that prints.
+- ``pycon`` is a doctest. ``sh``, ``yaml``, ``ini``, ``toml`` and ``json`` are shown only: they need another machine.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import dataclasses
 import doctest
 import importlib.metadata
+import os
 import re
-from itertools import zip_longest
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
 from math import isclose
 from pathlib import Path
 
 import pytest
 
 import pytest_modelprobe
+from pytest_modelprobe import _torch, checks, cli
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# Made by a script that runs every command of it.
+TRANSCRIPT = DOCS / "explanation" / "a-snapshot-from-first-to-merge.md"
+
+FENCE = re.compile(
+    r'(?:^<!-- (?P<how>\w+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
+SHOWN_ONLY = {"sh", "yaml", "ini", "toml", "json", "text", "pycon"}
 
 
 def readme() -> str:
     """Return the README: of the checkout, else as the installed package carries it."""
-    checkout = Path(__file__).parent.parent / "README.md"
+    checkout = ROOT / "README.md"
     if checkout.is_file():
         return checkout.read_text("utf-8")
     return str(importlib.metadata.metadata("pytest-modelprobe").get_payload())
 
 
-BLOCKS = re.findall(r"```(\w+)[ ]?(\w*)\n(.*?)```", readme(), flags=re.DOTALL)
-TESTS = [
-    (how, code, BLOCKS[i + 1][2] if i + 1 < len(BLOCKS) and BLOCKS[i + 1][0] == "text" else "")
-    for i, (language, how, code) in enumerate(BLOCKS)
-    if language == "python"
-]
+PAGES = {"README.md": readme()} | {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))
+}
 
 
-def names(code: str) -> str:
-    return re.findall(r"def (test_\w+)", code)[0]
+@dataclasses.dataclass
+class Block:
+    how: str | None
+    language: str
+    title: str | None
+    text: str
+    shown: str = ""
+    """The text block below it."""
+
+
+def blocks(page: str) -> list[Block]:
+    found = [Block(**match.groupdict()) for match in FENCE.finditer(page)]
+    for block, below in pairwise(found):
+        if below.language == "text":
+            block.shown = below.text
+    return found
+
+
+RUN = {
+    name: [block for block in blocks(text) if block.language not in SHOWN_ONLY]
+    for name, text in PAGES.items()
+    if name != TRANSCRIPT.relative_to(ROOT).as_posix()
+}
 
 
 @pytest.mark.usefixtures("_plugin_alone")
-@pytest.mark.parametrize(("how", "code", "text"), TESTS, ids=[names(code) for _, code, _ in TESTS])
-def test_a_block_does_what_it_says(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, how: str, code: str, text: str
+@pytest.mark.parametrize("name", [name for name, found in RUN.items() if found])
+def test_the_code_of_a_page_does_what_it_says(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delenv("CI", raising=False)  # where snapshots are not written
-    pytester.makepyfile(test_model=code)
-    if how == "creates":  # the snapshot; the text is what a change of one epsilon gives
-        pytester.runpytest("-p", "no:randomly", "--snapshot-update").assert_outcomes(passed=1)
-        line = "    assert modelprobe.run("
-        pytester.makepyfile(test_model=code.replace(line, f"    model[2].norm1.eps = 1e-4\n{line}"))
-    result = pytester.runpytest("-p", "no:randomly", "-p", "no:cacheprovider", "--modelprobe-verbose", "-vv")
-    result.assert_outcomes(passed=how == "passes", failed=how != "passes")
-    assert how in ("passes", "fails", "creates")
-    shown = [line.removeprefix("E       ") for line in result.outlines]
+    shell = Shell(pytester)
+    for block in RUN[name]:
+        if block.language == "python" and block.title is None:
+            pytester.makepyfile(test_model=block.text)
+            output = shell.run("pytest -vv --modelprobe-verbose test_model.py", fails=block.how == "fails")
+            assert_shown(block.shown, output)
+        elif block.language == "python":
+            ast.parse(block.text)
+            (pytester.path / block.title).write_text(block.text, "utf-8")
+        elif block.language == "diff":
+            apply(block.text, pytester.path / block.title)
+        else:
+            assert block.language == "console", block
+            for command, text in commands(block.text):
+                assert_shown(text, shell.run(command, fails=None))
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with what stands below it."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command.partition("  # ")[0], output
+
+
+def apply(diff: str, path: Path) -> None:
+    """Apply a diff without line numbers."""
+    before, after = (
+        "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}") for sign in "-+"
+    )
+    text = path.read_text("utf-8")
+    assert text.count(before) == 1, before
+    path.write_text(text.replace(before, after), "utf-8")
+
+
+class Shell:
+    """Runs the commands of a page in the folder of a test."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self.pytester = pytester
+        who = {"NAME": "you", "EMAIL": "you@example.com"}
+        self.environment = {
+            **os.environ,
+            **{f"GIT_{role}_{what}": text for role in ("AUTHOR", "COMMITTER") for what, text in who.items()},
+        }
+
+    def run(self, command: str, *, fails: bool | None) -> list[str]:
+        """Return the lines that a command prints, and assert whether it fails if that is known."""
+        words = shlex.split(command)
+        if words[0] == "pytest":
+            arguments = [*words[1:], "-p", "no:randomly", "-p", "no:cacheprovider"]
+            done = self.pytester.runpytest(*arguments)
+            code, lines = int(done.ret), [line.removeprefix("E       ") for line in done.outlines]
+        else:
+            if words[0] in ("modelprobe", "python"):
+                module = ["-m", "pytest_modelprobe"] if words[0] == "modelprobe" else []
+                words[:1] = [sys.executable, *module]
+            one = subprocess.run(
+                words, cwd=self.pytester.path, env=self.environment, text=True, capture_output=True, check=False
+            )
+            code, lines = one.returncode, (one.stdout + one.stderr).splitlines()
+        if fails is not None:
+            assert code == fails, "\n".join(lines)
+        return lines
+
+
+def assert_shown(text: str, output: list[str]) -> None:
     for line in filter(str.strip, text.splitlines()):
-        assert any(same(line, other) for other in shown), line
+        if line != "...":
+            found = any(same(line, other, noise=" x noise " in text) for other in output)
+            assert found, "\n".join([f"not printed: {line}", "", *output])
 
 
-def same(a: str, b: str) -> bool:
-    """Whether two lines say the same; the last digits of numbers belong to the machine, and noise does altogether."""
+def same(a: str, b: str, *, noise: bool = False) -> bool:
+    """Whether two lines say the same; the last digits of numbers belong to the machine, and noise does altogether.
+
+    With ``noise`` the lines are of a table that has a column of it: there numbers without a percent sign may be any.
+    """
     pairs = list(zip_longest(a.split(), b.split(), fillvalue=""))
     after = [*(y for _, y in pairs[1:]), ""]
     return all(
-        x == y or (is_number(x) and is_number(y) and isclose(float(x), float(y), rel_tol=2 if then == "x" else 0.01))
+        x == y or close(x, y, rel_tol=2 if then == "x" or (noise and then != "%") else 0.01)
         for (x, y), then in zip(pairs, after, strict=True)
     )
 
 
-def is_number(text: str) -> bool:
-    return re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", text) is not None
+def close(a: str, b: str, *, rel_tol: float) -> bool:
+    numbers = [float(text.replace(",", "")) for text in (a, b) if NUMBER.fullmatch(text)]
+    return len(numbers) == 2 and isclose(*numbers, rel_tol=rel_tol)
 
 
-def test_the_first_failure_shown_is_that_of_its_test() -> None:
-    texts = [text for language, _, text in BLOCKS if language == "text"]
-    assert texts[0] == next(text for _, code, text in TESTS if "conv2" in code)
+NUMBER = re.compile(r"-?[\d,]*\.?\d+(e-?\d+)?")
+
+
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```pycon" in text])
+def test_examples_in_the_documentation_run(name: str) -> None:
+    assert doctest.testfile(str(ROOT / name), module_relative=False).failed == 0
+
+
+# --- nothing is left out, and nothing is named that is not there ------------------------------------------------------
 
 
 def test_every_public_assertion_is_in_the_table() -> None:
+    page = PAGES["docs/reference/assertions.md"]
     for name in pytest_modelprobe.__all__:
         if name.startswith("assert_"):
-            assert f"| `{name}(" in readme()
+            assert f"| `{name}(" in page
+            assert f"::: pytest_modelprobe.{name}\n" in page
 
 
-@pytest.mark.parametrize("page", sorted((Path(__file__).parent.parent / "docs").glob("*.md")), ids=lambda p: p.name)
-def test_examples_in_the_documentation_run(page: Path) -> None:
-    assert doctest.testfile(str(page), module_relative=False).failed == 0
+def test_every_public_check_is_in_the_reference() -> None:
+    page = PAGES["docs/reference/checks.md"]
+    # finite and incremental are modules too: these are named in full.
+    shown = re.findall(r"^::: pytest_modelprobe\.checks\.(?:\w+\.)?(\w+)$", page, flags=re.MULTILINE)
+    assert sorted(shown) == sorted(checks.__all__)
+
+
+def test_every_public_class_is_in_the_reference() -> None:
+    pages = PAGES["docs/reference/probe.md"] + PAGES["docs/reference/record.md"]
+    for name in pytest_modelprobe.__all__:
+        if not name.startswith("assert_"):
+            assert f"::: pytest_modelprobe.{name}\n" in pages
+
+
+def options_of_pytest(config: pytest.Config) -> set[str]:
+    group = config._parser.getgroup("modelprobe")
+    ini = {name for name in config._parser._inidict if name.startswith("modelprobe_")}
+    return ini | {option.names()[0] for option in group.options}
+
+
+def test_every_option_of_pytest_is_in_the_reference(pytestconfig: pytest.Config) -> None:
+    for name in options_of_pytest(pytestconfig):
+        assert f"`{name}" in PAGES["docs/reference/options.md"]
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    actions = cli._parser()._actions
+    return dict(next(action for action in actions if isinstance(action, argparse._SubParsersAction)).choices)
+
+
+def test_every_option_of_the_command_is_in_the_reference() -> None:
+    page = PAGES["docs/reference/command-line.md"]
+    for name, parser in subcommands().items():
+        _, _, section = page.partition(f"\n## `modelprobe {name}")
+        section = section.partition("\n## ")[0]
+        for option in (option for action in parser._actions for option in action.option_strings):
+            assert option in ("-h", "--help") or f"`{option}" in section, f"{name} {option}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_options_and_commands_that_a_page_names_exist(name: str, pytestconfig: pytest.Config) -> None:
+    known = options_of_pytest(pytestconfig)
+    named = set(re.findall(r"--modelprobe-[\w-]*\w|\bmodelprobe_(?:devices|seed|verbose|compare)\b", PAGES[name]))
+    assert named - known == set()
+    asked = set(re.findall(r"(?:\$ |`|run: |- |^)modelprobe (\w+)", PAGES[name], flags=re.MULTILINE))
+    assert asked - subcommands().keys() == set()
+
+
+def test_the_page_of_private_names_has_each() -> None:
+    page = PAGES["docs/reference/private-names.md"]
+    assert sorted(re.findall(r"^\| `(torch\.[\w.]+)`", page, flags=re.MULTILINE)) == sorted({*_torch.PATHS})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    folder = (ROOT / name).parent
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", FENCE.sub("", PAGES[name]))
+    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []
+
+
+def test_the_workflow_that_is_shown_is_the_one_to_copy() -> None:
+    workflow = (ROOT / "examples" / "github" / "modelprobe.yml").read_text("utf-8")
+    shown = "".join(f"    {line}".rstrip() + "\n" for line in workflow.splitlines())
+    assert f"    ```yaml\n{shown}    ```\n" in PAGES["docs/how-to/gate-in-github.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(readme().splitlines()) < 200
