@@ -1,4 +1,4 @@
-"""The text of a numbers file → readings, put into the layers and calls of the architecture."""
+"""A parsed numbers file and a parsed architecture → the layers of a record."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _MEASURED = ("measured", "not repeatable")
 
 
 class Numbers:
-    """A parsed numbers file; its lines are checked where they are used."""
+    """A parsed numbers file; its lines are checked when they are used."""
 
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
         check_fields(data, _NUMBERS)
@@ -94,7 +94,7 @@ class _Entry(NamedTuple):
     first: Reading
     gradient: Reading | None
     other: Reading | None
-    """The gradient inside a forward, or what the run left."""
+    """The gradient inside a forward, or the value after the run."""
     tensor: int
 
 
@@ -105,7 +105,7 @@ _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many i
 
 
 _Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
-"""What was handed on, the gradient, what it did not reach, and why there is none of it."""
+"""Emitted tensors, gradient, names without a gradient, and the reason if there is no response."""
 
 
 _ValuePosition = tuple[int, int, bool, int]
@@ -113,7 +113,7 @@ _ValuePosition = tuple[int, int, bool, int]
 
 
 class RecordBuilder:
-    """Puts numbers into the structure."""
+    """Builds layers from the lines of both files."""
 
     def __init__(self, structure: Structure, numbers: Numbers | None, device: str) -> None:
         self.structure = structure
@@ -134,10 +134,8 @@ class RecordBuilder:
                     self._sort(i, line, numbers.lines.get(line.name, {}))
             self._resolve()
 
-    # --- numbers, by what they are of
-
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
-        """Take a line of the numbers apart."""
+        """Split a line of the numbers by parameters, values and calls."""
         own = [*line.parameters, *line.buffers]
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
@@ -184,7 +182,7 @@ class RecordBuilder:
         return reading
 
     def _resolve(self) -> None:
-        """Give each value its numbers, its own or those of the value that it is."""
+        """Assign readings to each value: its own, or those of the value that it refers to."""
         lines, calls = self.structure.lines, self.structure.calls
         known: dict[tuple[ForwardKind, str], _Entry] = {}
         written: dict[tuple[ForwardKind, str], _Entry] = {}
@@ -217,7 +215,7 @@ class RecordBuilder:
     # --- the record
 
     def layer(self, i: int, line: LayerLine) -> Layer:
-        """Return a layer with all that is known of it."""
+        """Return a layer with parameters, buffers and calls."""
         with in_line(line.name):
             return Layer(
                 name=line.name,

@@ -1,8 +1,8 @@
-"""The order of calls: what the order of lines tells of it, and what has to be written down besides.
+"""The order of calls: implied by the order of lines, or written as timelines.
 
 A timeline lists the starts and ends of the calls of one kind of forward: ``3`` is the start of the next call of the
-layer on the third line, ``-3`` the end of its newest. Where each layer is called once, inside the layers that its name
-lies in, the order of lines says all of it.
+layer on the third line, ``-3`` the end of its newest. If each layer is called once, inside its containers, the order
+of lines implies the timelines.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
 
 
 def containers(names: Collection[str]) -> set[str]:
-    """Return the names that others lie in.
+    """Return the names that contain others.
 
     >>> containers(["a", "a.b", "ab"])
     {'a'}
@@ -89,7 +89,7 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
 
 
 def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
-    """Return the timelines that the order of lines tells, if each call is the only one and lies in those above it."""
+    """Return the timelines if each layer is called once, inside its containers, in the order of lines."""
     kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
         for kind in dict.fromkeys(map(kind_of, of_layer)):
@@ -108,10 +108,10 @@ def _inside(name: str, layer: str) -> bool:
 
 
 def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list[list[Event]]:
-    """Return which calls the timelines speak of: starts go to a layer's calls in turn.
+    """Return the events of the timelines: starts are assigned to the calls of a layer in turn.
 
     Raises:
-        Unreadable: The timelines do not fit the calls.
+        FormatError: The timelines do not fit the calls.
     """
     by_kind: dict[ForwardKind, dict[int, list[int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
@@ -140,7 +140,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
 
 
 def all_events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
-    """Return all starts and ends of calls in their order, those that the timelines do not tell of last."""
+    """Return all starts and ends of calls in order; those missing from the timelines last."""
     seen = {event: None for timeline in events(given, calls) for event in timeline}
     for i, of_layer in enumerate(calls):
         seen |= {Event(i, j, end): None for j in range(len(of_layer)) for end in (False, True)}

@@ -1620,8 +1620,7 @@ def test_a_full_disk_is_told_and_nothing_lost(
             write(place, encode(edited(small(), "act", attributes={"inplace": True})))
     probe = place.with_name("test_net.probe.json")
     assert str(caught.value) == (
-        f"{probe} cannot be written ({os.strerror(number)}): free space where {place.parent} lies, and run the update "
-        "again"
+        f"{probe} cannot be written ({os.strerror(number)}): free space for {place.parent}, and run the update again"
     )
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
     assert read(place) == decoded(encode(small()))
@@ -1629,7 +1628,7 @@ def test_a_full_disk_is_told_and_nothing_lost(
 
 def test_a_directory_on_a_full_disk_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, "pathlib.Path", "mkdir", OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space where .* lies"):
+    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space for "):
         write(place, encode(small()))
 
 
