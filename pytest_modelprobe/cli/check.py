@@ -67,7 +67,7 @@ def run_check(options: argparse.Namespace) -> int:
                 raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
             levels[kind] = level
     verdict = _since_base(options, levels)
-    _print(options.format, verdict, changes.text, markdown.verdict)
+    _print(options.format, verdict, changes.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
 
 

@@ -54,6 +54,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
         SnapshotError: The texts are damaged, do not belong together or were written by a newer version.
 
     >>> from pytest_modelprobe.files import encode
+    >>> from pytest_modelprobe.record import Layer
     >>> record = Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")})
     >>> snapshot = decode(*encode(record, reason="why not"), where="test_net.arch.json")
     >>> snapshot.record, snapshot.reason

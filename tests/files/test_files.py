@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_modelprobe import ModelProbe
+from pytest_modelprobe import ModelProbe, gate
 from pytest_modelprobe.comparison import tolerance as tolerances
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.exceptions import SnapshotError
@@ -44,7 +44,7 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
-from pytest_modelprobe.gate import verdict as gate
+from pytest_modelprobe.gate.file_differences import run_differences
 from pytest_modelprobe.record.records import (
     ROOT,
     Call,
@@ -1418,7 +1418,7 @@ def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() ->
         for i, one in enumerate((before, now))
     ]
     verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
-    assert changes.first_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
+    assert changes.verdict_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
     assert data.as_data(verdict)["changes"][0]["not_compared"] == 1
     assert "1 value could not be compared: there are no numbers of it that repeat." in changes.diff_text(verdict)
 
@@ -1428,7 +1428,7 @@ def test_a_run_agrees_with_its_own_file_in_all_numbers(name: str) -> None:
     record, kept = model_record(name), there_and_back(model_record(name))
     for actual, expected in ((record, kept), (kept, record), (kept, kept)):
         assert compare(actual, expected).same
-        assert not list(gate._evidence(compare(kept, kept)))
+        assert not list(run_differences(compare(kept, kept)))
 
 
 # --- on disk ------------------------------------------------------------------------------------------------------
