@@ -61,7 +61,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
     (<Record of Net: 1 layer, 0 forwards, 0 backwards>, 'why not')
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
-    with _collection_paused():
+    with _without_collections():
         data = parsed(architecture, where)
         with _named(where):
             structure = Structure(data)
@@ -98,7 +98,7 @@ def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
     Raises:
         SnapshotError: The text is damaged or was written by a newer version.
     """
-    with _collection_paused():
+    with _without_collections():
         data = parsed(text, where)
         with _named(where):
             return _snapshot(Structure(data), None)
@@ -128,8 +128,8 @@ def _named(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Pause cyclic garbage collection: all the new objects are needed."""
+def _without_collections() -> Iterator[None]:
+    """Keep the collector from walking, again and again, thousands of objects that are all needed."""
     if not gc.isenabled():
         yield
         return

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_modelprobe import ModelProbe, gate
+from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import tolerance as tolerances
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.exceptions import SnapshotError
@@ -44,7 +44,7 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
-from pytest_modelprobe.gate.file_differences import run_differences
+from pytest_modelprobe.gate import verdict as gate
 from pytest_modelprobe.record.records import (
     ROOT,
     Call,
@@ -1428,7 +1428,7 @@ def test_a_run_agrees_with_its_own_file_in_all_numbers(name: str) -> None:
     record, kept = model_record(name), there_and_back(model_record(name))
     for actual, expected in ((record, kept), (kept, record), (kept, kept)):
         assert compare(actual, expected).same
-        assert not list(run_differences(compare(kept, kept)))
+        assert not list(gate.run_differences(compare(kept, kept)))
 
 
 # --- on disk ------------------------------------------------------------------------------------------------------
