@@ -37,7 +37,7 @@ from pytest_modelprobe.gate import event as actions
 from pytest_modelprobe.report import changes, data, github, markdown
 from pytest_modelprobe.report.text import printable
 
-from .common import DIFFERENT, SAME, as_json, source_of
+from .common import DIFFERENT, SAME, as_json, resolve_source
 
 _DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
 """What `diff` makes of each class: it denies nothing, and leaves out what says the same."""
@@ -78,7 +78,7 @@ def _between(old: str, new: str) -> Verdict:
 
 def _relative(argument: str) -> dict[str, SnapshotVersion]:
     """Return what an argument means, by names that begin where the argument ends."""
-    source, start = source_of(argument)
+    source, start = resolve_source(argument)
     return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
 
 

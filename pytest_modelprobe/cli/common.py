@@ -21,7 +21,7 @@ SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: success; differences, or denied changes; could not complete."""
 
 
-def source_of(argument: str) -> tuple[SnapshotSource, str]:
+def resolve_source(argument: str) -> tuple[SnapshotSource, str]:
     """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
     ref, colon, path = argument.partition(":")
     if colon and ref and not Path(argument).exists() and not _is_drive(ref):

@@ -37,7 +37,7 @@ from .layout import (
     UNREACHED,
     ComparedParts,
 )
-from .order import all_events, kind_of
+from .order import all_events, forward_kind_of
 from .parsing import check_fields, excerpt, string_tuple
 from .readings import FULL, Role, check_statistics, reading_from
 from .recipe_text import Outline, Recipes
@@ -88,7 +88,7 @@ class Numbers:
                 raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
-class _Entry(NamedTuple):
+class _ValueReadings(NamedTuple):
     """The readings of a value or parameter."""
 
     first: Reading
@@ -120,8 +120,8 @@ class RecordBuilder:
         self.device = device
         self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
         self.units = 0
-        self.own: dict[str, _Entry] = {}
-        self.values: dict[_ValuePosition, _Entry] = {}
+        self.own: dict[str, _ValueReadings] = {}
+        self.values: dict[_ValuePosition, _ValueReadings] = {}
         self.given: dict[_ValuePosition, Any] = {}
         self.besides: dict[tuple[int, int], dict[str, str]] = {}
         self.answers: dict[str, _Answer] = {}
@@ -160,11 +160,11 @@ class RecordBuilder:
         if found != len(data):
             raise FormatError("it has numbers of what the architecture lacks")
 
-    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
+    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _ValueReadings:
         if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
             raise FormatError(f"{excerpt(data)} are no numbers of a tensor")
         second, third = (*data[1:], None, None)[:2]
-        return _Entry(
+        return _ValueReadings(
             self._reading(data[0], shape, first),
             None if second is None else self._reading(second, shape, gradient),
             None if third is None else self._reading(third, shape, other),
@@ -184,21 +184,21 @@ class RecordBuilder:
     def _resolve(self) -> None:
         """Assign readings to each value: its own, or those of the value that it refers to."""
         lines, calls = self.structure.lines, self.structure.calls
-        known: dict[tuple[ForwardKind, str], _Entry] = {}
-        written: dict[tuple[ForwardKind, str], _Entry] = {}
+        known: dict[tuple[ForwardKind, str], _ValueReadings] = {}
+        written: dict[tuple[ForwardKind, str], _ValueReadings] = {}
         for i, j, end in all_events(self.structure.order, calls):
             values = lines[i].values[j][end]
             if not values:
                 continue
             name, call = lines[i].name, calls[i][j]
-            kind = kind_of(call)
+            kind = forward_kind_of(call)
             with in_line(name):
                 for k, (path, spec) in enumerate(values):
                     data = self.given.get((i, j, end, k))
                     if type(data) is list:
                         entry = self._entry(data, spec.shape, "value", "gradient", "gradient")
                     elif data is None and spec.origin is None:
-                        entry = _Entry(_NOTHING, None, None, len(self.values))
+                        entry = _ValueReadings(_NOTHING, None, None, len(self.values))
                     else:
                         where = spec.origin if data is None else data
                         there = (kind, absolute(where, name)) if type(where) is str else None
@@ -234,7 +234,7 @@ class RecordBuilder:
         found = []
         for name, spec in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
-            first, gradient, after, _ = entry or _Entry(_NOTHING, None, None, -1)
+            first, gradient, after, _ = entry or _ValueReadings(_NOTHING, None, None, -1)
             found.append(
                 Parameter(
                     name=name,
@@ -277,7 +277,7 @@ class RecordBuilder:
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, spec = value
-        first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
+        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings(_NOTHING, None, None, -1)
         return Value(
             path=path,
             shape=spec.shape,

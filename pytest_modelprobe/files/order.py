@@ -40,18 +40,21 @@ class Called(Protocol):
         """See `Call`."""
 
 
-def kind_of(call: Called) -> ForwardKind:
+def forward_kind_of(call: Called) -> ForwardKind:
     """Return which kind of forward a call belongs to."""
     return call.root, call.root_training
 
 
 def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
     """Return names, layers and calls: layers by their first call, those without one last; calls by kind and index."""
-    kinds = {kind: i for i, kind in enumerate(sorted({kind_of(c) for la in record.layers.values() for c in la.calls}))}
+    kinds = {
+        kind: i
+        for i, kind in enumerate(sorted({forward_kind_of(c) for la in record.layers.values() for c in la.calls}))
+    }
     known, unknown = [], []
     for name, layer in record.layers.items():
-        calls = sorted(layer.calls, key=lambda c: (kinds[kind_of(c)], c.index))
-        first = min(((kinds[kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
+        calls = sorted(layer.calls, key=lambda c: (kinds[forward_kind_of(c)], c.index))
+        first = min(((kinds[forward_kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
         if first is None:
             unknown.append((name, layer, calls))
         else:
@@ -80,7 +83,7 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     events: dict[ForwardKind, list[tuple[int, bool, int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for call in of_layer:
-            found = events.setdefault(kind_of(call), [])
+            found = events.setdefault(forward_kind_of(call), [])
             if call.started >= 0:
                 found.append((call.started, False, line))
                 if call.finished >= 0:
@@ -92,7 +95,7 @@ def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -
     """Return the timelines if each layer is called once, inside its containers, in the order of lines."""
     kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
-        for kind in dict.fromkeys(map(kind_of, of_layer)):
+        for kind in dict.fromkeys(map(forward_kind_of, of_layer)):
             timeline, running = kinds.setdefault(kind, ([], []))
             while running and not _inside(name, names[running[-1] - 1]):
                 timeline.append(-running.pop())
@@ -116,7 +119,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     by_kind: dict[ForwardKind, dict[int, list[int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for i, call in enumerate(of_layer):
-            by_kind.setdefault(kind_of(call), {}).setdefault(line, []).append(i)
+            by_kind.setdefault(forward_kind_of(call), {}).setdefault(line, []).append(i)
     if len(given) != len(by_kind):
         raise FormatError(f"the order is of {len(given)} kinds of forwards, the calls are of {len(by_kind)}")
     found = []

@@ -243,7 +243,7 @@ def _change(
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
     by_class = _differences(diagnosis, effect, architecture=architecture)
-    if gone or not_compared(new, old):
+    if gone or part_not_compared(new, old):
         by_class["removed"] = []
     elif old.numbers is None and new.numbers is not None:
         by_class["new"] = []
@@ -282,7 +282,7 @@ def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) ->
     return by_class
 
 
-def not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
+def part_not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
     """Return the part of a snapshot that its test no longer compares; None if there is none."""
     lost = now.compared not in ("all", before.compared)
     return ("architecture" if now.compared == "behavior" else "behavior") if lost else None

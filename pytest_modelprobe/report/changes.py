@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
-from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, not_compared
+from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, part_not_compared
 
 from . import comparison
 from .comparison import noted, percent
@@ -56,7 +56,7 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
     if finding.kind == "removed" and change.now is not None:
-        lost = not_compared(change.now, change.before) if change.before is not None else None
+        lost = part_not_compared(change.now, change.before) if change.before is not None else None
         if lost and change.now.numbers is not None:
             return f"its {lost} is not compared any more"
         device = change.either.record.device if change.now.numbers is not None else ""

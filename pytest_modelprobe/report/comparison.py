@@ -94,7 +94,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(_REDRAWN)
     if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
         counts.append(_HIDDEN)
-    counts += not_compared(diagnosis.comparison.unknown)
+    counts += not_compared_sentence(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
     counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
@@ -108,10 +108,10 @@ def _lacking(actual: Record, expected: Record) -> list[str]:
     return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
-def not_compared(values: int) -> list[str]:
+def not_compared_sentence(values: int) -> list[str]:
     """Return one sentence on values that were not compared, if there are some.
 
-    >>> not_compared(2), not_compared(0)
+    >>> not_compared_sentence(2), not_compared_sentence(0)
     (['2 values could not be compared: there are no numbers of them that repeat.'], [])
     """
     those = "it" if values == 1 else "them"

@@ -68,16 +68,16 @@ def _annotation(name: str, change: SnapshotChange) -> str:
     where: dict[str, str | int] = {}
     if change.now is not None:  # a deleted file has no line
         changed = details(change)
-        line = line_of(change.now.text, changed[0].layers[0]) if changed else 1
+        line = line_number_of(change.now.text, changed[0].layers[0]) if changed else 1
         where = {"file": change.path, "line": line}
     title = printable(f"{change.model}: {first.kind}")
     return command(name, said + (f"\ndeclared: {printable(reason)}" if reason else ""), **where, title=title)
 
 
-def line_of(text: str, layer: str) -> int:
+def line_number_of(text: str, layer: str) -> int:
     r"""Return the line, from 1, of a layer in an ``.arch.json``; 1 where it has none.
 
-    >>> line_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
+    >>> line_number_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
     3
     """
     keys = [f"{json.dumps(layer, ensure_ascii=ascii_only)}:" for ascii_only in (True, False)]
