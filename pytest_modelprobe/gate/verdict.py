@@ -194,13 +194,13 @@ def _pairs(
     for name, new in now.items():
         if name in before and _file(name, before[name]) == _file(name, new):
             found[name] = gone.pop(name)
-    told = {_file(name, now[name]) for name in found}
+    paired = {_file(name, now[name]) for name in found}
     for name, new in now.items():  # numbers of another device beside the same architecture
         file = _file(name, new)
         past = next((other for other, old in gone.items() if _file(other, old) == file), None)
-        if name not in found and file not in told and past is not None:
+        if name not in found and file not in paired and past is not None:
             found[name] = gone.pop(past)
-            told.add(file)
+            paired.add(file)
     for name, new in now.items():
         if name in found:
             yield found[name], new, False
