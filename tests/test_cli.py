@@ -17,7 +17,7 @@ import pytest
 
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, common, main
 from pytest_modelprobe.files import architecture_digest, encode
-from pytest_modelprobe.gate import sources
+from pytest_modelprobe.gate import snapshot_sources
 from pytest_modelprobe.gate.declarations import superseded
 from pytest_modelprobe.gate.git import Repository
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
@@ -986,15 +986,15 @@ def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
     for i in range(4):
         write(net(mean=3.0), f"{PATH}{i}")
     one = sum(Path(f"{PATH}0{ending}").stat().st_size for ending in (".arch.json", ".probe.json"))
-    monkeypatch.setattr(sources, "MOST_BYTES", 2 * one)
+    monkeypatch.setattr(snapshot_sources, "MOST_BYTES", 2 * one)
     held: list[list[str]] = []
-    source = sources._of_files
+    source = snapshot_sources._of_files
 
-    def counted(files: dict[str, Path]) -> sources.Source:
+    def counted(files: dict[str, Path]) -> snapshot_sources.SnapshotSource:
         found = source(files)
         return dataclasses.replace(found, load=lambda paths: (held.append([*paths]), found.load(paths))[1])
 
-    monkeypatch.setattr(sources, "_of_files", counted)
+    monkeypatch.setattr(snapshot_sources, "_of_files", counted)
     assert modelprobe("check", "--base", "main")[1].startswith("nothing to object: 4 models changed, 2 unchanged")
     assert [len(paths) for paths in held] == [4, 4]
 

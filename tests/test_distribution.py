@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe import cli
+from pytest_modelprobe.cli.check import run_check
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -74,7 +75,13 @@ def files_in(sdist: Path) -> set[str]:
 def test_the_sdist_has_what_its_tests_and_a_packager_need(sdist: Path) -> None:
     names = files_in(sdist)
     assert names >= {"LICENSE", "PKG-INFO", "README.md", "SECURITY.md", "CHANGELOG.md", "pyproject.toml", "tox.ini"}
-    assert names >= {"dev", "constraints.txt", "pytest_modelprobe/py.typed", "tests/conftest.py", "docs/the-gate.md"}
+    assert names >= {
+        "dev",
+        "constraints.txt",
+        "pytest_modelprobe/py.typed",
+        "tests/conftest.py",
+        "docs/explanation/the-gate.md",
+    }
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
@@ -269,7 +276,7 @@ def test_the_hook_of_pre_commit_is_a_command_that_exists() -> None:
     command, *arguments = [*shlex.split(hook["entry"]), *hook["args"]]
     assert command in PROJECT["project"]["scripts"]
     options = cli._parser().parse_args(arguments)
-    assert (options.run, options.base, options.paths) == (cli._check, "origin/main", [])
+    assert (options.run, options.base, options.paths) == (run_check, "origin/main", [])
     assert (hook["pass_filenames"], hook["always_run"]) == (False, True)
 
 

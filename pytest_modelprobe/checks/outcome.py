@@ -9,7 +9,7 @@ from typing import Literal
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.report.text import Cell, failure
 
-Verdict = Literal["holds", "broken", "not applicable"]
+CheckVerdict = Literal["holds", "broken", "not applicable"]
 
 
 class NotApplicableError(Exception):
@@ -42,7 +42,7 @@ class Outcome:
     check: str
     model: str
     """Name of the model's class."""
-    verdict: Verdict
+    verdict: CheckVerdict
     text: str = ""
     """The whole message; of a property that holds, what was looked at."""
     layer: str | None = None

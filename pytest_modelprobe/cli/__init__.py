@@ -1,4 +1,4 @@
-"""The command `modelprobe`: shows snapshots, compares them, and tells whether a change was declared.
+"""The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 It reads files and asks git; it runs no model, and needs neither torch nor pytest.
 """

@@ -37,10 +37,10 @@ from pytest_modelprobe.gate import event as actions
 from pytest_modelprobe.report import changes, data, github, markdown
 from pytest_modelprobe.report.text import printable
 
-from .common import DIFFERENT, SAME, as_json, source_of
+from .common import DIFFERENT, SAME, as_json, resolve_source
 
 _DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
-"""What `diff` makes of each class: it denies nothing, and leaves out what says the same."""
+"""Levels of `diff`: it denies nothing, and leaves out changes of format."""
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -67,18 +67,18 @@ def run_check(options: argparse.Namespace) -> int:
                 raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
             levels[kind] = level
     verdict = _since_base(options, levels)
-    _print(options.format, verdict, changes.text, markdown.verdict)
+    _print(options.format, verdict, changes.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
 
 
 def _between(old: str, new: str) -> Verdict:
-    """Return what changed between what two arguments mean: two snapshots, or all of two folders by their names."""
+    """Return the changes between two snapshots, or between the snapshots of two folders by name."""
     return judge(_relative(old), _relative(new), levels=_DIFF_LEVELS)
 
 
 def _relative(argument: str) -> dict[str, SnapshotVersion]:
-    """Return what an argument means, by names that begin where the argument ends."""
-    source, start = source_of(argument)
+    """Return the snapshots of an argument by their names relative to it."""
+    source, start = resolve_source(argument)
     return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
 
 

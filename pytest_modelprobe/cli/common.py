@@ -21,8 +21,8 @@ SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: success; differences, or denied changes; could not complete."""
 
 
-def source_of(argument: str) -> tuple[SnapshotSource, str]:
-    """Return what an argument means, a path or a path in a revision, and how the names of its snapshots begin."""
+def resolve_source(argument: str) -> tuple[SnapshotSource, str]:
+    """Return the snapshots of an argument, ``PATH`` or ``REF:PATH``, and the prefix of their names."""
     ref, colon, path = argument.partition(":")
     if colon and ref and not Path(argument).exists() and not _is_drive(ref):
         repository = Repository(Path.cwd())
@@ -34,7 +34,7 @@ def source_of(argument: str) -> tuple[SnapshotSource, str]:
 
 
 def _is_drive(letter: str) -> bool:
-    """Whether what stands before a colon is a drive of Windows, and not a branch with a name as short."""
+    """Whether the letter before a colon is a drive of Windows, and not a branch."""
     if os.name != "nt" or len(letter) > 1:
         return False
     try:
@@ -45,5 +45,5 @@ def _is_drive(letter: str) -> bool:
 
 
 def as_json(data: Any) -> str:
-    """Return strict JSON that is no command where it stands in the log of a job."""
+    """Return strict JSON without commands to GitHub Actions."""
     return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False).replace("##[", r"##\u005b")

@@ -30,7 +30,7 @@ from .common import SAME, as_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
+class _LogEntry:
     """What one commit did to a snapshot."""
 
     commit: Commit
@@ -44,7 +44,7 @@ class _Entry:
 def run_log(options: argparse.Namespace) -> int:
     """Print what each commit changed of a snapshot."""
     repository = Repository(Path.cwd())
-    entries = list(_entries(repository, _name(repository, options.snapshot), options.layer))
+    entries = list(_log_entries(repository, _name(repository, options.snapshot), options.layer))
     if options.layer and not any(entry.rows or entry.said for entry in entries):
         raise SourceError(f"no version of {options.snapshot} has a layer {options.layer}")
     entries = [entry for entry in entries if entry.rows or entry.said]
@@ -74,7 +74,7 @@ def _name(repository: Repository, argument: str) -> str:
     return names[0]
 
 
-def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_Entry]:
+def _log_entries(repository: Repository, name: str, glob: str | None) -> Iterator[_LogEntry]:
     """Yield what each commit did to what its parents had, the newest first; renamed layers are followed."""
     versions = _versions(repository, name)
     if not versions:
@@ -87,34 +87,34 @@ def _entries(repository: Repository, name: str, glob: str | None) -> Iterator[_E
         before = [states[parent] for parent in commit.parents if parent in states]
         found: list[Comparison] = []
         if isinstance(state, str):
-            yield _Entry(commit, [], state)
+            yield _LogEntry(commit, [], state)
         else:
             if glob is not None and not wanted:
                 wanted = {layer for layer in state.record.layers if Glob(glob).matches(layer)}
             chosen = None if glob is None else wanted
             found = [compare(state.record, old.record) for old in before if isinstance(old, SnapshotVersion)]
-            yield _entry(commit, state, before, found, chosen, glob)
+            yield _log_entry(commit, state, before, found, chosen, glob)
         was = [comparison.names_before for comparison in found] or [{}]
         for parent in commit.parents:
             for names in was:
                 asked_for.setdefault(parent, set()).update(names.get(layer, layer) for layer in wanted)
 
 
-def _entry(
+def _log_entry(
     commit: Commit,
     now: SnapshotVersion,
     before: Sequence[SnapshotVersion | str],
     found: Sequence[Comparison],
     wanted: set[str] | None,
     glob: str | None,
-) -> _Entry:
+) -> _LogEntry:
     """Return what one commit did: of a merge, what neither of its parents had."""
     given = [(old.reason, old.supersedes) for old in before if isinstance(old, SnapshotVersion)]
     reason = now.reason if (now.reason, now.supersedes) not in given else None
     if not found:
         layers = [layer for layer in now.record.layers if wanted is None or layer in wanted]
         first = "recorded anew" if before else "recorded"
-        return _Entry(commit, [], f"{first}: {count(len(layers), 'layer')}" if layers else "", reason)
+        return _LogEntry(commit, [], f"{first}: {count(len(layers), 'layer')}" if layers else "", reason)
     others = [{(d.layer, d.kind, d.what) for d in comparison.differences} for comparison in found[1:]]
     here = [
         d
@@ -122,7 +122,7 @@ def _entry(
         if (wanted is None or d.layer in wanted or _gone(d, glob))
         and all((d.layer, d.kind, d.what) in other for other in others)
     ]
-    return _Entry(commit, rows.rows(here, found[0].actual, found[0].expected), "", reason)
+    return _LogEntry(commit, rows.rows(here, found[0].actual, found[0].expected), "", reason)
 
 
 def _gone(difference: Difference, glob: str | None) -> bool:
@@ -154,14 +154,14 @@ def _after(repository: Repository, commit: Commit, path: str) -> SnapshotVersion
         return str(error)
 
 
-def _entry_data(entry: _Entry) -> dict[str, Any]:
+def _entry_data(entry: _LogEntry) -> dict[str, Any]:
     rows = [{"layers": row.layers, "what": row.what, "now": row.now, "was": row.was} for row in entry.rows]
     commit = {"commit": entry.commit.name, "date": entry.commit.date, "subject": entry.commit.subject}
     declared = {"reason": entry.reason} if entry.reason else {}
     return commit | declared | ({"said": entry.said} if entry.said else {"changes": rows})
 
 
-def _entry_as_text(entry: _Entry) -> str:
+def _entry_as_text(entry: _LogEntry) -> str:
     head = printable(f"{entry.commit.date}  {entry.commit.short}  {entry.commit.subject}")
     cells = [row.cells for row in entry.rows]
     lines = table(rows.CHANGE_COLUMNS, cells) if cells else [printable(entry.said)]
@@ -169,7 +169,7 @@ def _entry_as_text(entry: _Entry) -> str:
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
-def _entry_as_markdown(entry: _Entry) -> list[str]:
+def _entry_as_markdown(entry: _LogEntry) -> list[str]:
     commit = entry.commit
     said = f": {markdown.escaped(entry.said)}" if entry.said else ""
     lines = [f"**{commit.date}** {commit.short} {markdown.escaped(commit.subject)}{said}", ""]

@@ -16,13 +16,13 @@ from pytest_modelprobe.report import markdown
 from pytest_modelprobe.report.record import headline
 from pytest_modelprobe.report.text import layer_rows, printable, table
 
-from .common import SAME, as_json, source_of
+from .common import SAME, as_json, resolve_source
 
 
 def run_show(options: argparse.Namespace) -> int:
     """Print snapshots as tables."""
     shown, without = [], []
-    for snapshot in source_of(options.snapshot)[0].read().values():
+    for snapshot in resolve_source(options.snapshot)[0].read().values():
         try:
             shown.append((snapshot, _only(snapshot.record, options.layers)))
         except SelectionError as error:

@@ -1,4 +1,4 @@
-"""The text of an architecture file → its layers and calls, checked, without numbers."""
+"""A parsed architecture file → its layers and calls, checked, without numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CALL: dict[str, type | UnionType] = {
     "outputs": dict,
 }  # fmt: skip
 _DEEPEST = 256
-"""Parts of a layer's name: Python calls no module that lies deeper."""
+"""Parts of a layer's name: Python's recursion limit allows no deeper calls."""
 _MODES = {"train": True, "eval": False}
 
 Named = list[tuple[str, ParsedSpec]]
@@ -166,7 +166,7 @@ class Structure:
         return calls, values
 
     def _place(self) -> None:
-        """Give each call its place among the starts and ends of its forward."""
+        """Assign each call its start and end in the order of its forward."""
         self.calls = [line.calls for line in self.lines]
         order = self.data.get("order")
         if order is None:
@@ -181,7 +181,7 @@ class Structure:
 
 
 def _count(data: Mapping[str, Any], *names: str) -> None:
-    """Raise `FormatError` unless what is counted is a number that a run can reach."""
+    """Raise `FormatError` unless each count is between 0 and 2⁶³."""
     for name in names:
         if not 0 <= data.get(name, 0) < 1 << 63:
             raise FormatError(f"{excerpt(name)} is {excerpt(data[name])}, which counts nothing")
@@ -204,7 +204,7 @@ def _plain_value(value: Any) -> Plain:
 
 @contextmanager
 def in_line(name: str) -> Iterator[None]:
-    """Name the line in what is wrong with it."""
+    """Add the name of the line to a `FormatError`."""
     try:
         yield
     except FormatError as error:

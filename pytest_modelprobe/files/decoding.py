@@ -1,4 +1,4 @@
-"""The texts of two files → record."""
+"""The texts of the two files → record."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from .specs import FormatError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredSnapshot:
-    """A record that was kept, and what was said of it."""
+    """A record read from its files, with its declaration."""
 
     record: Record
-    """Layers are in the order of the file: that of their first calls."""
+    """With its layers in the order of the file, which is that of their first calls."""
     reason: str | None = None
-    """Why the architecture is another one than before."""
+    """The declared reason for the change of the architecture."""
     supersedes: str | None = None
-    """The `architecture_digest` of the one before."""
+    """The `architecture_digest` of earlier versions, separated by spaces."""
     compared: ComparedParts = "all"
-    """What of it the test compares."""
+    """The part that the test compares."""
 
 
 def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> StoredSnapshot:
-    """Return the snapshot whose two files hold these texts.
+    """Return the snapshot of these two texts.
 
     Args:
         architecture: The text of the architecture file.
-        numbers: That of the numbers; None where there is no such file.
-        where: The path of the architecture file, for messages.
-        numbers_at: That of the numbers; None: as it follows from the other.
+        numbers: The text of the numbers file; None: there is no such file.
+        where: Path of the architecture file, for messages.
+        numbers_at: Path of the numbers file, for messages; None: that of the same name.
 
     Raises:
-        SnapshotError: The texts are damaged, do not belong together or were written by a newer version; the message
-            is one sentence with the file and the way out.
+        SnapshotError: The texts are damaged, do not belong together or were written by a newer version.
 
     >>> from pytest_modelprobe.files import encode
+    >>> from pytest_modelprobe.record import Layer
     >>> record = Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")})
     >>> snapshot = decode(*encode(record, reason="why not"), where="test_net.arch.json")
     >>> snapshot.record, snapshot.reason
@@ -89,7 +89,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
 
 
 def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
-    """Return the snapshot that an architecture file alone tells of: no numbers, also where there are some.
+    """Return the snapshot of an architecture file alone, without numbers.
 
     Args:
         text: The text of the architecture file.
@@ -105,7 +105,7 @@ def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
 
 
 def architecture_digest(text: str) -> str:
-    """Return the digest of an architecture file, without what was declared of it: `Snapshot.supersedes` names one.
+    """Return the digest of an architecture file without its declaration, as in `StoredSnapshot.supersedes`.
 
     Raises:
         SnapshotError: The text is no architecture.
@@ -120,7 +120,7 @@ def architecture_digest(text: str) -> str:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Name the file in what is wrong with it."""
+    """Add the path of the file to a `FormatError`."""
     try:
         yield
     except FormatError as error:
@@ -128,7 +128,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:
-    """Return the record, and what was declared."""
+    """Return the record and its declaration."""
     data = structure.data
     header = {} if numbers is None else numbers.header
     device = header.get("device", "cpu")

@@ -50,7 +50,7 @@ from .layout import (
     digest_of,
     laid_out,
 )
-from .order import all_events, containers, forward_order, implied_timelines, kind_of, timelines
+from .order import all_events, containers, forward_kind_of, forward_order, implied_timelines, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
 from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
@@ -68,11 +68,11 @@ def encode(
     """Return the texts of the two files that hold a record.
 
     Args:
-        record: What a run or `architecture` left behind. Ranges of units, devices of single values and modules of
-            classes are left out; numbers are rounded as `readings` says.
-        reason: Why the architecture is another one than before; goes into the file.
-        supersedes: The `architecture_digest` of the one before.
-        compared: What of it the test compares; stands beside the numbers, where it is not all.
+        record: The record of a run or of `architecture`. Ranges of units, devices of single values and modules of
+            classes are left out; numbers are rounded, see `readings`.
+        reason: The declared reason for the change of the architecture.
+        supersedes: The `architecture_digest` of earlier versions.
+        compared: The part that the test compares; written with the numbers if it is not all.
 
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
@@ -133,14 +133,14 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
 
 
 def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
-    """Return private attributes that most layers share, which some framework set on each of them."""
+    """Return private attributes that most layers share, as a framework may set on each."""
     own = [layer.attributes for _, layer, _ in lines if not layer.functional]
     counts = Counter((k, type(v), v) for attributes in own for k, v in attributes.items() if k.startswith("_"))
     return {k: _json_value(v) for (k, _, v), n in counts.items() if len(own) > 1 and 2 * n > len(own)}
 
 
 def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
-    """Yield the dtypes of floating parameters, then of floating values: the first is left out everywhere."""
+    """Yield the dtypes of floating parameters, then of floating values: the first is the default."""
     yield from (p.dtype for _, layer, _ in lines for p in layer.parameters if floating(p.dtype))
     yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
 
@@ -171,7 +171,7 @@ def _operation(operation: Operation | None) -> list[str | None] | None:
 
 
 class _Structure:
-    """What stands in each line of the architecture file."""
+    """The lines of the architecture file."""
 
     def __init__(self, lines: Sequence[LayerCalls], header: Mapping[str, Any], defaults: Defaults) -> None:
         self.defaults = defaults
@@ -248,7 +248,7 @@ class _Structure:
 
 
 def _signature(line: Mapping[str, Any]) -> str | None:
-    """Return the text of a call of which there is no more to say than its one input and its one output."""
+    """Return the short text of a call with one input, one output and no other fields; else None."""
     if line.keys() == {"inputs", "outputs"} and [*line["inputs"], *line["outputs"]] == ["input", "output"]:
         source, made = line["inputs"]["input"], line["outputs"]["output"]
         return f"{source}{ARROW}{made}" if " from " not in made else None
@@ -270,7 +270,7 @@ def _json_value(value: Plain) -> Any:
 
 
 class _Numbers:
-    """What stands in each line of the numbers file; what is the same tensor is written where it was first seen."""
+    """The lines of the numbers file; a tensor is written where it is first seen."""
 
     def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults) -> None:
         self.defaults = defaults
@@ -286,7 +286,7 @@ class _Numbers:
         self.recipes = Recipes([_outline(name, layer, calls) for name, layer, calls in lines])
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield name and text of each line that holds anything."""
+        """Yield name and text of each nonempty line."""
         for i, (name, layer, calls) in enumerate(self.lines_of):
             found = self._own(name, layer)
             for j, call in enumerate(calls):
@@ -317,14 +317,14 @@ class _Numbers:
     # --- values
 
     def _values(self) -> Iterator[tuple[tuple[int, int, bool, int], str]]:
-        """Yield the entries of all values, in the order in which they were seen; nothing for what goes without."""
+        """Yield the entries of all values in order of execution; an empty text if none is needed."""
         calls = [calls for _, _, calls in self.lines_of]
         owners: dict[tuple[ForwardKind, int], tuple[str, str]] = {}
         written: dict[tuple[ForwardKind, str], tuple[int, str]] = {}
         known: set[tuple[ForwardKind, str]] = set()
         for i, j, end in all_events(timelines(calls), calls):
             name, call = self.lines_of[i][0], calls[i][j]
-            kind = kind_of(call)
+            kind = forward_kind_of(call)
             for k, value in enumerate(call.outputs if end else call.inputs):
                 entry = self._entry(value)
                 here = address(name, call, value.path)
@@ -366,7 +366,7 @@ class _Numbers:
     # --- responses
 
     def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
-        """Return the key under which a response stands; layers that are alike respond alike."""
+        """Return the key of a response; equal responses share one."""
         dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
         parts = [(RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
         for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):

@@ -1,4 +1,4 @@
-"""Names of snapshot files, made of names that others chose."""
+"""Names of snapshot files, made from names of tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def file_name(name: str, *more: str) -> str:
 
     Args:
         name: A test's name with its ids, or a module's.
-        *more: What is told apart within it, joined by dots: a counter, a device.
+        *more: Further parts, joined by dots: a counter, a device.
 
     >>> file_name("test_net[a:b]"), file_name("test_net[ab]", "2", "cuda")
     ('test_net[a%3Ab]', 'test_net[ab].2.cuda')

@@ -64,7 +64,7 @@ def unpacked(text: str) -> tuple[float, ...]:
     """Return the fingerprint that `packed` wrote.
 
     Raises:
-        Unreadable: It is none.
+        FormatError: It is none.
     """
     if not text:
         return _ZEROS

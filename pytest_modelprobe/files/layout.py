@@ -12,11 +12,11 @@ SCHEMA = 1
 LAYERS = "layers"
 RESPONSES = "responses"
 DECLARATION = ("reason", "supersedes")
-"""Why the architecture changed, and the digest of the one before."""
+"""The reason for the change of the architecture, and the digests of earlier ones."""
 
 
 ComparedParts = Literal["all", "architecture", "behavior"]
-"""What of a snapshot its test compares."""
+"""The part of a snapshot that its test compares."""
 
 COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
 GRADIENT_COLUMNS = ["rms", "fingerprint", "noise", "zeros"]
@@ -32,12 +32,12 @@ KEYS = {
     "alone": "which response",
     "~": "what the code alone handed on",
 }
-"""What the keys of a line mean, for who reads the file."""
+"""The meaning of the keys, for readers of the file."""
 ARROW = " -> "
 ABSENT: dict[str, str] = {}
-"""In the place of an attribute that most layers have, of one that does not."""
+"""The value of an attribute that most layers have and this one does not."""
 EMPTY = "[[]]"
-"""The entry of what has no numbers."""
+"""The entry of a value without numbers."""
 
 
 class Texts(NamedTuple):
@@ -51,7 +51,7 @@ class Texts(NamedTuple):
 def laid_out(
     header: Mapping[str, Any], layers: Iterable[tuple[str, str]], responses: Iterable[tuple[str, str]] = ()
 ) -> str:
-    """Return a file of a header, of responses and of layers; each entry has its line.
+    """Return the text of a file with a header, responses and layers, one entry a line.
 
     >>> print(laid_out({"modelprobe": 1}, [("fc1", '{"type": "Linear"}')]), end="")
     {
@@ -77,9 +77,9 @@ def joined_lines(header: Sequence[str], responses: Sequence[str], layers: Sequen
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the digest of a parsed architecture, whatever its white space and the order of attributes."""
+    """Return the digest of a parsed architecture, independent of white space and the order of attributes."""
     header = {k: v for k, v in data.items() if k not in (*DECLARATION, LAYERS)}
     layers = data.get(LAYERS)
-    lines = list(layers.items()) if isinstance(layers, dict) else layers  # their order tells the order of calls
+    lines = list(layers.items()) if isinstance(layers, dict) else layers  # their order is that of the calls
     text = json.dumps([header, lines], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""The text of a numbers file → readings, put into the layers and calls of the architecture."""
+"""A parsed numbers file and a parsed architecture → the layers of a record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .layout import (
     UNREACHED,
     ComparedParts,
 )
-from .order import all_events, kind_of
+from .order import all_events, forward_kind_of
 from .parsing import check_fields, excerpt, string_tuple
 from .readings import FULL, Role, check_statistics, reading_from
 from .recipe_text import Outline, Recipes
@@ -64,7 +64,7 @@ _MEASURED = ("measured", "not repeatable")
 
 
 class Numbers:
-    """A parsed numbers file; its lines are checked where they are used."""
+    """A parsed numbers file; its lines are checked when they are used."""
 
     def __init__(self, data: dict[str, Any], structure: Structure) -> None:
         check_fields(data, _NUMBERS)
@@ -88,13 +88,13 @@ class Numbers:
                 raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
-class _Entry(NamedTuple):
+class _ValueReadings(NamedTuple):
     """The readings of a value or parameter."""
 
     first: Reading
     gradient: Reading | None
     other: Reading | None
-    """The gradient inside a forward, or what the run left."""
+    """The gradient inside a forward, or the value after the run."""
     tensor: int
 
 
@@ -105,7 +105,7 @@ _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many i
 
 
 _Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
-"""What was handed on, the gradient, what it did not reach, and why there is none of it."""
+"""Emitted tensors, gradient, names without a gradient, and the reason if there is no response."""
 
 
 _ValuePosition = tuple[int, int, bool, int]
@@ -113,15 +113,15 @@ _ValuePosition = tuple[int, int, bool, int]
 
 
 class RecordBuilder:
-    """Puts numbers into the structure."""
+    """Builds layers from the lines of both files."""
 
     def __init__(self, structure: Structure, numbers: Numbers | None, device: str) -> None:
         self.structure = structure
         self.device = device
         self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
         self.units = 0
-        self.own: dict[str, _Entry] = {}
-        self.values: dict[_ValuePosition, _Entry] = {}
+        self.own: dict[str, _ValueReadings] = {}
+        self.values: dict[_ValuePosition, _ValueReadings] = {}
         self.given: dict[_ValuePosition, Any] = {}
         self.besides: dict[tuple[int, int], dict[str, str]] = {}
         self.answers: dict[str, _Answer] = {}
@@ -134,10 +134,8 @@ class RecordBuilder:
                     self._sort(i, line, numbers.lines.get(line.name, {}))
             self._resolve()
 
-    # --- numbers, by what they are of
-
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
-        """Take a line of the numbers apart."""
+        """Split a line of the numbers by parameters, values and calls."""
         own = [*line.parameters, *line.buffers]
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
@@ -162,11 +160,11 @@ class RecordBuilder:
         if found != len(data):
             raise FormatError("it has numbers of what the architecture lacks")
 
-    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _Entry:
+    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _ValueReadings:
         if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
             raise FormatError(f"{excerpt(data)} are no numbers of a tensor")
         second, third = (*data[1:], None, None)[:2]
-        return _Entry(
+        return _ValueReadings(
             self._reading(data[0], shape, first),
             None if second is None else self._reading(second, shape, gradient),
             None if third is None else self._reading(third, shape, other),
@@ -184,23 +182,23 @@ class RecordBuilder:
         return reading
 
     def _resolve(self) -> None:
-        """Give each value its numbers, its own or those of the value that it is."""
+        """Assign readings to each value: its own, or those of the value that it refers to."""
         lines, calls = self.structure.lines, self.structure.calls
-        known: dict[tuple[ForwardKind, str], _Entry] = {}
-        written: dict[tuple[ForwardKind, str], _Entry] = {}
+        known: dict[tuple[ForwardKind, str], _ValueReadings] = {}
+        written: dict[tuple[ForwardKind, str], _ValueReadings] = {}
         for i, j, end in all_events(self.structure.order, calls):
             values = lines[i].values[j][end]
             if not values:
                 continue
             name, call = lines[i].name, calls[i][j]
-            kind = kind_of(call)
+            kind = forward_kind_of(call)
             with in_line(name):
                 for k, (path, spec) in enumerate(values):
                     data = self.given.get((i, j, end, k))
                     if type(data) is list:
                         entry = self._entry(data, spec.shape, "value", "gradient", "gradient")
                     elif data is None and spec.origin is None:
-                        entry = _Entry(_NOTHING, None, None, len(self.values))
+                        entry = _ValueReadings(_NOTHING, None, None, len(self.values))
                     else:
                         where = spec.origin if data is None else data
                         there = (kind, absolute(where, name)) if type(where) is str else None
@@ -217,7 +215,7 @@ class RecordBuilder:
     # --- the record
 
     def layer(self, i: int, line: LayerLine) -> Layer:
-        """Return a layer with all that is known of it."""
+        """Return a layer with parameters, buffers and calls."""
         with in_line(line.name):
             return Layer(
                 name=line.name,
@@ -236,7 +234,7 @@ class RecordBuilder:
         found = []
         for name, spec in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
-            first, gradient, after, _ = entry or _Entry(_NOTHING, None, None, -1)
+            first, gradient, after, _ = entry or _ValueReadings(_NOTHING, None, None, -1)
             found.append(
                 Parameter(
                     name=name,
@@ -279,7 +277,7 @@ class RecordBuilder:
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, spec = value
-        first, gradient, inner, tensor = self.values.get(place) or _Entry(_NOTHING, None, None, -1)
+        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings(_NOTHING, None, None, -1)
         return Value(
             path=path,
             shape=spec.shape,

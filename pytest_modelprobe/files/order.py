@@ -1,8 +1,8 @@
-"""The order of calls: what the order of lines tells of it, and what has to be written down besides.
+"""The order of calls: implied by the order of lines, or written as timelines.
 
 A timeline lists the starts and ends of the calls of one kind of forward: ``3`` is the start of the next call of the
-layer on the third line, ``-3`` the end of its newest. Where each layer is called once, inside the layers that its name
-lies in, the order of lines says all of it.
+layer on the third line, ``-3`` the end of its newest. If each layer is called once, inside its containers, the order
+of lines implies the timelines.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ class Called(Protocol):
         """See `Call`."""
 
 
-def kind_of(call: Called) -> ForwardKind:
+def forward_kind_of(call: Called) -> ForwardKind:
     """Return which kind of forward a call belongs to."""
     return call.root, call.root_training
 
 
 def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
     """Return names, layers and calls: layers by their first call, those without one last; calls by kind and index."""
-    kinds = {kind: i for i, kind in enumerate(sorted({kind_of(c) for la in record.layers.values() for c in la.calls}))}
+    kinds = {
+        kind: i
+        for i, kind in enumerate(sorted({forward_kind_of(c) for la in record.layers.values() for c in la.calls}))
+    }
     known, unknown = [], []
     for name, layer in record.layers.items():
-        calls = sorted(layer.calls, key=lambda c: (kinds[kind_of(c)], c.index))
-        first = min(((kinds[kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
+        calls = sorted(layer.calls, key=lambda c: (kinds[forward_kind_of(c)], c.index))
+        first = min(((kinds[forward_kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
         if first is None:
             unknown.append((name, layer, calls))
         else:
@@ -61,7 +64,7 @@ def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
 
 
 def containers(names: Collection[str]) -> set[str]:
-    """Return the names that others lie in.
+    """Return the names that contain others.
 
     >>> containers(["a", "a.b", "ab"])
     {'a'}
@@ -80,7 +83,7 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     events: dict[ForwardKind, list[tuple[int, bool, int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for call in of_layer:
-            found = events.setdefault(kind_of(call), [])
+            found = events.setdefault(forward_kind_of(call), [])
             if call.started >= 0:
                 found.append((call.started, False, line))
                 if call.finished >= 0:
@@ -89,10 +92,10 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
 
 
 def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
-    """Return the timelines that the order of lines tells, if each call is the only one and lies in those above it."""
+    """Return the timelines if each layer is called once, inside its containers, in the order of lines."""
     kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
-        for kind in dict.fromkeys(map(kind_of, of_layer)):
+        for kind in dict.fromkeys(map(forward_kind_of, of_layer)):
             timeline, running = kinds.setdefault(kind, ([], []))
             while running and not _inside(name, names[running[-1] - 1]):
                 timeline.append(-running.pop())
@@ -108,15 +111,15 @@ def _inside(name: str, layer: str) -> bool:
 
 
 def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list[list[Event]]:
-    """Return which calls the timelines speak of: starts go to a layer's calls in turn.
+    """Return the events of the timelines: starts are assigned to the calls of a layer in turn.
 
     Raises:
-        Unreadable: The timelines do not fit the calls.
+        FormatError: The timelines do not fit the calls.
     """
     by_kind: dict[ForwardKind, dict[int, list[int]]] = {}
     for line, of_layer in enumerate(calls, start=1):
         for i, call in enumerate(of_layer):
-            by_kind.setdefault(kind_of(call), {}).setdefault(line, []).append(i)
+            by_kind.setdefault(forward_kind_of(call), {}).setdefault(line, []).append(i)
     if len(given) != len(by_kind):
         raise FormatError(f"the order is of {len(given)} kinds of forwards, the calls are of {len(by_kind)}")
     found = []
@@ -140,7 +143,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
 
 
 def all_events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
-    """Return all starts and ends of calls in their order, those that the timelines do not tell of last."""
+    """Return all starts and ends of calls in order; those missing from the timelines last."""
     seen = {event: None for timeline in events(given, calls) for event in timeline}
     for i, of_layer in enumerate(calls):
         seen |= {Event(i, j, end): None for j in range(len(of_layer)) for end in (False, True)}

@@ -1,4 +1,4 @@
-"""Text → strict JSON of a file of ours, or one sentence that says what is wrong with it and the way out."""
+"""Text → strict JSON of our schema, or an error of one sentence with advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 """Larger files are no snapshots."""
 
 _MOST_DIGITS = 300
-"""More than any attribute has that is a number."""
+"""More digits than any attribute has."""
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
@@ -29,7 +29,7 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
     """Return what a file of our schema holds; it has an object of this name.
 
     Raises:
-        SnapshotError: It is none of ours, damaged, or of a newer version.
+        SnapshotError: It is another file, damaged, or of a newer version.
     """
     if len(text) > MOST_BYTES:
         too_large(where, len(text))
@@ -72,7 +72,7 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
 
 
 def too_large(where: str, size: int) -> NoReturn:
-    """Raise the error of a file that is too large to be read at all."""
+    """Raise the error of a file that is too large to read."""
     raise SnapshotError(
         f"{where} has {size >> 20:,} MB, more than a snapshot ever has ({MOST_BYTES >> 20} MB): {RESTORE}"
     )
@@ -98,7 +98,7 @@ def _constant(name: str) -> NoReturn:
 
 
 def excerpt(value: object) -> str:
-    """Return untrusted text for a message: short, on one line, without control characters."""
+    """Return untrusted text for a message: one short line without control characters."""
     try:
         text = ascii(value)
     except RecursionError:

@@ -1,10 +1,10 @@
-"""Readings as lists of numbers, and back, as briefly as they can be printed.
+"""Readings as short lists of numbers, and back.
 
 - Values, parameters, buffers: ``[mean, std, min, max, fingerprint, noise, zeros, {more}]``.
-- Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and their fingerprint are ever judged.
+- Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and fingerprint are compared.
 - Where there are no statistics: ``[fingerprint, noise, {more}]``.
 
-What is missing at the end, and no zeros, is left out. How many elements there are follows from the shape.
+Missing columns at the end, and a zero count, are left out. The number of elements follows from the shape.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Role = Literal["value", "gradient", "own", "own gradient", "response", "response
 _COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 FULL: tuple[Role, ...] = ("value", "own", "response")
-"""Roles that have all columns."""
+"""Roles with all columns."""
 
 _APART = 8.0
-"""The two norms are alike but for chance: 0.5 to 1.7 of each other in 800 tensors of all kinds."""
+"""Largest ratio of the norm and that of the fingerprint: 0.5 to 1.7 in 800 tensors of all kinds."""
 _TINY, _HUGE = 1e-30, 1e150
 _PRINTED = 2e-5
-"""Of a number: what six digits leave open, twice over."""
+"""Twice the relative error of six digits."""
 
-_MOST_UNITS = 1 << 20  # more is no layer: units come back as tuples, which a short text must not make long
+_MOST_UNITS = 1 << 20  # units are decoded to tuples: a short text must not use much memory
 
 
 def number_text(value: float | None, digits: int = 6) -> str:
@@ -60,12 +60,12 @@ def number_text(value: float | None, digits: int = 6) -> str:
 
 
 def precision(role: Role, dtype: str, noise: float | None) -> float:
-    """Return how precisely a fingerprint is kept, relative to the norm: a quarter of what a comparison lets pass.
+    """Return how precisely a fingerprint is kept, relative to the norm: a quarter of the tolerance.
 
     >>> precision("value", "float32", None), precision("gradient", "float32", 1e-4), precision("own", "bfloat16", None)
     (2.5e-07, 0.0001, 0.00048)
     """
-    if not floating(dtype) and role not in _RESPONSE:  # the digest is exact; the fingerprint tells how many changed
+    if not floating(dtype) and role not in _RESPONSE:  # the digest is exact; the fingerprint estimates how many changed
         return 1e-4
     return max(_PRECISION[role], _NARROW.get(dtype, 0.0), noise or 0.0)
 
@@ -117,7 +117,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
     """Return the reading that `reading_text` wrote.
 
     Raises:
-        Unreadable: It is none.
+        FormatError: It is none.
     """
     if type(data) is not list:
         raise FormatError(f"{str(data)[:80]!r} is no list of numbers")
@@ -152,7 +152,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
 
 
 def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
-    """Raise `FormatError` where a fingerprint is not of the numbers beside it."""
+    """Raise `FormatError` if a fingerprint does not fit the statistics."""
     norm, length = statistics.norm, math.hypot(*projections)
     if statistics.nonfinite or not (statistics.all_zero or _TINY < norm < _HUGE):
         return
@@ -161,7 +161,7 @@ def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
 
 
 def check_statistics(s: Statistics) -> None:
-    """Raise `FormatError` where no elements have these numbers."""
+    """Raise `FormatError` if no tensor has these statistics."""
     mean, std, low, high = s.mean, s.std, s.min, s.max
     if not s.finite:
         if s.deviations or (low, high) != (None, None):
@@ -263,7 +263,7 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None, shape: Sequenc
 
 
 def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shape: Sequence[Dimension] | None) -> Units:
-    """Return as many units, of which all that is known is how many were zero: those come first, the others are NaN."""
+    """Return units of which only the number of dead ones is known: these first, then NaN."""
     if type(axis) is not int or abs(axis) > 64 or not 0 < dead <= units <= _MOST_UNITS:
         raise FormatError(f"{dead} of {units} units are dead")
     size = shape[axis] if shape is not None and -len(shape) <= axis < 0 else units
@@ -279,7 +279,7 @@ def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shap
 
 
 def _mean(mean: float | None, std: float | None) -> float | None:
-    """Round a mean that is small beside the deviation: what lies below that one's digits is chance."""
+    """Round a mean to the digits of the deviation: smaller ones are noise."""
     if not mean or not std or not math.isfinite(std) or not math.isfinite(mean):
         return mean
     return round(mean, 6 - math.floor(math.log10(float(f"{std:.6g}") or 1.0)))
@@ -317,7 +317,7 @@ def _float(data: Any) -> float:
 
 
 def _noise(data: Any) -> float:
-    """Return a noise: infinite where a repeat had something else altogether, never negative."""
+    """Return a noise: never negative, infinite if a repetition differed in structure."""
     found = _float(data)
     if found < 0:
         raise FormatError(f"{excerpt(data)} is no noise")

@@ -1,4 +1,4 @@
-"""Recipes of responses, as one short text where their names are those that the architecture lets expect."""
+"""Recipes of synthetic tensors, as one short text if their names follow from the architecture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NamedValues = Sequence[tuple[str, Shaped]]
 
 
 class Outline(NamedTuple):
-    """What of a layer has to be known to tell what its responses were given."""
+    """The parts of a layer that its synthetic tensors follow from."""
 
     name: str
     own: Sequence[tuple[str, Shaped]]
@@ -37,7 +37,7 @@ class Outline(NamedTuple):
 
 
 class Recipes:
-    """Writes and reads recipes; knows the layers, in the order of the lines."""
+    """Writes and reads recipes of layers in the order of the lines."""
 
     def __init__(self, layers: Sequence[Outline]) -> None:
         self._layers = layers
@@ -65,7 +65,7 @@ class Recipes:
         return {name: self._long(usual.get(name), text) for name, text in data.items()}
 
     def _usual(self, line: int, call: int) -> Iterator[tuple[str, str | None]]:
-        """Yield what is synthetic by rule, each with the shape that stands before its recipe, if one does."""
+        """Yield the names of synthetic tensors, each with the shape before its recipe, if there is one."""
         layer = self._layers[line]
         yield from ((name, None) for name, own in layer.own if floating(own.dtype))
         yield from ((path, _head(value)) for path, value in layer.calls[call][0])
@@ -74,7 +74,7 @@ class Recipes:
             yield from ((f"{name} {path}", _head(value)) for path, value in child.calls[0][1])
 
     def _children(self, line: int) -> Iterator[Outline]:
-        """Yield the layers that the code of a layer calls, as far as names tell."""
+        """Yield the layers that a layer calls, by their names."""
         above = self._layers[line].name
         taken = None
         for layer in self._layers[line + 1 :]:

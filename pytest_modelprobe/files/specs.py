@@ -1,7 +1,7 @@
 """The short texts of the architecture file: of a value, of a parameter, of where something comes from; and back.
 
-What is usual is left out. Layers that stand near are named relative to the layer whose line it is, as Python's
-imports do, so that lines of repeated blocks are alike, and a renamed parent changes no more than keys.
+Defaults are left out. Names of nearby layers are relative, as in Python's imports, so that lines of repeated blocks
+are equal and a renamed parent changes keys only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DTYPE = "float32"
 
 
 class FormatError(ValueError):
-    """What a file holds is no part of a snapshot; says what stands where."""
+    """A part of a file has another format; the message says which."""
 
 
 class Defaults(NamedTuple):
-    """What the texts of one file leave out."""
+    """The defaults, which the texts of one file leave out."""
 
     dtype: str = DTYPE
     requires_grad: bool = False
@@ -31,7 +31,7 @@ class Defaults(NamedTuple):
 
 
 class ParsedSpec(NamedTuple):
-    """What the text of a value or parameter says."""
+    """The parsed text of a value or parameter."""
 
     shape: tuple[Dimension, ...]
     dtype: str
@@ -104,7 +104,7 @@ _PARAMETER = re.compile(
 
 @lru_cache(maxsize=4096)
 def parse_value(text: str, defaults: Defaults) -> ParsedSpec:
-    """Return what `value_text` said."""
+    """Return the parsed text of `value_text`."""
     found = _VALUE.fullmatch(text)
     if found is None:
         raise FormatError(f"{text[:80]!r} describes no value")
@@ -116,7 +116,7 @@ def parse_value(text: str, defaults: Defaults) -> ParsedSpec:
 
 @lru_cache(maxsize=4096)
 def parse_parameter(text: str, defaults: Defaults, trainable: bool) -> ParsedSpec:
-    """Return what `parameter_text` said."""
+    """Return the parsed text of `parameter_text`."""
     found = _PARAMETER.fullmatch(text)
     if found is None:
         raise FormatError(f"{text[:80]!r} describes no parameter")
@@ -154,7 +154,7 @@ _OUTPUT = " output"
 
 
 def relative(address: str, layer: str) -> str:
-    """Return an address as the line of ``layer`` says it; ``output`` goes without saying.
+    """Return an address relative to ``layer``; the ending ``output`` is left out.
 
     >>> relative("h.0.ln_1 output", "h.0.attn"), relative("h.0.ln_1 output", "h.0.attn.c_attn")
     ('.ln_1', '..ln_1')

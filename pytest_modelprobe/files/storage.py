@@ -1,4 +1,4 @@
-"""The two files on disk: read within bounds, written whole or not at all."""
+"""The two files on disk: read with a size limit, written atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REMOVED = ".removed.json"
 DIRECTORY = "__modelprobe__"
 
 _TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
-_OLD = 3600.0  # seconds after which a temporary file is no one's any more, wherever its process runs
+_OLD = 3600.0  # seconds after which a temporary file is removed, also if its process runs on another machine
 
 
 def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
@@ -54,10 +54,10 @@ def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
 
 
 def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
-    """Write both files, each whole or not at all, and make their directory if need be.
+    """Write both files, each atomically, and create their directory.
 
-    A process that is killed in between leaves the old files, or numbers that are known not to belong to the
-    architecture. What such a process left behind is removed by the next that writes there.
+    A process that is killed in between leaves the old files, or numbers whose digest does not fit the architecture. Its
+    temporary files are removed by the next write to the directory.
 
     Args:
         path: The architecture file.
@@ -74,8 +74,8 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
         raise SnapshotError(
             f"{path.parent} cannot be made ({error.strerror}): {_way_out(error, path.parent)}"
         ) from None
-    _remove_left_over(path.parent)
-    # Numbers first: cut short, a first update leaves no snapshot, and a later one an architecture that was reviewed.
+    _remove_stale(path.parent)
+    # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
     if texts.numbers is not None:
         _write(probe, texts.numbers)
     _write(path, texts.architecture)
@@ -116,7 +116,7 @@ def _read(path: Path) -> str | None:
 
 
 def _inside(path: Path) -> Path:
-    """Return where a path leads; it must not leave the directory of the tests."""
+    """Resolve a path, which must not leave the directory of the tests by a symbolic link."""
     parts = path.absolute().parts
     at = parts.index(DIRECTORY) if DIRECTORY in parts else len(parts) - 1
     root = Path(*parts[:at])
@@ -145,20 +145,20 @@ def _write(path: Path, text: str) -> None:
             try:
                 temporary.replace(target)
                 break
-            except FileNotFoundError:  # another machine took it for left over
+            except FileNotFoundError:  # removed as stale by another machine
                 continue
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
         else:
             raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
-        _keep(target.parent)
+        _flush_directory(target.parent)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
 
 def _written(target: Path, data: bytes) -> Path:
-    """Return a new hidden file with the data, beside the target, on disk."""
+    """Write the data to a new hidden file beside the target, and flush it to disk."""
     temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -171,8 +171,8 @@ def _written(target: Path, data: bytes) -> Path:
     return temporary
 
 
-def _keep(directory: Path) -> None:
-    """Have the new names of a directory on disk too, where the system can do that."""
+def _flush_directory(directory: Path) -> None:
+    """Flush the entries of a directory to disk, where the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -185,14 +185,14 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def _way_out(error: OSError, path: Path) -> str:
-    """Return what to do where a file cannot be written."""
+    """Return the advice for a file that cannot be written."""
     if error.errno in _FULL:
-        return f"free space where {path.parent} lies, and run the update again"
+        return f"free space for {path.parent}, and run the update again"
     return f"make {path} writable, or leave out `--snapshot-update`"
 
 
-def _remove_left_over(directory: Path) -> None:
-    """Remove temporary files of processes that were killed: ours by name, and old or of no process that runs."""
+def _remove_stale(directory: Path) -> None:
+    """Remove our temporary files that are old or whose process does not run."""
     for temporary, pid in _temporary(directory):
         with contextlib.suppress(OSError):
             if time.time() - temporary.stat().st_mtime > _OLD or not _runs(pid):
@@ -207,7 +207,7 @@ def _temporary(directory: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; where that cannot be asked, it may."""
+    """Whether a process runs; True if it is not known."""
     if os.name != "posix":
         return True  # there, os.kill ends what it is asked about
     try:

@@ -1,4 +1,4 @@
-"""An update that changes no more lines than it has to, so that the diff of a commit tells what changed."""
+"""Updates that change as few lines as possible, for a short diff."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pytest_modelprobe.exceptions import SnapshotError
 from .decoding import decode
 from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, Texts, digest_of, joined_lines
 
-# What the lines of layers leave out, because it stands in the header.
+# Header fields that the lines of layers depend on.
 _LEFT_OUT = ("root", "mode", "forwards", "dtype", "requires_grad", "grad_enabled", "autocast", "attributes")
 
 
 def rewritten(new: Texts, old: Texts, changed: Collection[str]) -> Texts:
     """Return the old texts with the lines of some layers taken from the new ones; the rest stays byte for byte.
 
-    Lines of layers whose structure differs are taken from the new texts too. Where the texts have little in common,
-    they are the new ones altogether.
+    Lines of layers whose structure differs are taken from the new texts too. If the old texts cannot be used, the new
+    ones are returned.
 
     Args:
         new: What `encode` returned for the record that is kept from now on.
         old: What the files hold.
-        changed: Layers whose numbers changed by more than they may.
+        changed: Layers with values beyond their tolerance.
     """
     try:
         mixed = _mixed(new, old, changed)
@@ -88,7 +88,7 @@ def _architecture(new: Texts, old: Texts, a: _File, b: _File) -> str:
 
 
 def _kept(new: Mapping[str, _Line], old: Mapping[str, _Line]) -> list[str]:
-    """Return the new lines, each as it was where it says the same."""
+    """Return the new lines, with the old text of those with the same content."""
     return [old[k].text if k in old and old[k].data == line.data else line.text for k, line in new.items()]
 
 
@@ -100,7 +100,7 @@ def _numbers(new: _File, old: _File, same: Collection[str]) -> str:
     }
     layers = {name: (old if name in kept else new).layers[name] for name in new.layers}
     header = new.header
-    if kept == new.layers.keys() == old.layers.keys():  # what was noted of the run belongs to the numbers
+    if kept == new.layers.keys() == old.layers.keys():  # the header of a run belongs to its numbers
         told = {key: new.header[key] for key in ("architecture", "compared") if key in new.header}
         header = {key: line for key, line in old.header.items() if key != "compared"} | told
     responses: dict[str, _Line] = {}
@@ -117,7 +117,7 @@ def _numbers(new: _File, old: _File, same: Collection[str]) -> str:
 
 
 def _form(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a line is no number: which values it has, and which values of other lines they are."""
+    """Return a line without its numbers: its values, and references to other lines."""
     return {key: _form_of(key, value) for key, value in line.items()}
 
 

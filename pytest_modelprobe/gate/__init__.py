@@ -7,7 +7,7 @@ from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of,
 from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
 from .removals import declared_removals, removal_path
-from .sources import (
+from .snapshot_sources import (
     ENDINGS,
     SnapshotSource,
     SourceError,
@@ -19,7 +19,7 @@ from .sources import (
     scope_in,
     without_ending,
 )
-from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, not_compared
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, part_not_compared
 
 __all__ = [
     "CLASSES",
@@ -46,7 +46,7 @@ __all__ = [
     "has_words",
     "judge",
     "needs_reason",
-    "not_compared",
+    "part_not_compared",
     "on_disk",
     "parameters",
     "refuse_directory",

@@ -12,19 +12,19 @@ from pytest_modelprobe.record import Layer, Parameter, Record, qualified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What a change does to checkpoints: keys of the state_dict, by what became of them."""
+    """The effect of a change on checkpoints: keys of the state_dict."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-    """Keys of another dtype: they load, and are converted."""
+    """Keys with another dtype: they load and are converted."""
     tied: tuple[str, ...] = ()
-    """Keys that share their storage with others than before."""
+    """Keys that share their storage with other keys than before."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Old key → new key, where a layer has another name."""
+    """Old key → new key of renamed layers."""
     parameters: int = 0
-    """Elements of all parameters now, each counted once."""
+    """Elements of all parameters now, shared ones counted once."""
     parameters_before: int = 0
 
     @property
@@ -34,12 +34,12 @@ class Effect:
 
     @property
     def loads(self) -> bool:
-        """Whether an old checkpoint loads, if not with the same numbers."""
+        """Whether an old checkpoint loads without errors."""
         return not (self.added or self.removed or self.reshaped or self.renamed)
 
 
 def effect_on_checkpoints(comparison: Comparison) -> Effect:
-    """Return which keys of the state_dict became what."""
+    """Return how the keys of the state_dict changed."""
     now, before = _keys(comparison.actual, comparison.expected), _keys(comparison.expected, comparison.actual)
     original = {new: old for old, new in comparison.renamed.items()}
     both = [key for key in now if key in before]
@@ -64,19 +64,19 @@ def effect_on_checkpoints(comparison: Comparison) -> Effect:
 
 
 def _keys(record: Record, other: Record) -> dict[str, tuple[str, Parameter]]:
-    """Return key → layer and what it holds; of a buffer that is not said to be persistent, ``other`` may tell."""
-    told = {(layer.name, own.name): own.persistent for layer in other.layers.values() for own in layer.buffers}
+    """Return key → layer and tensor; whether a buffer is persistent may be known from ``other`` only."""
+    persistent = {(layer.name, own.name): own.persistent for layer in other.layers.values() for own in layer.buffers}
 
     def stored(layer: Layer) -> Iterator[Parameter]:
         yield from layer.parameters
         for own in layer.buffers:
-            if told.get((layer.name, own.name)) if own.persistent is None else own.persistent:
+            if persistent.get((layer.name, own.name)) if own.persistent is None else own.persistent:
                 yield own
 
     return {
         qualified(name, own.name): (name, own)
         for layer in record.layers.values()
-        # A module that stands at two places is stored twice.
+        # A shared module is stored under each of its names.
         for name in (layer.name, *layer.aliases)
         for own in stored(layer)
     }

@@ -1,4 +1,4 @@
-"""What a run of GitHub Actions is to be compared with: read from its event, without the network."""
+"""The base of a run of GitHub Actions, read from its event, without the network."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NAME_IT = "name what to compare with: --base origin/main"
 
 
 def base(repository: Repository, environment: Mapping[str, str]) -> str:
-    """Return the revision that the change under test started from.
+    """Return the revision to compare with.
 
-    Of a pull request that is the first parent of the merge commit that Actions checks out; of a merge queue, what the
-    queue builds on; of a push, what the branch was before it.
+    Of a pull request it is the first parent of the merge commit that Actions checks out; of a merge queue, its base; of
+    a push, the branch before it.
 
     Raises:
-        GitError: the event does not say, or what is checked out is not what the event is about.
+        GitError: The event has no base, or is of another commit than the one checked out.
     """
     name = environment.get("GITHUB_EVENT_NAME", "")
     event = _event(environment)

@@ -36,10 +36,10 @@ def architecture_differences(comparison: Comparison) -> Iterator[Difference]:
 _MakeDifference = Callable[..., Difference]
 
 
-def _in_call(call: Call, other: Call, told: _MakeDifference) -> Iterator[Difference]:
-    yield from _fields(call, other, functools.partial(told, kind="calls"))
+def _in_call(call: Call, other: Call, make: _MakeDifference) -> Iterator[Difference]:
+    yield from _fields(call, other, functools.partial(make, kind="calls"))
     for value, was in _by_path((*call.inputs, *call.outputs), other):
-        yield from _fields(value, was, functools.partial(told, kind="calls"), f"{value.path} ")
+        yield from _fields(value, was, functools.partial(make, kind="calls"), f"{value.path} ")
 
 
 def _by_path(values: Iterable[Value], other: Call) -> Iterator[tuple[Value, Value]]:
@@ -62,12 +62,12 @@ _UNSEEN = (
 )
 
 
-def _fields(now: object, before: object, told: _MakeDifference, of: str = "") -> Iterator[Difference]:
+def _fields(now: object, before: object, make: _MakeDifference, of: str = "") -> Iterator[Difference]:
     for what in _UNSEEN:
         x, y = getattr(now, what, None), getattr(before, what, None)
         if x != y:
             shown = (str(side) if isinstance(side, tuple) else side for side in (x, y))
-            yield told(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
+            yield make(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
 
 
 def run_differences(comparison: Comparison) -> Iterator[Difference]:
@@ -84,19 +84,19 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
             if x != y:  # the comparison does not look at it where nothing is trained
                 yield Difference(layer=name, kind="run", what=f"gradient of {own.name}", actual=x, expected=y)
     for (name, _, side, path), moved in comparison.changes.items():
-        if moved.differs:  # as of an input, which is told of the output that it is
+        if moved.differs:  # as of an input, whose difference is reported at its source
             yield Difference(layer=name, kind="run", what=f"{side} {path}", change=moved.change)
     for pair in comparison.calls:
-        told = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
+        make = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
         if pair.actual.random != pair.expected.random:
-            yield told(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
+            yield make(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
         for value, other in _by_path((*pair.actual.inputs, *pair.actual.outputs), pair.expected):
             now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))
             if now_dead != then_dead:
-                yield told(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
+                yield make(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
         x, y = _answered(pair.actual.response), _answered(pair.expected.response)
         if x != y:
-            yield told(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+            yield make(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
 
 
 def _parameters_and_buffers(layer: Layer | None) -> tuple[Parameter, ...]:

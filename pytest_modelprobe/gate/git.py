@@ -1,4 +1,4 @@
-"""Files as they are in other revisions, read through git: no checkout, no shell, nothing written."""
+"""Files in other revisions, read by git: no checkout, no shell, nothing written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from pytest_modelprobe.exceptions import ModelProbeError
 
 _TIMEOUT = 60.0
-"""Seconds for one git command. It may fetch what a partial clone lacks, and must not hang a job for ever."""
+"""Seconds for one git command, which may fetch objects of a partial clone."""
 
 # A user's own settings must not change what is read here.
 _SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
 
 
 class GitError(ModelProbeError):
-    """What was asked cannot be read from git."""
+    """Git has no such revision or object, or cannot be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Commit:
     """Day of the author, such as ``2026-01-31``."""
     subject: str
     parents: tuple[str, ...] = ()
-    """Of a history: the commits in it that this one came after. Those left out changed nothing in between."""
+    """The nearest ancestors in the same history."""
 
     @property
     def short(self) -> str:
@@ -43,13 +43,13 @@ class Commit:
 class Repository:
     """A git repository and its working tree.
 
-    Paths are relative to the root of the working tree and have forward slashes, as in git's own answers.
+    Paths are relative to the root of the working tree, with forward slashes.
 
     Args:
-        where: a folder within the working tree.
+        where: A folder in the working tree.
 
     Raises:
-        GitError: it is in no repository, or git cannot be run.
+        GitError: It is in no repository, or git cannot be run.
     """
 
     def __init__(self, where: Path) -> None:
@@ -57,13 +57,13 @@ class Repository:
         try:
             self.root = Path(self._text("rev-parse", "--show-toplevel")).resolve()
         except GitError as error:
-            # Also git's refusal of a tree that belongs to another user, which tells what to do.
+            # Git refuses a tree of another user too, with advice in its message.
             told = "" if "not a git repository" in str(error) else f" ({error})"
             raise GitError(f"{where.resolve()} is not in a git working tree{told}") from error
 
     @property
     def shallow(self) -> bool:
-        """Whether the history ends before its first commit, as `actions/checkout` leaves it."""
+        """Whether the clone is shallow, as by `actions/checkout`."""
         return self._text("rev-parse", "--is-shallow-repository") == "true"
 
     def commit(self, ref: str) -> str:
@@ -100,11 +100,11 @@ class Repository:
         return re.findall(r"^parent ([0-9a-f]+)$", head.decode("utf-8", "replace"), re.MULTILINE)
 
     def files(self, commit: str) -> dict[str, str]:
-        """Return path → name of its content for all files of a commit; links are none."""
+        """Return path → blob for all regular files of a commit."""
         return self._tree(commit, b"100")
 
     def links(self, commit: str) -> dict[str, str]:
-        """Return path → name of its content for all symbolic links of a commit: the content is where it leads."""
+        """Return path → blob for all symbolic links of a commit; the blob holds the target."""
         return self._tree(commit, b"120")
 
     def _tree(self, commit: str, mode: bytes) -> dict[str, str]:
@@ -114,12 +114,12 @@ class Repository:
         return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(mode)}
 
     def working_files(self) -> list[str]:
-        """Return the paths of the files in the working tree that git tracks or would add; links are none."""
+        """Return the paths of regular files in the working tree that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
         return [path for path, there in paths if there.is_file() and not there.is_symlink()]
 
     def working_links(self) -> dict[str, bytes]:
-        """Return path → where it leads, for all symbolic links that git tracks or would add."""
+        """Return path → target for all symbolic links that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
         return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
 
@@ -128,14 +128,14 @@ class Repository:
         return sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Return name of a content → its bytes; what is no file has none."""
+        """Return blob → size in bytes; other objects are left out."""
         wanted = list(dict.fromkeys(names))
         lines = self._batch("--batch-check", wanted).decode().splitlines() if wanted else []
         found = (line.split(" ") for line in lines)  # name, kind, size; or: name, missing
         return {name: int(size) for name, kind, size in (parts for parts in found if len(parts) == 3) if kind == "blob"}
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return name of a content → content, of any number of files by one process."""
+        """Return blob → content, by one process."""
         wanted = list(dict.fromkeys(names))
         if not wanted:
             return {}
@@ -176,7 +176,7 @@ class Repository:
         return next((old for old, new in zip(parts[1::3], parts[2::3], strict=False) if new == path), None)
 
     def _fetch(self, ref: str) -> str:
-        """Return the command that brings a revision which is not here."""
+        """Return the command that fetches a missing revision."""
         if ref.startswith("origin/"):
             step = f"git fetch origin {ref.removeprefix('origin/')}"
         elif re.search(r"[\^~]", ref):
@@ -192,7 +192,7 @@ class Repository:
 
     def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = ["git", *_SETTINGS, *arguments]
-        # No question at a terminal, no lock in a repository that something else may be writing to.
+        # No prompts, and no locks of a repository that another process may write to.
         environment = os.environ | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
         try:
             done = subprocess.run(

@@ -11,7 +11,7 @@ from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Remova
 
 from .declarations import words
 from .git import Repository
-from .sources import SourceError, text_of
+from .snapshot_sources import SourceError, text_of
 
 
 def removal_path(architecture: str) -> str:

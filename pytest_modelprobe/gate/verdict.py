@@ -1,4 +1,4 @@
-"""Snapshots of two revisions → what changed, of which class, and whether the change was declared. No text, no git."""
+"""Snapshots of two revisions → their changes, the class of each, and whether it was declared. No text, no git."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .file_differences import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotVersion:
-    """One snapshot as it is in one revision."""
+    """One snapshot in one revision."""
 
     path: str
     """Of its ``.arch.json``, as messages show it."""
@@ -37,49 +37,49 @@ class SnapshotVersion:
     """Path of its ``.probe.json``; None: a record of structure alone."""
     record: Record
     architecture: str
-    """Digest of the exact part, its declaration left out."""
+    """Digest of the architecture without its declaration."""
     content: str
-    """Digest of all that it says."""
+    """Digest of architecture and numbers."""
     reason: str | None = None
-    """Why the architecture is another than before, as its author declared."""
+    """The declared reason for the change of the architecture."""
     supersedes: tuple[str, ...] = ()
-    """Digests of the architectures that this one came after."""
+    """Digests of the earlier architectures."""
     compared: Parts = "all"
-    """What of it its test compares."""
+    """The part that its test compares."""
     text: str = field(default="", repr=False)
     """The ``.arch.json``, for the lines of annotations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """All that is of one class in the change of one snapshot."""
+    """The differences of one class in one snapshot."""
 
     kind: Class
     level: Level
     differences: tuple[Difference, ...] = ()
     causes: tuple[Cause, ...] = ()
-    """What explains them, as a failure of the test says it."""
+    """Their causes, as in the failure of the test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotChange:
-    """What became of one snapshot."""
+    """The change of one snapshot."""
 
     before: SnapshotVersion | None
     now: SnapshotVersion | None
     findings: tuple[Finding, ...]
-    """The gravest first."""
+    """The most severe first."""
     comparison: Comparison | None = None
-    """None where one of the two is missing."""
+    """None if one of the two is missing."""
     diagnosis: Diagnosis | None = None
-    """Why they differ; None where they do not, or one is missing."""
+    """The causes; None if nothing differs or one is missing."""
     effect: Effect = field(default_factory=Effect)
     removal: str | None = None
     """The reason declared for the deletion of exactly this snapshot."""
 
     @property
     def path(self) -> str:
-        """The path now; of what is gone, the path that it had."""
+        """The path now; of a deleted snapshot, the former path."""
         return self.either.path
 
     @property
@@ -89,14 +89,14 @@ class SnapshotChange:
 
     @property
     def either(self) -> SnapshotVersion:
-        """The snapshot now; of what is gone, as it was."""
+        """The snapshot now; a deleted one as it was."""
         snapshot = self.now or self.before
         assert snapshot is not None
         return snapshot
 
     @property
     def level(self) -> Level:
-        """The gravest level among the findings."""
+        """The most severe level of the findings."""
         return min((finding.level for finding in self.findings), key=LEVELS.index)
 
     @property
@@ -108,7 +108,7 @@ class SnapshotChange:
             return None
         if self.before is None:
             return self.now.reason
-        # A reason that was there before was given for an earlier change, whatever it says to supersede by now.
+        # A reason with the same words as before was given for an earlier change, whatever it supersedes.
         given_before = words(self.before.reason or "") == words(self.now.reason or "")
         follows = self.before.architecture in (self.now.architecture, *self.now.supersedes)
         return self.now.reason if follows and not given_before else None
@@ -121,18 +121,18 @@ class SnapshotChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is to be said of a change from one revision to another."""
+    """The changes between two revisions."""
 
     changes: tuple[SnapshotChange, ...] = ()
-    """The gravest first."""
+    """The most severe first."""
     unchanged: int = 0
-    """Snapshots that say what they said."""
+    """The number of unchanged snapshots."""
     base: str = ""
-    """The commit that it changed from, where it is one."""
+    """The commit compared with; empty if there is none."""
 
     @property
     def denied(self) -> tuple[SnapshotChange, ...]:
-        """Changes that no reason was given for."""
+        """Changes that need a reason and have none."""
         return tuple(change for change in self.changes if change.denied)
 
 
@@ -144,13 +144,13 @@ def judge(
     unchanged: int = 0,
     removals: Mapping[tuple[str, str], str] | None = None,
 ) -> Verdict:
-    """Return what changed between the snapshots of two revisions, and what of it is denied.
+    """Return the changes between the snapshots of two revisions, and which are denied.
 
     Args:
-        before: name → snapshot, as it was.
-        now: name → snapshot, as it is.
-        levels: what is done about each class.
-        unchanged: snapshots known to be the same, which are not among the two.
+        before: Name → snapshot in the base.
+        now: Name → snapshot now.
+        levels: Level of each class.
+        unchanged: Number of equal snapshots that are not in the two mappings.
         removals: (path, content) of deleted snapshots → declared reason, see `declared_removals`.
 
     >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
@@ -161,24 +161,24 @@ def judge(
     ()
     """
     changes, same = [], unchanged
-    told: set[str] = set()
+    reported: set[str] = set()
     for old, new, renamed in _pairs(before, now):
         if old and new and not renamed and (old.content, old.text) == (new.content, new.text):
             same += 1
             continue
-        # Several devices have one architecture: what changed of it is said of the first.
-        architecture = new is None or new.path not in told
+        # Several devices share one architecture: its changes are reported for the first.
+        architecture = new is None or new.path not in reported
         if old and new:
-            told.add(new.path)
+            reported.add(new.path)
         change = _change(old, new, levels, renamed=renamed, architecture=architecture)
         if old and new is None:
             change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
         changes.append(change)
-    changes.sort(key=_gravity)
+    changes.sort(key=_severity)
     return Verdict(changes=tuple(changes), unchanged=same)
 
 
-def _gravity(change: SnapshotChange) -> tuple[bool, int, int, str]:
+def _severity(change: SnapshotChange) -> tuple[bool, int, int, str]:
     first = change.findings[0]
     return not change.denied, LEVELS.index(change.level), CLASSES.index(first.kind), change.path
 
@@ -186,21 +186,21 @@ def _gravity(change: SnapshotChange) -> tuple[bool, int, int, str]:
 def _pairs(
     before: Mapping[str, SnapshotVersion], now: Mapping[str, SnapshotVersion]
 ) -> Iterator[tuple[SnapshotVersion | None, SnapshotVersion | None, bool]]:
-    """Yield what belongs together, nothing twice, and whether it has another name.
+    """Yield pairs of old and new snapshots, each once, and whether the snapshot was renamed.
 
-    Each file belongs to its own past; of what is left, that which says the same does.
+    They are paired by path, the rest by equal contents.
     """
     gone, found = dict(before), {}
     for name, new in now.items():
         if name in before and _file(name, before[name]) == _file(name, new):
             found[name] = gone.pop(name)
-    told = {_file(name, now[name]) for name in found}
-    for name, new in now.items():  # the numbers are of another device, the architecture is the same file
+    paired = {_file(name, now[name]) for name in found}
+    for name, new in now.items():  # numbers of another device beside the same architecture
         file = _file(name, new)
         past = next((other for other, old in gone.items() if _file(other, old) == file), None)
-        if name not in found and file not in told and past is not None:
+        if name not in found and file not in paired and past is not None:
             found[name] = gone.pop(past)
-            told.add(file)
+            paired.add(file)
     for name, new in now.items():
         if name in found:
             yield found[name], new, False
@@ -212,12 +212,12 @@ def _pairs(
 
 
 def _file(name: str, snapshot: SnapshotVersion) -> str:
-    """Return the name of the architecture file of a snapshot: its own, or the one without its device."""
+    """Return the name of the architecture file of a snapshot, which has no device in it."""
     return name if snapshot.path.removesuffix(".arch.json").endswith(name) else name.rpartition(".")[0]
 
 
 def _take(gone: dict[str, SnapshotVersion], new: SnapshotVersion) -> SnapshotVersion | None:
-    """Return, and take away, the snapshot that is gone under its old name."""
+    """Remove and return the deleted snapshot with the same content."""
     for agree in ("content", "architecture"):
         for name, old in gone.items():
             if getattr(old, agree) == getattr(new, agree) and old.record.device == new.record.device:
@@ -236,22 +236,14 @@ def _change(
     if old is None or new is None:
         kind: Class = "new" if old is None else "removed"
         return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
-    # Of another device, or of structure alone, the numbers are not those of before.
+    # Numbers of another device, or none, cannot be compared.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
     comparison = compare(new.record, old.record, parts=parts)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
-    by_class = differences_by_class(diagnosis, effect)
-    for difference in noise_differences(comparison):
-        by_class.setdefault("behavior", []).append(difference)
-    if not comparison.differences:
-        for difference in run_differences(comparison):
-            by_class.setdefault("behavior", []).append(difference)
-    if architecture and "structure" not in by_class:
-        for difference in architecture_differences(comparison):
-            by_class.setdefault("structure", []).append(difference)
-    if gone or not_compared(new, old):
+    by_class = _differences(diagnosis, effect, architecture=architecture)
+    if gone or part_not_compared(new, old):
         by_class["removed"] = []
     elif old.numbers is None and new.numbers is not None:
         by_class["new"] = []
@@ -277,7 +269,20 @@ def _change(
     )
 
 
-def not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
-    """Return what of a snapshot its test compares no more; None where it compares what it did."""
+def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) -> dict[Class, list[Difference]]:
+    """Return class → differences, with those of the files that the comparison does not report."""
+    comparison = diagnosis.comparison
+    by_class = differences_by_class(diagnosis, effect)
+    behavior = [*noise_differences(comparison), *(() if comparison.differences else run_differences(comparison))]
+    if behavior:
+        by_class.setdefault("behavior", []).extend(behavior)
+    if architecture and "structure" not in by_class:
+        structure = list(architecture_differences(comparison))
+        by_class |= {"structure": structure} if structure else {}
+    return by_class
+
+
+def part_not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
+    """Return the part of a snapshot that its test no longer compares; None if there is none."""
     lost = now.compared not in ("all", before.compared)
     return ("architecture" if now.compared == "behavior" else "behavior") if lost else None

@@ -1,1 +1,1 @@
-"""Records and findings → something to read: one room for each form."""
+"""Records and findings as text, Markdown, HTML, JSON and annotations."""

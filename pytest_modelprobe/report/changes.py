@@ -1,4 +1,4 @@
-"""What changed between two revisions as text: the same change in repeated layers is said once."""
+"""The changes between two revisions as text; equal changes of repeated layers are one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
-from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, not_compared
+from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, part_not_compared
 
 from . import comparison
 from .comparison import noted, percent
@@ -16,15 +16,15 @@ from .rows import Row, rows
 from .text import Cell, collapsed, count, failure, listed, printable, table
 
 _MANY = 8
-"""Files of one folder that a command names before it names the folder."""
+"""Number of files of one folder above which a command names the folder."""
 
 
 _EACH_WHOLE = 4
-"""Snapshots that changed of which each is told as a failure tells it: of more the causes are told together."""
+"""Number of changed snapshots above which their causes are in one table."""
 
 
 def effect_text(effect: Effect) -> str:
-    """Return what a change does to old checkpoints, and by how much the model grew.
+    """Return the effect on old checkpoints, and on the number of parameters.
 
     >>> effect_text(Effect(reshaped=("fc.weight", "fc.bias"), parameters=150, parameters_before=100))
     'old checkpoints will not load: 2 keys reshaped; +50 parameters (+50 %)'
@@ -52,11 +52,11 @@ def effect_text(effect: Effect) -> str:
 
 
 def finding_text(finding: Finding, change: SnapshotChange) -> str:
-    """Return in one line what a finding is: the effect on checkpoints, or what changed of which layers."""
+    """Return a finding in one line: the effect on checkpoints, or the changed layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
     if finding.kind == "removed" and change.now is not None:
-        lost = not_compared(change.now, change.before) if change.before is not None else None
+        lost = part_not_compared(change.now, change.before) if change.before is not None else None
         if lost and change.now.numbers is not None:
             return f"its {lost} is not compared any more"
         device = change.either.record.device if change.now.numbers is not None else ""
@@ -85,7 +85,7 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
 
 
 def _causes_text(finding: Finding, change: SnapshotChange) -> str:
-    """Return the causes of a finding as a failure says them, and what becomes of the output."""
+    """Return the causes of a finding, and the change of the output."""
     told = listed([_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
     if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
@@ -104,7 +104,7 @@ def _repeated_cause_text(cause: Cause, times: int) -> str:
 
 
 def _row_text(row: Row) -> str:
-    """Return a row as the report of causes says it."""
+    """Return a row as text."""
     times = f" {row.times}" if row.times else ""
     if row.what in ("layer added", "layer removed"):
         return f"{row.layer} {row.what.removeprefix('layer ')}{times}"
@@ -118,10 +118,10 @@ def status(finding: Finding, change: SnapshotChange) -> str:
     return "declared" if change.reason else "denied"
 
 
-def first_line(verdict: Verdict) -> str:
-    """Return what the gate has to say in one line.
+def verdict_line(verdict: Verdict) -> str:
+    """Return the verdict in one line.
 
-    >>> first_line(Verdict(unchanged=12))
+    >>> verdict_line(Verdict(unchanged=12))
     'no model changed; 12 unchanged'
     """
     changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
@@ -148,11 +148,11 @@ _OF_SNAPSHOTS: dict[Class, str] = {
     "renamed": "renaming of its snapshot",
     "new": "new snapshot",
 }
-"""What is not declared, where it is no change of a model."""
+"""Changes of snapshots that are no changes of a model."""
 
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
-    """Return the cells of `VERDICT_COLUMNS`, the gravest first: of models that say the same of a class one row."""
+    """Return the cells of `VERDICT_COLUMNS`, the most severe first; equal findings of several models are one row."""
     alike: dict[tuple[str, str, str], list[tuple[Finding, SnapshotChange]]] = {}
     for change in verdict.changes:
         for finding in change.findings:
@@ -167,7 +167,7 @@ def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
 
 
 def _unsized(finding: Finding) -> str:
-    """Return what is said of weights that all are others, whatever their number and by how much they are."""
+    """Return the same key for all findings that all weights changed."""
     return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].is_retraining else ""
 
 
@@ -183,9 +183,9 @@ def next_steps(verdict: Verdict) -> list[str]:
     if there:
         tests = dict.fromkeys(test_file(change.path) for change in there)
         command = " ".join(["pytest --snapshot-update", *map(_quoted, tests)]) + ' --modelprobe-reason="..."'
-        # From the base's files on, so that one reason is for the whole way, however many updates there were.
+        # Starting from the files of the base, so that one reason is for the whole branch.
         files = _files_then(there, verdict) if verdict.base else []
-        # Names are no patterns: a test's ids stand in brackets.
+        # Literal, as ids of tests have brackets.
         back = " ".join(["git --literal-pathspecs checkout", verdict.base[:12], "--", *map(_quoted, files)])
         commands = [back, command] if files else [command]
         said = "If it is meant, give the reason, and commit the .arch.json files that this writes:"
@@ -201,7 +201,7 @@ def next_steps(verdict: Verdict) -> list[str]:
 
 
 def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
-    """Return the files in the base of snapshots that have the same name now; of many a folder stands for its files."""
+    """Return the files in the base of snapshots with the same path now; a folder if there are many."""
     folders: dict[str, dict[str, None]] = {}
     for change in changes:
         if change.before is not None and change.before.path == change.path:
@@ -214,7 +214,7 @@ def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str
 
 
 def _quoted(word: str) -> str:
-    r"""Return a word as a shell takes it and as it can be shown.
+    r"""Return a word quoted for a shell, in printable characters.
 
     >>> print(_quoted("test_a[2].arch.json"), _quoted("a" + chr(27)))
     'test_a[2].arch.json' $'a\x1b'
@@ -239,7 +239,7 @@ test_file.__test__ = False  # type: ignore[attr-defined]  # to pytest it is call
 
 
 def reasons(verdict: Verdict) -> list[str]:
-    """Return the reasons that were given, each once, with what they are for."""
+    """Return the declared reasons, each once, with their models."""
     given: dict[str, list[str]] = {}
     for change in verdict.changes:
         if change.reason:
@@ -248,33 +248,33 @@ def reasons(verdict: Verdict) -> list[str]:
 
 
 def details(change: SnapshotChange) -> list[Row]:
-    """Return everything that differs in one snapshot, the gravest class first."""
+    """Return all differences of one snapshot, the most severe class first."""
     if change.comparison is None:
         return []
     actual, expected = change.comparison.actual, change.comparison.expected
     return [row for finding in change.findings for row in rows(finding.differences, actual, expected)]
 
 
-def text(verdict: Verdict) -> str:
+def verdict_text(verdict: Verdict) -> str:
     """Return the verdict of the gate as plain text."""
     if not verdict.changes:
-        return first_line(verdict)
-    causes = cause_rows(verdict)
+        return verdict_line(verdict)
+    causes = shared_cause_rows(verdict)
     return "\n\n".join(
         [
-            failure(first_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
-            *(["\n".join(table(CAUSE_COLUMNS, causes))] if causes else []),
+            failure(verdict_line(verdict), VERDICT_COLUMNS, verdict_rows(verdict), widest=200),
+            *(["\n".join(table(SHARED_CAUSE_COLUMNS, causes))] if causes else []),
             *map(printable, reasons(verdict)),
             *("\n".join(printable(line) for line in step.split("\n")) for step in next_steps(verdict)),
         ]
     )
 
 
-CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
+SHARED_CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
 
 
-def cause_rows(verdict: Verdict) -> list[list[Cell]]:
-    """Return the cells of `CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
+def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
+    """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
     alike: dict[tuple[str, Class], dict[str, float | None]] = {}
     for change in verdict.changes:
         diagnosis = change.diagnosis
@@ -298,7 +298,7 @@ def _heading(same: Sequence[SnapshotChange]) -> str:
 
 
 def diff_text(verdict: Verdict) -> str:
-    """Return what changed, and why, as plain text: of many snapshots the causes in one table, each once."""
+    """Return the changes and their causes as plain text; of many snapshots the causes in one table."""
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
     folded = len(verdict.changes) > _EACH_WHOLE
@@ -309,17 +309,17 @@ def diff_text(verdict: Verdict) -> str:
             lines.append((comparison.first_line if folded else comparison.text)(change.diagnosis))
         alike.setdefault(tuple(lines), []).append(change)
     parts = ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
-    causes = cause_rows(verdict) if folded else []
+    causes = shared_cause_rows(verdict) if folded else []
     if causes:
-        parts.append("\n".join(table(CAUSE_COLUMNS, causes, most=len(causes))))
-        parts.append("The diff of one snapshot alone says more of it: what moved, and how each cause was seen.")
+        parts.append("\n".join(table(SHARED_CAUSE_COLUMNS, causes, most=len(causes))))
+        parts.append("The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.")
     if verdict.unchanged:
         parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
     return "\n\n".join(parts)
 
 
 def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:
-    """Yield what is to be said of a snapshot as a whole."""
+    """Yield class and text of the findings about a snapshot as a whole."""
     for finding in change.findings:
         if finding.kind in ("checkpoint", "new", "removed") or (finding.kind == "renamed" and not finding.causes):
             yield finding.kind, finding_text(finding, change)

@@ -1,4 +1,4 @@
-"""A diagnosis in words: the first line of a failure, the table of causes, a paragraph for a pull request."""
+"""A diagnosis as text: the first line of a failure, the table of causes, the counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .text import Cell, collapsed, count, listed, pattern, printable, table
 
 
 def first_line(diagnosis: Diagnosis) -> str:
-    """Return the line that stands alone: layer and cause, by how much, how many more.
+    """Return the first line of a failure: layer, cause and effect, and the number of causes.
 
     >>> from pytest_modelprobe.comparison import compare
     >>> from pytest_modelprobe.comparison import diagnose
@@ -52,16 +52,16 @@ def first_line(diagnosis: Diagnosis) -> str:
 
 
 def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
-    """Whether the output changed, no cause that is sure has a known effect, and one that is possible has."""
+    """Whether the output changed, and only possible causes have a known effect."""
     if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
         return False
-    # A layer that gets no mask any more gives out something else for that reason.
+    # A missing mask changes the output of a layer.
     unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
     return not unmasked and any(cause.change is not None for cause in diagnosis.possible)
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
-    """Return how many places, and the first three."""
+    """Return the number of places, and the first three."""
     first = [_repeated(cause_text(cause, _label(cause.layer, diagnosis)), times) for cause, times in found[:3]]
     more = ["..."] if len(found) > len(first) else []
     return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(first + more)}"
@@ -72,18 +72,17 @@ def _repeated(text: str, times: int) -> str:
 
 
 def _label(layer: str, diagnosis: Diagnosis) -> str:
-    """Return what a sentence calls a layer of one of the two records, or the layers that a pattern stands for."""
+    """Return the label of a layer of either record, or of the layers that a pattern matches."""
     records = (diagnosis.comparison.actual, diagnosis.comparison.expected)
     return "layers '*'" if layer == "*" else next((r[layer].label for r in records if layer in r.layers), layer)
 
 
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
-    """Return the whole failure: the first line, the table of causes, what moved after them, what to do next."""
+    """Return the text of a failure: the first line, the tables of causes, the counts, the next steps."""
     parts = [first_line(diagnosis)]
     for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible)):
         if causes:
-            columns = ["cause", "class", "changed by", "x noise", "seen", "looks like"]
-            parts.append("\n".join([title] * bool(title) + table(columns, cause_rows(causes))))
+            parts.append("\n".join([title] * bool(title) + table(CAUSE_COLUMNS, cause_rows(causes))))
     counts = []
     if diagnosis.moved:
         counts.append(f"Moved after that: {_names(diagnosis.moved)}.")
@@ -95,7 +94,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(_REDRAWN)
     if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
         counts.append(_HIDDEN)
-    counts += not_compared(diagnosis.comparison.unknown)
+    counts += not_compared_sentence(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
     counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
@@ -104,15 +103,15 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
 
 
 def _lacking(actual: Record, expected: Record) -> list[str]:
-    """Return sentences on what was not looked at, and why."""
+    """Return the notes of the records on what was not measured."""
     notes = dict.fromkeys((*actual.notes, *expected.notes))
     return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
-def not_compared(values: int) -> list[str]:
-    """Return one sentence on values of which nothing can be told, if there are some.
+def not_compared_sentence(values: int) -> list[str]:
+    """Return one sentence on values that were not compared, if there are some.
 
-    >>> not_compared(2), not_compared(0)
+    >>> not_compared_sentence(2), not_compared_sentence(0)
     (['2 values could not be compared: there are no numbers of them that repeat.'], [])
     """
     those = "it" if values == 1 else "them"
@@ -121,7 +120,7 @@ def not_compared(values: int) -> list[str]:
 
 
 def noted(notes: Iterable[Difference]) -> list[str]:
-    """Return one sentence on attributes that came or went, which by themselves fail nothing."""
+    """Return one sentence on added and removed attributes, which fail no test by themselves."""
     came: dict[str, int] = {}
     went: dict[str, int] = {}
     for note in notes:
@@ -135,13 +134,16 @@ def noted(notes: Iterable[Difference]) -> list[str]:
 
 
 def _other_names(renamed: Mapping[str, str]) -> str:
-    """Return what layers are called now that a test says are the same."""
+    """Return the new names of layers that the test renames."""
     tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
     return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
 
 
+CAUSE_COLUMNS = ("cause", "class", "changed by", "x noise", "seen", "looks like")
+
+
 def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
-    """Return the rows of the table of causes, equal ones of repeated layers as one."""
+    """Return the cells of `CAUSE_COLUMNS`, equal causes of repeated layers in one row."""
     return [
         [
             _repeated(cause_text(cause), times),
@@ -160,7 +162,7 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
 
     Args:
         cause: The cause.
-        label: What to call the layer in a sentence; None: its name, as in a table.
+        label: The label of the layer in a sentence; None: its name, as in a table.
 
     >>> cause_text(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
     'blocks.2: own code changed between norm1 and attn'
@@ -241,7 +243,7 @@ def _computation(cause: Cause, label: str) -> str:
 
 
 def _handed(difference: Difference) -> str:
-    """Return what code does otherwise with a child: ``no longer gives attn cache_position``."""
+    """Return how the code calls a child now: ``no longer gives attn cache_position``."""
     child, _, path = difference.what.rpartition(" ")
     actual, expected = (str(side).removeprefix("=") for side in (difference.actual, difference.expected))
     if difference.actual is not None and difference.expected is not None:
@@ -267,9 +269,9 @@ def _gradient(cause: Cause, label: str) -> str:
 
 
 def percent(change: float | None) -> str:
-    """Return a relative change as a person reads it.
+    """Return a relative change in percent.
 
-    It is infinite where there was nothing before but zeros, and where values that are not finite came or went.
+    It is infinite if the expected value was zero, or if the number of non-finite elements changed.
 
     >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(math.inf), percent(math.nan), percent(None)
     ('0.13 %', '2.5e-05 %', '320 %', '∞ %', 'not known', '-')
@@ -284,7 +286,7 @@ def percent(change: float | None) -> str:
 
 
 def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
-    """Return the causes with those of repeated layers as one, of the largest change, and how many each stands for.
+    """Return causes, equal ones of repeated layers as the one with the largest change, and their number.
 
     >>> eps = [Cause(kind="attribute", layer=f"blocks.{i}.norm", what="eps", actual=1, expected=2) for i in range(6)]
     >>> [(cause.layer, n) for cause, n in grouped(eps)]

@@ -1,7 +1,7 @@
-"""What changed as GitHub Actions shows it: annotations at the lines of the snapshots, and the summary of the step.
+"""Changes for GitHub Actions: annotations at the lines of the snapshots, and the summary of the step.
 
-Names are written by whoever sent the change, and Actions reads commands from whatever is printed: every name is
-escaped, and while anything else is printed, commands are off.
+Names are untrusted, and Actions reads commands from the log: every name is escaped, and commands are off while other
+text is printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .changes import details, finding_text
 from .text import printable
 
 MOST_ANNOTATIONS = 9
-"""Annotations of one level. GitHub drops all beyond ten of a step without a word; the tenth counts the rest."""
+"""Annotations of one level. GitHub silently drops those beyond ten of a step; the tenth counts the rest."""
 
 _COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
 
@@ -41,7 +41,7 @@ def _property(text: str) -> str:
 
 
 def annotation_commands(verdict: Verdict) -> list[str]:
-    """Return the commands that show each change at its snapshot: denied ones as errors, the rest as warnings."""
+    """Return the annotations of each snapshot: denied changes as errors, the rest as warnings."""
     lines = []
     for level in ("deny", "warn"):
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
@@ -57,7 +57,7 @@ def annotation_commands(verdict: Verdict) -> list[str]:
 
 
 def _level(change: SnapshotChange, verdict: Verdict) -> Level:
-    """Return how a change is annotated: declared ones are only pointed at."""
+    """Return the level of an annotation: declared changes are warnings."""
     return "warn" if change.level == "deny" and change not in verdict.denied else change.level
 
 
@@ -66,18 +66,18 @@ def _annotation(name: str, change: SnapshotChange) -> str:
     said = "\n".join(printable(f"{finding.kind}: {finding_text(finding, change)}") for finding in change.findings)
     reason = change.reason
     where: dict[str, str | int] = {}
-    if change.now is not None:  # what is gone has no line to stand at
+    if change.now is not None:  # a deleted file has no line
         changed = details(change)
-        line = line_of(change.now.text, changed[0].layers[0]) if changed else 1
+        line = line_number_of(change.now.text, changed[0].layers[0]) if changed else 1
         where = {"file": change.path, "line": line}
     title = printable(f"{change.model}: {first.kind}")
     return command(name, said + (f"\ndeclared: {printable(reason)}" if reason else ""), **where, title=title)
 
 
-def line_of(text: str, layer: str) -> int:
+def line_number_of(text: str, layer: str) -> int:
     r"""Return the line, from 1, of a layer in an ``.arch.json``; 1 where it has none.
 
-    >>> line_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
+    >>> line_number_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
     3
     """
     keys = [f"{json.dumps(layer, ensure_ascii=ascii_only)}:" for ascii_only in (True, False)]
@@ -86,7 +86,7 @@ def line_of(text: str, layer: str) -> int:
 
 
 def without_commands(text: str) -> str:
-    """Return text for the log of a job, in which nothing is taken for a command."""
+    """Return text for the log of a job with commands off."""
     token = secrets.token_hex(16)
     return f"::stop-commands::{token}\n{text}\n::{token}::"
 

@@ -1,6 +1,6 @@
-"""What changed as GitHub-flavoured Markdown: for the summary of a job, or to paste into a pull request.
+"""Changes as GitHub-flavored Markdown: for the summary of a job, or a pull request.
 
-Names are written by whoever sent the change: nothing in them may become a link, a tag or a row of a table.
+Names are untrusted: nothing in them may become a link, a tag or a row of a table.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from pytest_modelprobe.gate import Verdict
 from . import changes, comparison
 from .changes import (
     VERDICT_COLUMNS,
-    cause_rows,
     details,
     finding_text,
-    first_line,
     next_steps,
     reasons,
+    shared_cause_rows,
+    verdict_line,
     verdict_rows,
 )
 from .rows import CHANGE_COLUMNS
 from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
-"""Rows of a table that stand open; the rest is folded away."""
+"""Rows of a table above which the rest is folded."""
 
 MOST_SUMMARY_BYTES = 900_000
-"""Of a summary. GitHub drops those of more than 1 MiB altogether."""
+"""Size of a summary: GitHub drops those above 1 MiB."""
 
 
 def escaped(text: str) -> str:
-    """Return text that Markdown shows as it is, also in a cell of a table.
+    """Return text escaped for Markdown, also for cells of tables.
 
     >>> escaped("a|b <script> `c` @you")
     'a&#124;b &lt;script&gt; &#96;c&#96; <span>@</span>you'
@@ -46,10 +46,10 @@ _SIGNS = re.compile(r"[&<>|`*_\[\]~\\]|[@$]|#(?=\d)|:(?=//|[\w+-]+:)|(?<=www)\.|
 
 
 def _literal(sign: re.Match[str]) -> str:
-    """Return a sign of Markdown as an entity, which holds inside and outside tables.
+    """Return a special character as an entity, inside and outside tables.
 
-    Addresses, people, issues, formulas and emoji GitHub finds in what is rendered already, where entities are signs
-    again: what they begin with stands in an element of its own.
+    GitHub looks for addresses, people, issues, formulas and emoji after rendering, where entities are resolved: their
+    first character is put into an element.
     """
     if sign[0] in "&<>|`*_[]~\\":
         return f"&{_ENTITIES.get(sign[0]) or f'#{ord(sign[0])}'};"
@@ -60,7 +60,7 @@ _ENTITIES = {"&": "amp", "<": "lt", ">": "gt"}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS) -> list[str]:
-    """Return the lines of a table; rows beyond ``most`` are folded away.
+    """Return the lines of a table; rows beyond ``most`` are folded.
 
     >>> table(["layer", "zeros"], [["fc|1", 3]])
     ['| layer | zeros |', '|---|---|', '| fc&#124;1 | 3 |']
@@ -82,8 +82,8 @@ def _text(cell: Cell) -> str:
 
 
 def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
-    """Return what the gate has to say, the gravest first, and how to declare what is denied."""
-    head = [f"### modelprobe: {escaped(first_line(verdict))}", ""]
+    """Return the verdict, the most severe first, and how to declare what is denied."""
+    head = [f"### modelprobe: {escaped(verdict_line(verdict))}", ""]
     if verdict.changes:
         head += [*table(VERDICT_COLUMNS, verdict_rows(verdict)), ""]
     tail = [line for reason in reasons(verdict) for line in (escaped(reason), "")]
@@ -92,9 +92,9 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
         tail += [escaped(said), ""] + (
             ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
         )
-    causes = cause_rows(verdict)
+    causes = shared_cause_rows(verdict)
     parts = [causes[first : first + MOST_ROWS] for first in range(0, len(causes), MOST_ROWS)]
-    blocks = [_folded(count(len(part), "cause"), changes.CAUSE_COLUMNS, part) for part in parts]
+    blocks = [_folded(count(len(part), "cause"), changes.SHARED_CAUSE_COLUMNS, part) for part in parts]
     return bounded(head, blocks, tail, most_bytes)
 
 
@@ -104,7 +104,7 @@ def _folded(heading: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]
 
 
 def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int) -> str:
-    """Return as many blocks between head and tail as there is room for, and how many were left out."""
+    """Return the blocks that fit between head and tail, and the number of those left out."""
     room = most_bytes - _size(head) - _size(tail) - 200
     if room < 0:
         return "\n".join([*head[:2], "This is too long to be shown here: run the same command locally.", ""])
@@ -118,7 +118,7 @@ def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence
         else:
             left_out += 1
     if left_out:
-        kept += [f"{count(left_out, 'table')} more have no room here: run the same command locally.", ""]
+        kept += [f"{count(left_out, 'table')} more do not fit here: run the same command locally.", ""]
     return "\n".join([*head, *kept, *tail]).rstrip() + "\n"
 
 
@@ -127,7 +127,7 @@ def _size(lines: Iterable[str]) -> int:
 
 
 def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
-    """Return what changed, and why."""
+    """Return the changes and their causes."""
     if not verdict.changes:
         return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
     blocks = []
@@ -136,10 +136,10 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
         lines += [f"- {escaped(f'{finding.kind}: {finding_text(finding, change)}')}" for finding in change.findings]
         diagnosis = change.diagnosis
         if diagnosis is not None:
-            lines += ["", *table(CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible)))]
+            lines += [
+                "",
+                *table(comparison.CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible))),
+            ]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
-
-
-CAUSE_COLUMNS = ("cause", "class", "changed by", "x noise", "seen", "looks like")

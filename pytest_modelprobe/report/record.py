@@ -1,4 +1,4 @@
-"""A record as it is printed, as a notebook shows it, and the layers that a wrong name may have meant."""
+"""A record as text and as HTML, and the message for an unknown layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ROWS_IN_NOTEBOOK = 200
 
 
 def headline(record: Record) -> str:
-    """Return what a record is of, in one line.
+    """Return model, layers, parameters and run of a record in one line.
 
     >>> headline(Record(model="Net", forwards=1))
     'Net: 0 layers, 0 parameters; 1 forward on cpu, no backward'
@@ -36,7 +36,7 @@ def as_text(record: Record, names: Iterable[str] | None = None, most: int | None
 
     Args:
         record: The record.
-        names: Layers to show; None: those worth showing.
+        names: Layers to show; None: see `layer_rows`.
         most: Rows shown; None: all.
     """
     columns, rows = layer_rows(record, names)
@@ -74,7 +74,7 @@ def _escaped(text: str) -> str:
 
 
 def unknown_layer(record: Record, name: object) -> str:
-    """Return a sentence on a name that no layer has, with the names that it may be a slip of.
+    """Return the message for a name that no layer has, with the nearest names.
 
     >>> from pytest_modelprobe.record import Layer
     >>> unknown_layer(Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")}), "fc")

@@ -21,11 +21,11 @@ class Row:
     now: str
     was: str
     layers: tuple[str, ...]
-    """The layers that it stands for."""
+    """The layers with this change."""
 
     @property
     def times(self) -> str:
-        """``x6`` where there are several, else nothing."""
+        """``x6`` for several layers, else empty."""
         return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
 
     @property
@@ -38,10 +38,10 @@ CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
 
 
 def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
-    """Return differences as rows: those that are the same in repeated layers as one, numbers as one for each layer."""
+    """Return differences as rows: equal ones of repeated layers as one, changed values as one for each layer."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     moved: dict[str, list[Difference]] = {}
-    # Of layers that came or went with one that contains them, only that one is told.
+    # Of added or removed layers only the outermost is shown.
     outer = {(d.kind, d.layer) for d in differences if d.kind in ("layer added", "layer removed")}
     for difference in differences:
         shown = pattern(difference.layer)
@@ -74,7 +74,7 @@ def _containers(layer: str) -> Iterator[str]:
 
 
 def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
-    """Return what changed, what it is now and what it was."""
+    """Return the change, the new value and the old one."""
     kind = difference.kind
     now, was = _cell(difference.actual), _cell(difference.expected)
     if kind == "layer added" and difference.layer in actual.layers:

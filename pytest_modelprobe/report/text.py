@@ -11,19 +11,19 @@ from collections.abc import Iterable, Sequence
 from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value
 
 MOST_ROWS = 20
-"""Rows of a table before the rest is only counted."""
+"""Rows of a table above which the rest is counted."""
 
 WIDEST = 100
-"""Signs of a cell of several words before some in its middle are left out."""
+"""Characters of a cell of several words above which its middle is left out."""
 
 LONGEST = 4096
-"""Signs of a word before some in its middle are left out: more than any layer's name has, or a command to be run."""
+"""Characters of a word above which its middle is left out: more than names of layers and commands have."""
 
 Cell = str | int | float | None
 
 
 def number(value: float | None) -> str:
-    """Return a number as a person reads it: integers grouped, others to four digits.
+    """Return a number with four digits, an integer with grouped digits.
 
     >>> number(12544), number(0.00012345678), number(-3.5), number(None)
     ('12,544', '0.0001235', '-3.5', '-')
@@ -71,7 +71,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def pattern(name: str) -> str:
-    """Return a layer's name with its numbers open: repeated layers have one pattern.
+    """Return a layer's name with ``*`` for its numbers: repeated layers have the same pattern.
 
     >>> pattern("blocks.2.mlp.fc1"), pattern("fc1")
     ('blocks.*.mlp.fc1', 'fc1')
@@ -92,10 +92,10 @@ def collapsed(names: Iterable[str]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    r"""Return text that moves no cursor, sets no color, floods no screen and commands nothing, whatever is in it.
+    r"""Return text without control characters, commands to GitHub Actions and very long words.
 
-    Control characters, and what would make a line of the log of a job a command to GitHub Actions, are written as
-    escapes; of a word longer than `LONGEST` the middle is left out.
+    Control characters, and the start of a command in the log of a job, are written as escapes; the middle of a word
+    longer than `LONGEST` is left out.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc\\x1b[31m'
@@ -119,9 +119,9 @@ _COMMAND = re.compile(r"^\s*::|##\[")
 
 
 def shortened(text: str, widest: int = WIDEST) -> str:
-    """Return text that is not too wide: of a list of names the first three, then less of its middle.
+    """Return text of at most ``widest`` characters: the first three of a list of names, then without its middle.
 
-    Its first word, which is a layer's name most often, stays whole.
+    The first word, which is mostly a layer's name, is kept.
 
     >>> shortened("lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0, weight_ih_l1)", 80)
     'lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 2 more)'
@@ -139,21 +139,21 @@ def shortened(text: str, widest: int = WIDEST) -> str:
     return f"{first} {rest[: room - end - 1]}…{rest[-end:]}"
 
 
-# From the start of a word on, and never less of one: a long word is read once.
+# Possessive, so that a long word is matched in linear time.
 _LIST = re.compile(r"(?<![\w.])[^\W\d][\w.]*+(?:, [^\W\d][\w.]*+){4,}")
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS, widest: int = WIDEST
 ) -> list[str]:
-    r"""Return the lines of an aligned table, columns of numbers to the right; rows beyond ``most`` are counted.
+    r"""Return the lines of an aligned table, columns of numbers right-aligned; rows beyond ``most`` are counted.
 
     Args:
-        columns: Their heads.
-        rows: Their cells.
-        most: Rows that are shown.
-        widest: Signs of a cell of several words that are shown; a single word, such as a path, is shown as a whole, and
-            so are cells that would read alike.
+        columns: The headings.
+        rows: The cells.
+        most: The number of rows shown.
+        widest: Characters of a cell of several words; a single word, such as a path, is shown whole, and so are cells
+            that would be shown alike.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
     layer    zeros
@@ -173,7 +173,7 @@ def table(
 
 
 def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:
-    """Return each cell of a column as it is shown: not too wide, and whole where two would be shown alike."""
+    """Return cell → shown text of a column: shortened unless two would be alike."""
     shown = {cell: shortened(cell, widest) for cell in column}
     times = Counter(shown.values())
     return {cell: short if times[short] == 1 else cell for cell, short in shown.items()}
@@ -190,7 +190,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool])
 def failure(
     first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str, widest: int = WIDEST
 ) -> str:
-    """Return the text of a failure: a line that stands alone, the table of all findings, what to do next.
+    """Return the text of a failure: the first line, the table of findings, the next steps.
 
     >>> print(failure("fc1 is dead", ["layer"], [["fc1"]], "Look at its bias."))
     fc1 is dead
@@ -206,7 +206,7 @@ def failure(
 
 
 def layer_table(record: Record, most: int = 200) -> list[str]:
-    """Return a table of the layers of a record: what the probe saw, see `layer_rows`."""
+    """Return a table of the layers of a record, see `layer_rows`."""
     columns, rows = layer_rows(record)
     return table(columns, rows, most) if rows else ["no layer was recorded"]
 
@@ -214,13 +214,12 @@ def layer_table(record: Record, most: int = 200) -> list[str]:
 def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
     """Return columns and rows of the table of layers, those that were called in order of execution.
 
-    Containers whose output is that of a child are left out where they have no parameters of their own, for they would
-    say it twice, and so are layers that were not called and have no parameters. Where none was called, it is a table of
-    parameters.
+    Left out are containers without parameters whose output is that of a child, and layers without calls and parameters.
+    If no layer was called, it is a table of parameters.
 
     Args:
         record: The record.
-        names: Layers to show whatever they are; None: as above.
+        names: Layers to show; None: as above.
     """
     calls = sorted(record.calls, key=lambda pair: pair[1].finished)
     if not calls:
@@ -257,7 +256,7 @@ def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[s
 
 
 def _parameters(layer: Layer) -> Cell:
-    """Return how many elements the parameters of a layer itself have, those counted where they are tied to left out."""
+    """Return the number of elements of a layer's own parameters, tied ones left out."""
     own = [math.prod(p.shape) for p in layer.parameters if p.tied_to is None]
     return sum(own) if own else "tied" if layer.parameters else "-"
 

@@ -131,7 +131,7 @@ def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
         yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
     unknown = [n for result in results if (n := result["values_not_compared"])]
     if unknown:
-        yield f"{report.not_compared(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
+        yield f"{report.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
 
 def _left_over(leftovers: UnusedFiles, most: int) -> Iterator[str]:

@@ -1429,7 +1429,7 @@ def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() ->
         for i, one in enumerate((before, now))
     ]
     verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
-    assert changes.first_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
+    assert changes.verdict_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
     assert data.as_data(verdict)["changes"][0]["not_compared"] == 1
     assert "1 value could not be compared: there are no numbers of it that repeat." in changes.diff_text(verdict)
 
@@ -1631,8 +1631,7 @@ def test_a_full_disk_is_told_and_nothing_lost(
             write(place, encode(edited(small(), "act", attributes={"inplace": True})))
     probe = place.with_name("test_net.probe.json")
     assert str(caught.value) == (
-        f"{probe} cannot be written ({os.strerror(number)}): free space where {place.parent} lies, and run the update "
-        "again"
+        f"{probe} cannot be written ({os.strerror(number)}): free space for {place.parent}, and run the update again"
     )
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
     assert read(place) == decoded(encode(small()))
@@ -1640,7 +1639,7 @@ def test_a_full_disk_is_told_and_nothing_lost(
 
 def test_a_directory_on_a_full_disk_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, "pathlib.Path", "mkdir", OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space where .* lies"):
+    with pytest.raises(SnapshotError, match=r"cannot be made \(No space left on device\): free space for "):
         write(place, encode(small()))
 
 

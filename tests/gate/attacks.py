@@ -1,4 +1,4 @@
-"""Pull requests that try to change a model unseen, and what the gate makes of each: behind ``docs/the-gate.md``."""
+"""Pull requests that try to change a model unseen, and what the gate makes of each: behind ``docs/explanation/the-gate.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import architecture_digest, encode
-from pytest_modelprobe.gate.sources import SnapshotSource, _is_snapshot, _pairs
+from pytest_modelprobe.gate.snapshot_sources import SnapshotSource, _is_snapshot, _pairs
 from pytest_modelprobe.gate.verdict import Verdict, judge
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report.changes import status

@@ -577,5 +577,5 @@ def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
         "cause                    class       changed by   models",
         "norm.eps 1e-05 → 1e-06   structure            -   Net",
         "",
-        "The diff of one snapshot alone says more of it: what moved, and how each cause was seen.",
+        "The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.",
     ]

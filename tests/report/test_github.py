@@ -94,17 +94,17 @@ def test_a_command_is_one_line_whatever_names_are_in_it() -> None:
 
 def test_a_layer_whose_name_is_a_word_of_the_file_has_its_own_line() -> None:
     text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("type", "layers")})).architecture
-    assert text.split("\n")[github.line_of(text, "type") - 1].startswith('"type": {"type": "A"}')
+    assert text.split("\n")[github.line_number_of(text, "type") - 1].startswith('"type": {"type": "A"}')
 
 
 def test_a_layer_with_signs_of_json_in_its_name_has_its_line() -> None:
     name = 'größe"\\'
     text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("x", name)})).architecture
-    assert github.line_of(text, name) == github.line_of(text, "x") + 1
+    assert github.line_number_of(text, name) == github.line_number_of(text, "x") + 1
 
 
 def test_a_layer_that_is_not_there_stands_at_the_first_line() -> None:
-    assert github.line_of("{}\n", "fc") == 1
+    assert github.line_number_of("{}\n", "fc") == 1
 
 
 def test_what_is_printed_besides_is_taken_for_no_command() -> None:

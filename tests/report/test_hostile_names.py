@@ -145,7 +145,7 @@ def test_the_runner_reads_commands(line: str, found: list[object]) -> None:
 def test_text_holds_no_command_and_no_control(form: str) -> None:
     for name in NAMES:
         verdict = verdict_of(name)
-        said = changes.text(verdict) if form == "text" else changes.diff_text(verdict)
+        said = changes.verdict_text(verdict) if form == "text" else changes.diff_text(verdict)
         assert list(Runner().commands(said)) == [], repr(name)
         assert all(map(is_plain, said.split("\n"))), repr(name)
 
@@ -168,7 +168,7 @@ def test_json_holds_no_command_and_says_the_name() -> None:
 def test_annotations_are_the_only_commands() -> None:
     for name in NAMES:
         verdict = verdict_of(name)
-        log = "\n".join([github.without_commands(changes.text(verdict)), *github.annotation_commands(verdict)])
+        log = "\n".join([github.without_commands(changes.verdict_text(verdict)), *github.annotation_commands(verdict)])
         found = list(Runner().commands(log))
         assert [command for command, _, _ in found] == ["error", "error", "warning"], repr(name)
         for _, properties, message in found:

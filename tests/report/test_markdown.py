@@ -37,7 +37,7 @@ def changed() -> Verdict:
 
 def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
     verdict = changed()
-    assert changes.text(verdict) == (
+    assert changes.verdict_text(verdict) == (
         "Net: checkpoint change is not declared; 1 model changed, 12 unchanged\n"
         "\n"
         f"model   class        verdict   snapshot{' ' * 41}what changed\n"
@@ -60,35 +60,37 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
 
 def test_a_snapshot_that_is_gone_is_no_change_of_its_model() -> None:
     verdict = judge({"a": snapshot(net(2))}, {})
-    assert changes.first_line(verdict) == "Net: removal of its snapshot is not declared; 1 model changed, 0 unchanged"
+    assert changes.verdict_line(verdict) == "Net: removal of its snapshot is not declared; 1 model changed, 0 unchanged"
 
 
 @pytest.mark.parametrize(("kind", "what"), [("new", "new snapshot"), ("renamed", "renaming of its snapshot")])
 def test_a_snapshot_that_is_new_or_renamed_is_said_to_be_that(kind: str, what: str) -> None:
     before = {} if kind == "new" else {"b": snapshot(net(2), "b.arch.json")}
     verdict = judge(before, {"a": snapshot(net(2))}, levels={**DEFAULTS, kind: "deny"})
-    assert changes.first_line(verdict) == f"Net: {what} is not declared; 1 model changed, 0 unchanged"
+    assert changes.verdict_line(verdict) == f"Net: {what} is not declared; 1 model changed, 0 unchanged"
 
 
 def test_where_nothing_changed_that_is_one_line() -> None:
-    assert changes.text(Verdict(unchanged=12)) == "no model changed; 12 unchanged"
+    assert changes.verdict_text(Verdict(unchanged=12)) == "no model changed; 12 unchanged"
 
 
 def test_a_declared_change_is_told_with_its_reason_and_asks_for_nothing() -> None:
     before = snapshot(net(2))
     now = snapshot(net(3), reason="wider", supersedes=(before.architecture,))
-    said = changes.text(judge({"a": before}, {"a": now}))
+    said = changes.verdict_text(judge({"a": before}, {"a": now}))
     assert said.startswith("nothing to object: 1 model changed, 0 unchanged\n")
     assert said.endswith("\n\nDeclared for Net: wider")
 
 
 def test_a_reason_that_was_given_for_another_change_is_named() -> None:
-    said = changes.text(judge({"a": snapshot(net(2))}, {"a": snapshot(net(3), reason="old", supersedes=("x",))}))
+    said = changes.verdict_text(
+        judge({"a": snapshot(net(2))}, {"a": snapshot(net(3), reason="old", supersedes=("x",))})
+    )
     assert "The reason in tests/__modelprobe__/test_net/test_a.arch.json was given for another change" in said
 
 
 def test_a_deleted_snapshot_is_declared_by_the_command_alone() -> None:
-    said = changes.text(judge({"a": snapshot(net(2))}, {}))
+    said = changes.verdict_text(judge({"a": snapshot(net(2))}, {}))
     assert "pytest" not in said.replace("pytest_", "")
     assert said.endswith(
         'For a deleted snapshot this writes the reason into a file to be committed:\n  modelprobe declare "..."'
@@ -219,7 +221,7 @@ def test_a_summary_keeps_below_the_limit_of_github() -> None:
     text = markdown.verdict(judge(before, now), most_bytes=14_000)
     assert len(text.encode()) <= 14_000
     assert text.count("<details>") == text.count("</details>")
-    assert "table more have no room here" in text
+    assert "table more do not fit here" in text
     assert 'modelprobe declare "..."' in text
 
 

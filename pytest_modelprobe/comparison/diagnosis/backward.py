@@ -9,7 +9,7 @@ from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
 from pytest_modelprobe.record import Step
 
-from .causes import Cause, cause_of, in_order, worst_first
+from .causes import Cause, cause_of, in_layer_order, worst_first
 from .index import ComparisonIndex, child_of
 from .layer_names import between, relative_name
 
@@ -41,7 +41,7 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
         found[seen.layer] = dataclasses.replace(found[seen.layer], evidence="both")
     elif seen is not None and not found:
         found[seen.layer] = seen
-    return in_order(found.values(), index.executed_layers)
+    return in_layer_order(found.values(), index.executed_layers)
 
 
 def _changes_no_gradient(cause: Cause) -> bool:

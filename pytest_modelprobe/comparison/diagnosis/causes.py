@@ -135,7 +135,7 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
     return sorted(causes, key=weight)
 
 
-def in_order(causes: Iterable[Cause], layers: Sequence[str]) -> list[Cause]:
+def in_layer_order(causes: Iterable[Cause], layers: Sequence[str]) -> list[Cause]:
     """Return the causes in the order of their layers, those of others last."""
     order = {name: i for i, name in enumerate(layers)}
     return sorted(causes, key=lambda cause: order.get(cause.layer, len(order)))

@@ -11,7 +11,7 @@ from pytest_modelprobe.comparison.pairing import children
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import ROOT, Plain, Step
 
-from .causes import DRIFT, Cause, cause_of, in_order
+from .causes import DRIFT, Cause, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
 from .hints import hints
 from .index import CallsComparison, ComparisonIndex, InputComparison, child_of
@@ -70,7 +70,7 @@ def computation_causes(
         else:
             certain[cause.layer] = cause
     told = [_with_attributes(index, cause) for cause in certain.values()]
-    return in_order(told, index.executed_layers), in_order(possible.values(), index.executed_layers)
+    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
 
 
 def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:

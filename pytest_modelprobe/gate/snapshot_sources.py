@@ -1,4 +1,4 @@
-"""Which snapshots there are on disk or in a revision, and what they say."""
+"""Snapshots on disk, in the working tree or in a revision: found by path, read on demand."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ class SnapshotPaths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotSource:
-    """Snapshots in one place, not yet read."""
+    """The snapshots of one place, not yet read."""
 
     place: str
-    """For messages: empty on disk, else such as ``in main``."""
+    """The place in messages: empty on disk, else such as ``in main``."""
     pairs: Mapping[str, SnapshotPaths]
-    """Name → files. The name is the path of the numbers without their ending: one for each device."""
+    """Name → files. The name is the path of the numbers without the ending: one for each device."""
     contents: Mapping[str, str]
-    """Path → a name that stands for its content: equal names, equal contents."""
+    """Path → digest of the content."""
     sizes: Callable[[Sequence[str]], Mapping[str, int]]
-    """Paths → their bytes."""
+    """Paths → sizes in bytes."""
     load: Callable[[Sequence[str]], Mapping[str, bytes]]
     """Paths → their contents."""
 
     @property
     def states(self) -> dict[str, tuple[object, ...]]:
-        """Name → its files and what stands for their contents: an architecture of the same text is not the same one."""
+        """Name → its files and the digests of their contents."""
         return {name: (pair, *(path and self.contents.get(path) for path in pair)) for name, pair in self.pairs.items()}
 
     def within(self, scopes: Iterable[str]) -> SnapshotSource:
-        """Return what is in some folders, or is one of some snapshots; an empty scope is everything."""
+        """Return the snapshots in some folders, or with some names; an empty scope is everything."""
         chosen = {name: pair for name, pair in self.pairs.items() if any(_inside(name, pair, s) for s in scopes)}
         return dataclasses.replace(self, pairs=chosen)
 
     def only(self, scope: str) -> SnapshotSource:
-        """Return what one scope means.
+        """Return the snapshots of one scope.
 
         Raises:
-            SourceError: nothing.
+            SourceError: There are none.
         """
         chosen = self.within([scope])
         if not chosen.pairs:
@@ -83,10 +83,10 @@ class SnapshotSource:
         return chosen
 
     def read(self, names: Collection[str] | None = None) -> dict[str, SnapshotVersion]:
-        """Return name → snapshot, for all or some.
+        """Return name → snapshot, for all or some names.
 
         Raises:
-            SourceError: one cannot be read; the message says which, and where.
+            SourceError: One cannot be read; the message has its path.
         """
         found, errors = self.readable(names)
         for error in errors.values():
@@ -96,11 +96,11 @@ class SnapshotSource:
     def readable(
         self, names: Collection[str] | None = None
     ) -> tuple[dict[str, SnapshotVersion], dict[str, SourceError]]:
-        """Return name → snapshot for those that can be read, and name → why not for the others."""
+        """Return name → snapshot for those that can be read, and name → error for the others."""
         found, errors = {}, {}
         pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
         sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
-        for batch in _batches(pairs, sizes):  # many files of many megabytes are never held at once
+        for batch in _batches(pairs, sizes):  # bounds the memory
             contents = self.load([path for path in _files(pairs[name] for name in batch) if path in sizes])
             for name in batch:
                 try:
@@ -112,7 +112,7 @@ class SnapshotSource:
         return found, errors
 
     def structures(self, names: Collection[str]) -> dict[str, SnapshotVersion]:
-        """Return name → what the architecture alone says, for those whose architecture can be read."""
+        """Return name → snapshot without numbers, for those whose architecture can be read."""
         pairs = {name: SnapshotPaths(self.pairs[name].architecture, None) for name in names}
         sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
         found = {}
@@ -121,7 +121,7 @@ class SnapshotSource:
             with contextlib.suppress(SnapshotError):
                 if sizes.get(path, MOST_BYTES) < MOST_BYTES:
                     text = text_of(self.load([path])[path], path)
-                    found[name] = _made(pair, text, None, decode_architecture(text, where=path))
+                    found[name] = _version(pair, text, None, decode_architecture(text, where=path))
         return found
 
     def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
@@ -147,10 +147,10 @@ class SnapshotSource:
 
 
 def on_disk(argument: str) -> SnapshotSource:
-    """Return the snapshots that a path means: a file of one, one without its endings, or all below a folder.
+    """Return the snapshots of a path: a file, a name without endings, or all below a folder.
 
     Raises:
-        SourceError: there are none.
+        SourceError: There are none.
     """
     path = Path(argument)
     refuse_directory(path.as_posix())
@@ -164,14 +164,14 @@ def on_disk(argument: str) -> SnapshotSource:
 
 
 def refuse_directory(path: str, folder: Path | None = None) -> None:
-    """Complain of a directory that stands where one of the two files of a snapshot belongs.
+    """Raise if a directory has the name of one of the two files of a snapshot.
 
     Args:
-        path: Of either file, or without their endings.
+        path: Of either file, or without its ending.
         folder: What it is relative to.
 
     Raises:
-        SourceError: It does.
+        SourceError: There is such a directory.
     """
     for name in (without_ending(path) + ending for ending in ENDINGS):
         file = (folder or Path()) / name
@@ -188,9 +188,9 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
     """Return the snapshots in a revision; paths are relative to the root of the repository.
 
     Args:
-        repository: where the revision is.
-        ref: how messages call it.
-        commit: its hash, where ``ref`` stands for another.
+        repository: The repository.
+        ref: The revision, as messages show it.
+        commit: Its hash, if it is not that of ``ref``.
     """
     listing = repository.files(commit or repository.commit(ref))
     names = {path: name for path, name in listing.items() if _is_snapshot(path)}
@@ -207,12 +207,12 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
 
 
 def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
-    """Complain of a symbolic link that is another than in a commit, where a snapshot or a folder of them belongs.
+    """Raise if a symbolic link in place of snapshots is new or changed since a commit.
 
-    A snapshot is told of by its file: through a link a test may read one that the gate does not see.
+    Through a link a test may read a file outside the repository, which the gate does not see.
 
     Raises:
-        SourceError: There is one; the message says which.
+        SourceError: There is such a link.
     """
     before = repository.links(commit)
     for path, target in repository.working_links().items():
@@ -224,10 +224,10 @@ def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = 
 
 
 def scope_in(repository: Repository, argument: str) -> str:
-    """Return a path that a user gave as one from the root of the repository; empty: the root itself.
+    """Return a path relative to the root of the repository; empty: the root itself.
 
     Raises:
-        SourceError: it is outside.
+        SourceError: It is outside.
     """
     try:
         path = Path(argument).resolve()
@@ -240,8 +240,8 @@ def scope_in(repository: Repository, argument: str) -> str:
 
 
 def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
-    # As git names contents, so that what did not change needs no reading, neither here nor in the other revision.
-    found = {name: _named(name, path) for name, path in files.items()}
+    # With git's own digests, so that unchanged files are not read.
+    found = {name: _digest_and_size(name, path) for name, path in files.items()}
     return SnapshotSource(
         place="",
         pairs=_pairs(files),
@@ -251,8 +251,8 @@ def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
     )
 
 
-def _named(name: str, path: Path) -> tuple[str, int]:
-    """Return how git names the content of a file, and its bytes."""
+def _digest_and_size(name: str, path: Path) -> tuple[str, int]:
+    """Return git's digest of a file, and its size in bytes."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
@@ -271,7 +271,7 @@ def _files(pairs: Iterable[SnapshotPaths]) -> list[str]:
 
 
 def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names of snapshots that are not too large, as many at once as one file may have bytes."""
+    """Yield names in batches of at most `MOST_BYTES`, without files that are larger."""
     batch: list[str] = []
     room = MOST_BYTES
     for name, pair in pairs.items():
@@ -288,7 +288,7 @@ def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> It
 
 
 def _pairs(paths: Collection[str]) -> dict[str, SnapshotPaths]:
-    """Return name → files: the numbers of each device belong to the one architecture."""
+    """Return name → files; the numbers of all devices have the same architecture."""
     stems = {path.removesuffix(ARCH) for path in paths if path.endswith(ARCH)}
     found: dict[str, SnapshotPaths] = {}
     for path in paths:
@@ -311,7 +311,7 @@ def without_ending(path: str) -> str:
 
 
 def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
-    """Whether a snapshot is meant: by a folder, by either of its files, or by its name."""
+    """Whether a scope is the folder, one of the files, or the name of a snapshot."""
     return (
         not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
     )
@@ -320,7 +320,7 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
 def text_of(data: bytes, where: str) -> str:
     """Return the text of a file; SnapshotError if it is not UTF-8."""
     try:
-        # Checked out on Windows without our .gitattributes, lines end otherwise; that changes nothing.
+        # A checkout on Windows without our .gitattributes has other line ends.
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
@@ -328,10 +328,10 @@ def text_of(data: bytes, where: str) -> str:
 
 def _decoded(pair: SnapshotPaths, architecture: str, numbers: str | None) -> SnapshotVersion:
     found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
-    return _made(pair, architecture, numbers, found)
+    return _version(pair, architecture, numbers, found)
 
 
-def _made(pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
+def _version(pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
     digest = architecture_digest(architecture)
     return SnapshotVersion(
         path=pair.architecture,
