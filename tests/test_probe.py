@@ -36,9 +36,9 @@ from pytest_modelprobe import (
     assert_finite,
     assert_grad_flow,
     checks,
-    seeding,
 )
 from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record.records import IsolatedResponse, Reading, Record, Rerun
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
@@ -437,7 +437,7 @@ def test_a_loss_that_cannot_be_used_is_refused(probe: ModelProbe, loss: Any, mes
 
 
 def test_a_random_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match='loss="random" needs a floating output that requires grad'):
+    with pytest.raises(UsageError, match='no floating output requires a gradient, as loss="random" needs one'):
         probe.run(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2), loss="random")
 
 

@@ -44,6 +44,7 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models import (
     Flat,
     Layers,
+    active_autocast,
     as_array,
     attributes,
     flatten,
@@ -1008,10 +1009,8 @@ def _autocast_dtype(inputs: Flat) -> str | None:
     """Return the dtype of the autocast that is active for the device of an input."""
     if not any_autocast():
         return None
-    for device in sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}):
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            return plain_name(torch.get_autocast_dtype(device))
-    return None
+    active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
+    return plain_name(active[0][1]) if active else None
 
 
 def _draws_nothing(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import nearest
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.runs import Loss
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, in_order
@@ -25,7 +26,7 @@ from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
-from .trial import Loss, Trial
+from .trial import Trial
 
 STANDARD: Mapping[str, Check] = {
     check.__name__: check

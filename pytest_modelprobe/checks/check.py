@@ -14,10 +14,11 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.runs import Loss
 
 from .nonfinite import check_finite
 from .outcome import Break, NotApplicableError, Outcome, said
-from .trial import Judge, Loss, Trial
+from .trial import Judge, Trial
 
 Property = Callable[..., "Break | str"]
 """Takes a trial and the options of the check; returns where the property breaks, or what was looked at."""

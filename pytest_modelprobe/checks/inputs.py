@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.runs import Mode
 
 from .agreement import disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Mode, Trial, Vary
+from .trial import Trial, Vary
 
 _TIMES = ("one", "two", "three")
 """Names of random numbers: what a ReLU or a maximum lets through of none of them, it lets through of others."""

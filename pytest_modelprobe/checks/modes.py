@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe.models import Flat, attributes, flatten, flatten_call, map_tensors, seeding
+from pytest_modelprobe.models import Call, CallTracer, Flat, attributes, flatten, flatten_call, map_tensors, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.runs import Mode
 
 from .agreement import change, changed, limit
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Mode, Trial, hooked, plain
+from .trial import Trial, plain
 
 _ADVICE = (
     "Look for what its forward, its train() or its eval() makes of self.training: weights that are merged, a scale, a "
@@ -42,14 +43,14 @@ class _AsInEvaluation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Call]:
+def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Arguments]:
     """Return what sets arguments of a function; those of norms only where there are statistics."""
     names = list(inspect.signature(function).parameters)
 
-    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         given = dict(zip(names, args, strict=False)) | kwargs
         if "running_mean" in names and given.get("running_mean") is None:
             return args, kwargs
@@ -58,14 +59,14 @@ def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any]
     return switched
 
 
-def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """Return the arguments of `scaled_dot_product_attention`, which has no signature, without its dropout."""
     return (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), kwargs | ({"dropout_p": 0.0} if len(args) < 5 else {})
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu")
 
-_SWITCHES: dict[Any, Callable[[Any, Any], _Call]] = {
+_SWITCHES: dict[Any, Callable[[Any, Any], _Arguments]] = {
     **{getattr(F, name): _setting(getattr(F, name), training=False) for name in _DROPOUTS},
     F.multi_head_attention_forward: _setting(F.multi_head_attention_forward, dropout_p=0.0),
     F.batch_norm: _setting(F.batch_norm, training=False),
@@ -207,19 +208,20 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
         stand_in: A run whose outputs take the place of those of layers that are random in another way.
     """
     run = _Run()
-    watcher = _Drawing(trial)
+    watcher = _DrawDetector(trial)
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         given = flatten_call(args, kwargs)
         originals = [x for _, x in given.tensors]
         given.tensors = [(path, x.detach().clone()) for path, x in given.tensors]
-        watcher.begin(name, (originals, given))
+        watcher.begin(call, (originals, given))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        frame = watcher.end(name)
-        originals, given = frame.given
+    def end(call: _RandomCall, args: Any, output: Any) -> Any:
+        watcher.end(call)
+        name = call.layer
+        originals, given = call.given
         key = name, run.calls[name]
-        if frame.drew or watcher.written(module):
+        if call.drew or watcher.written(call.module):
             run.apart.add(name)
         replaced = stand_in is not None and name in run.apart and key in stand_in.outputs
         if stand_in is not None and replaced:
@@ -234,61 +236,57 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
     # Before all other hooks, of which some write into a weight, and after eval(), which may too.
     handle = trial.layers.modules[ROOT].register_forward_pre_hook(lambda *_: watcher.look_at(trial.model), prepend=True)
     try:
-        with hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+        with CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
             trial.reference(mode=mode)
     finally:
         handle.remove()
     return run
 
 
-@dataclass(slots=True)
-class _Frame:
-    """A layer that is running."""
+@dataclass(slots=True, eq=False)
+class _RandomCall(Call):
+    """A call of which it is known whether it draws random numbers."""
 
-    name: str
-    given: Any
+    parent: _RandomCall | None
+    given: Any = None
     drew: bool = False
     """Whether its own code drew random numbers."""
     went_on: bool = False
     """Whether it called another layer after that."""
 
 
-class _Drawing:
-    """Tells of the layers that are running which of them draw random numbers in their own code."""
+class _DrawDetector:
+    """Finds the running calls whose own code draws random numbers, by the states of the generators."""
 
     def __init__(self, trial: Trial) -> None:
         self._device = trial.probe.device
         self._states = self._now()
-        self._running: list[_Frame] = []
         self._versions: dict[int, int] = {}
 
     def look_at(self, model: nn.Module) -> None:
         """Take down of a model that begins how often its tensors were written into."""
         self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
 
-    def begin(self, name: str, given: Any) -> None:
-        """Take down that a layer begins, and what it is given."""
-        self._look()
-        if self._running:
-            self._running[-1].went_on = self._running[-1].drew
-        self._running.append(_Frame(name, given))
+    def begin(self, call: _RandomCall, given: Any) -> None:
+        """Note that a call begins, and its arguments."""
+        self._compare_states(call.parent)
+        if call.parent is not None:
+            call.parent.went_on = call.parent.drew
+        call.given = given
 
-    def end(self, name: str) -> _Frame:
-        """Return what is known of the layer that ends."""
-        self._look()
-        while len(self._running) > 1 and self._running[-1].name != name:
-            self._running.pop()
-        return self._running.pop()
+    def end(self, call: _RandomCall) -> None:
+        """Note that a call ends."""
+        self._compare_states(call)
 
     def written(self, module: nn.Module) -> bool:
         """Whether one of the module's own floating parameters and buffers is another than at the beginning."""
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
 
-    def _look(self) -> None:
+    def _compare_states(self, running: _RandomCall | None) -> None:
         states = self._now()
-        if self._running and states != self._states:
-            self._running[-1].drew = True
+        if running is not None and states != self._states:
+            running.drew = True
         self._states = states
 
     def _now(self) -> tuple[bytes, ...]:
@@ -378,39 +376,40 @@ def dropout_scaled(trial: Trial) -> Break | str:
     )
 
 
-def _drawing(trial: Trial) -> tuple[dict[str, _Call], list[str]]:
+def _drawing(trial: Trial) -> tuple[dict[str, _Arguments], list[str]]:
     """Return a call of each layer whose last doing is to draw, in training, and the names of others that draw."""
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _Arguments] = {}
     others: list[str] = []
-    watcher = _Drawing(trial)
+    watcher = _DrawDetector(trial)
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         copied = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), [args, kwargs])
-        watcher.begin(name, tuple(copied))
+        watcher.begin(call, tuple(copied))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        frame = watcher.end(name)
-        if not frame.drew or type(module).__module__.startswith("torch.nn."):
+    def end(call: _RandomCall, args: Any, output: Any) -> None:
+        watcher.end(call)
+        if not call.drew or type(call.module).__module__.startswith("torch.nn."):
             return
-        given: _Call = frame.given
+        given: _Arguments = call.given
         tensors = [x for _, x in flatten_call(*given).tensors]
-        if frame.went_on or not any(x.requires_grad for x in tensors):
-            others.append(name)
+        if call.went_on or not any(x.requires_grad for x in tensors):
+            others.append(call.layer)
         else:
-            calls.setdefault(name, given)
+            calls.setdefault(call.layer, given)
 
-    def call() -> None:
-        with torch.enable_grad(), hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+    def run() -> None:
+        tracer = CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end)
+        with torch.enable_grad(), tracer, _AsInEvaluation():
             args, kwargs = trial.copied_inputs()
             trial.model(*args, **kwargs)
 
     with trial.lasting():
         trial.model.train()
-        trial.follow(call)
+        trial.follow(run)
     return calls, [name for name in dict.fromkeys(others) if name not in calls]
 
 
-def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
+def _dropped(trial: Trial, name: str, given: _Arguments) -> _Dropped | None:
     """Return what a layer drops, of many calls in training; None: it does something else with random numbers."""
     module = trial.layers.modules[name]
     draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER

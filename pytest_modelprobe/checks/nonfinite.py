@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import Layers, flatten
+from pytest_modelprobe.models import Call, CallTracer, Layers, flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
 
 from .agreement import from_the_loss
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, hooked, plain
+from .trial import Trace, Trial, plain
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
 
@@ -83,17 +83,9 @@ _UNKNOWN = Source("", "")
 def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
     """Return which kinds the model gives out, each with what it comes from, as the same run once more tells."""
     model = options.get("model") or trial.model
-    running: list[str] = []
-
-    def begin(name: str, *_: Any) -> None:
-        running.append(name)
-
-    def end(name: str, *_: Any) -> None:
-        while running and running.pop() != name:
-            pass
-
-    mode = SourceMode(_held(trial, model), lambda: running[-1] if running else ROOT)
-    with hooked(Layers(model).modules, begin, end), mode:
+    calls = CallTracer(Layers(model).modules, Call)
+    mode = SourceMode(_held(trial, model), lambda: calls.innermost)
+    with calls, mode:
         again = trial.run(**{**options, "backward": False, "traced": False})
     found: dict[str, Source | None] = {}
     for tensor in _tensors(trace.output):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import Layers, flatten, flatten_call
+from pytest_modelprobe.models import Call, CallTracer, Layers, flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
@@ -24,7 +24,7 @@ from .agreement import TOLERANCE, broken, change, changed, disagreements, from_t
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
-from .trial import LayerTensor, Trace, Trial, Vary, hooked
+from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
 
@@ -399,10 +399,10 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
     given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
     in_place = False
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        given[call.module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(call: Call, args: Any, output: Any) -> None:
         nonlocal in_place
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
@@ -410,10 +410,10 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
             and all(isinstance(x, Tensor) or not flatten("", x).tensors for x in tensors)
             and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         )
-        simple[module] = simple.get(module, True) and plain
-        in_place |= any(x._version != version for x, version in given[module])
+        simple[call.module] = simple.get(call.module, True) and plain
+        in_place |= any(x._version != version for x, version in given[call.module])
 
-    with hooked(modules, begin, end):
+    with CallTracer(modules, Call, before=begin, after=end):
         trial.reference(backward=True, model=model)
 
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
-from pytest_modelprobe.models import seeding
+from pytest_modelprobe.models import Call, CallTracer, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import Disagreement, broken, change, disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, hooked, plain
+from .trial import Trace, Trial, plain
 
 
 @check
@@ -126,16 +126,17 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
     on: dict[str, bool] = {}
     given: dict[str, Tensor] = {}
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[name] = plain(args[0].detach().clone()) if args else torch.empty(0)
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        given[call.layer] = plain(args[0].detach().clone()) if args else torch.empty(0)
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(module, Dropout):
-            on[name] = module.training
+    def end(call: Call, args: Any, output: Any) -> None:
+        name = call.layer
+        if not isinstance(call.module, Dropout):
+            on[name] = call.module.training
         elif bool(given[name].any()):  # of zeros nothing can be dropped
             on[name] = on.get(name, False) or change(given[name], output) > 0
 
-    with hooked({name: trial.layers.modules[name] for name in names}, begin, end):
+    with CallTracer({name: trial.layers.modules[name] for name in names}, Call, before=begin, after=end):
         yield on
 
 
@@ -225,17 +226,16 @@ def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
 def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, _Dropped]]:
     """Return a run in training mode, the states of the generators after each piece of code, and what was dropped."""
     states: list[tuple[str, tuple[bytes, ...]]] = []
-    running: list[str] = []
     dropped: dict[str, _Dropped] = {}
 
-    def begin(name: str, *_: Any) -> None:
-        states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
-        running.append(name)
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        around = ROOT if call.parent is None else call.parent.layer
+        states.append((around, seeding.generator_states(trial.probe.device)))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        states.append((running.pop(), seeding.generator_states(trial.probe.device)))
-        if isinstance(module, nn.Dropout) and args and _drops(module):
-            dropped[name] = args[0] != 0, output == 0
+    def end(call: Call, args: Any, output: Any) -> None:
+        states.append((call.layer, seeding.generator_states(trial.probe.device)))
+        if isinstance(call.module, nn.Dropout) and args and _drops(call.module):
+            dropped[call.layer] = args[0] != 0, output == 0
 
-    with hooked(trial.layers.modules, begin, end):
+    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
         return trial.reference(mode="train", seed=seed), states, dropped

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import flatten, flatten_call, has_bytes
+from pytest_modelprobe.models import Call, CallTracer, flatten, flatten_call, has_bytes
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import broken, disagreements
 from .check import check
 from .outcome import Break
-from .trial import Trial, hooked, plain
+from .trial import Trial, plain
 
 
 @check
@@ -81,31 +81,28 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     (root)
     """
     trial.reference(mode="eval")
-    call: list[Any] = []
+    given: list[Any] = []
     known: dict[str, _Contents] = {}
     blamed: list[tuple[str, str]] = []
-    running: list[str] = []
 
-    def look() -> None:
-        now = _contents(*call)
+    def look(call: Call) -> None:
+        now = _contents(*given)
         written = [path for path in known.keys() & now.keys() if not now[path].same(known[path])]
-        blamed.extend((running[-1], path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
+        blamed.extend((call.layer, path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
         known.clear()
         known.update(now)
 
-    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if running:
-            look()  # the code of the layer around
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        if call.parent is not None:
+            look(call.parent)
         else:
-            call[:] = args, kwargs
-            known.update(_contents(*call))
-        running.append(name)
+            given[:] = args, kwargs
+            known.update(_contents(*given))
 
-    def end(*_: Any) -> None:
-        look()
-        running.pop()
+    def end(call: Call, args: Any, output: Any) -> None:
+        look(call)
 
-    with hooked(trial.layers.modules, begin, end):
+    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
         trial.other(mode="eval")
     if blamed:
         layer, path = blamed[0]

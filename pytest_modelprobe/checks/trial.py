@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +19,8 @@ from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
+    Call,
+    CallTracer,
     Layers,
     ModelState,
     check_supported,
@@ -33,13 +33,11 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
-from pytest_modelprobe.runs import random_loss
+from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, loss_of
 
 from .outcome import NotApplicableError, line_of
 
-Loss: TypeAlias = Callable[[Any], Tensor] | Literal["random"]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
-Mode = Literal["train", "eval"]
 Judge: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
 
 _WOKEN = 0.02
@@ -140,13 +138,12 @@ class Trial:
         judge: Judge | None = None,
     ) -> None:
         check_supported(model)
-        if loss is not None and loss != "random" and not callable(loss):
-            raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
+        check_loss(loss)
         self.probe, self.model = probe, model
         self.args, self.kwargs = args, dict(kwargs or {})
         self.layers = Layers(model)
         self.name = type(next(iter(self.layers.modules.values()))).__name__
-        self._loss = loss if callable(loss) else None
+        self._loss: Loss = "random" if loss is None else loss
         self._wake = wake
         self._judge = judge
         self._exit = ExitStack()
@@ -170,7 +167,7 @@ class Trial:
     @property
     def has_loss(self) -> bool:
         """Whether a loss of its own was given."""
-        return self._loss is not None
+        return callable(self._loss)
 
     def __enter__(self) -> Trial:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -319,12 +316,16 @@ class Trial:
             NotApplicableError: Nothing in the output has a gradient.
             UsageError: The loss that was given raised, or returned something else than a number.
         """
-        found = self._taken_of(output) if self._loss is not None else random_loss(output, seed=self.probe.seed)
-        if found is None:
-            raise NotApplicableError("no floating output requires a gradient")
-        if not found.requires_grad:
-            raise NotApplicableError("the loss has no gradient: the model is frozen, or its output detached")
-        return found
+        if self.has_loss and not flatten("output", output).tensors:
+            raise NotApplicableError("the model returns no tensor to compute a loss of")
+        try:
+            return loss_of(output, self._loss, seed=self.probe.seed)
+        except NoGradientError as error:
+            raise NotApplicableError(str(error)) from error
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"loss= raised {line_of(error)}, called with the output of the model") from error
 
     def copied_inputs(
         self, vary: Vary | None = None, *, requires_grad: bool = False
@@ -337,7 +338,6 @@ class Trial:
             NotApplicableError: One of them is of a kind that cannot be varied so.
         """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
-        copies: dict[int, Tensor] = {}
 
         def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
             try:
@@ -349,15 +349,14 @@ class Trial:
                 raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
 
         def copied(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                given = tensor.detach().clone().to(self.probe.device)
-                if vary is not None and id(tensor) in paths:
-                    given = varied(paths[id(tensor)], given, vary)
-                wanted = tensor.requires_grad or (requires_grad and given.is_floating_point())
-                copies[id(tensor)] = given.requires_grad_(wanted and torch.is_grad_enabled())
-            return copies[id(tensor)]
+            copy = tensor.detach().clone().to(self.probe.device)
+            if vary is not None and id(tensor) in paths:
+                copy = varied(paths[id(tensor)], copy, vary)
+            wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
+            return copy.requires_grad_(wanted and torch.is_grad_enabled())
 
-        return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
+        args, kwargs = map_tensors(copied, (self.args, self.kwargs))
+        return args, kwargs
 
     def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
         """Return a deep copy of the model, its floating tensors of another dtype, or all of them on another device.
@@ -421,19 +420,6 @@ class Trial:
             trace.gradients = {name: _taken(p) for name, p in parameters.items()}
             trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
 
-    def _taken_of(self, output: Any) -> Tensor:
-        assert self._loss is not None
-        if not flatten("output", output).tensors:
-            raise NotApplicableError("the model gives out no tensor, of which there could be a loss")
-        try:
-            found = self._loss(output)
-        except Exception as error:
-            raise UsageError(f"loss= raised {line_of(error)}, given what the model gives out") from error
-        if not isinstance(found, Tensor) or found.numel() != 1 or found.is_complex():
-            what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"loss= takes what the model gives out, returns a tensor of one real number; got {what}")
-        return found
-
     def _randomize_zero_layers(self) -> None:
         for name, module in self.layers.modules.items():
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
@@ -494,66 +480,34 @@ def _taken(leaf: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def hooked(
-    modules: Mapping[str, nn.Module],
-    before: Callable[[str, nn.Module, Any, Any], None] | None = None,
-    after: Callable[[str, nn.Module, Any, Any], object] | None = None,
-) -> Iterator[None]:
-    """Call functions around each call of the modules.
-
-    Args:
-        modules: By name. Scripted ones take no hooks.
-        before: Takes the name, the module, its positional and its keyword arguments.
-        after: Takes the name, the module, its positional arguments and what it gives out; what it returns takes the
-            place of that, unless it is None.
-    """
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if before is not None:
-                handle = module.register_forward_pre_hook(functools.partial(before, name), with_kwargs=True)
-                stack.callback(handle.remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(functools.partial(after, name)).remove)
-        yield
-
-
-@contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Take down what each layer gives out, and where the model raises."""
-    running: list[str] = []
-    counts: dict[str, int] = defaultdict(int)
-    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
+    """Record what each layer returns, and in which layer the model raises."""
+    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last recorded
 
-    def is_news(tensor: Tensor) -> bool:
+    def is_new(tensor: Tensor) -> bool:
         trace.quantized |= tensor.is_quantized
         version = 0 if tensor.is_inference() else tensor._version
         there = known.get(id(tensor))
         known[id(tensor)] = tensor, version
         return there is None or there[1] != version
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = f" (call {counts[name] + 1})" if counts[name] else ""
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        number = f" (call {call.index + 1})" if call.index else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if not is_wrapped(tensor) and is_news(tensor) and running:
-                made = f"{path} of {name}{call}"
-                trace.given.append(
-                    LayerTensor(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True)
-                )
-        running.append(name)
+            if not is_wrapped(tensor) and is_new(tensor) and call.parent is not None:
+                made, around = f"{path} of {call.layer}{number}", call.parent
+                copy = plain(tensor.detach().clone())
+                trace.given.append(LayerTensor(around.layer, around.index, made, copy, True))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        while running and running.pop() != name:
-            pass
+    def end(call: Call, args: Any, output: Any) -> None:
         for path, tensor in flatten("output", output).tensors:
             if not is_wrapped(tensor):
-                is_news(tensor)
-                trace.given.append(LayerTensor(name, counts[name], path, plain(tensor.detach().clone())))
-        counts[name] += 1
+                is_new(tensor)
+                trace.given.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
 
+    tracer = CallTracer(modules, Call, before=begin, after=end)
     try:
-        with hooked(modules, begin, end):
+        with tracer:
             yield
     finally:
-        trace.raised_in = running[-1] if running else ROOT
+        trace.raised_in = tracer.raised_in

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .autocast import Autocast, active_autocast, autocast_states
+from .calls import Call, CallTracer
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
 from .memory import as_array, as_real, has_bytes
@@ -9,12 +11,17 @@ from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
 __all__ = [
+    "Autocast",
+    "Call",
+    "CallTracer",
     "Flat",
     "Layers",
     "ModelState",
+    "active_autocast",
     "as_array",
     "as_real",
     "attributes",
+    "autocast_states",
     "check_supported",
     "derive",
     "flatten",

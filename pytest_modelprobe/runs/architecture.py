@@ -50,25 +50,19 @@ def _run_on_fakes(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = mode.cache_enabled and cached
     products = _GroupedProducts()
-    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            if tensor.is_meta:  # as if it were on the CPU: models make their masks and positions there
-                with mode:
-                    fakes[id(tensor)] = torch.empty_strided(
-                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                    )
-            else:
-                fakes[id(tensor)] = mode.from_tensor(tensor.detach())
-            fakes[id(tensor)].requires_grad_(tensor.requires_grad)
-        return fakes[id(tensor)]
+        if tensor.is_meta:  # as if it were on the CPU: models make their masks and positions there
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        else:
+            made = mode.from_tensor(tensor.detach())
+        return made.requires_grad_(tensor.requires_grad)
 
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     capture.attach()
     try:
-        state = {name: fake(tensor) for name, tensor in tensors}
-        args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
+        state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
         with mode, products:
             functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there

@@ -1,16 +1,66 @@
-"""The loss of ``loss="random"``: a fixed random projection of what a model gives out."""
+"""The loss of a run: the user's function of the output, or a fixed random projection of it."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import as_real, flatten, parts, seeding
+
+Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 
 _CACHE = re.compile(r"past_key_values?|(\w+_)?cache(_params)?|\w*Cache")
 """Names of fields, and of types, that hold what a decoder keeps for its next call."""
+
+
+class NoGradientError(UsageError):
+    """The loss of an output has no gradient."""
+
+
+def check_loss(loss: object) -> None:
+    """Raise `UsageError` unless ``loss`` is a function, ``"random"`` or None."""
+    __tracebackhide__ = True
+    if loss is not None and loss != "random" and not callable(loss):
+        raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
+
+
+def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
+    """Return the loss of an output: a real scalar that requires a gradient.
+
+    Raises:
+        NoGradientError: It has no gradient.
+        UsageError: The function returned something else than a scalar.
+
+    >>> loss_of(torch.ones(2, requires_grad=True), torch.sum, seed=0).item()
+    2.0
+    """
+    __tracebackhide__ = True
+    if not callable(loss):
+        projection = random_loss(output, seed=seed)
+        if projection is None:
+            raise NoGradientError(
+                'no floating output requires a gradient, as loss="random" needs one: is the model frozen, or its '
+                "output detached?"
+            )
+        return projection
+    found: Any = loss(output)
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(f"loss(output) returns a scalar tensor; got {type(found).__name__}")
+    if found.numel() != 1:
+        raise UsageError(
+            f"loss(output) returned a tensor of shape {tuple(found.shape)}: reduce it to a scalar, with .mean() say"
+        )
+    if found.is_complex():
+        raise UsageError("loss(output) is complex, which has no gradient: take .abs() or .real of it")
+    if not found.requires_grad:
+        raise NoGradientError(
+            "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"
+        )
+    return found
 
 
 def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:

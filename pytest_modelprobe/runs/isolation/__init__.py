@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.models import Layers, preserved, seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import change
@@ -27,7 +27,7 @@ from .alone import Key, Perturb, Session
 from .contexts import is_ours, quietly, without_hooks
 from .forwards import Again, Forwards, merged, recipes_of
 from .recipes import fits, kind_of, synthetic
-from .tracing import CallTracer
+from .tracing import Tracer
 
 __all__ = [
     "Again", "Forwards", "Key", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
@@ -80,9 +80,8 @@ def isolate(
         stack.enter_context(preserved(model))
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
-        if found.compiled or "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        notes = stack.enter_context(CallTracer(found, layers, only))
+        stack.enter_context(run_eagerly(found))
+        notes = stack.enter_context(Tracer(found, layers, only))
         with torch.set_grad_enabled(gradient):
             forward()
         calls = [call for call in notes.finish() if call.alone]

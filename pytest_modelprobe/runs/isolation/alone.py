@@ -24,7 +24,7 @@ from .own import ATOMIC, buffers_of, same, weights_of
 from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, fits, head_of, kind_of, synthetic
 from .signatures import defaults_of
-from .tracing import ArgumentTemplate, CallTracer, TensorSpec, TracedCall, copied
+from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
 
 Key = tuple[str, int]
 """Which call: its layer, and its index among the layer's calls, from 0."""
@@ -38,7 +38,7 @@ class Session:
     def __init__(
         self,
         layers: Layers,
-        notes: CallTracer,
+        notes: Tracer,
         recipes: Mapping[Key, Mapping[str, str]],
         calls: Iterable[TracedCall],
         *,
@@ -89,8 +89,8 @@ class Session:
         self.current = alone = _IsolatedCall(self, call)
         try:
             with left_as_it_was(call.module), contextlib.ExitStack() as stack:
-                for device, dtype in call.autocast:
-                    stack.enter_context(torch.autocast(device, dtype))
+                for state in call.autocast:
+                    stack.enter_context(torch.autocast(*state))
                 return alone.run()
         finally:
             self.current = None

@@ -17,11 +17,19 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
-from pytest_modelprobe.models import Layers, flatten, flatten_call, has_bytes, preserved, seeding
+from pytest_modelprobe.models import (
+    Autocast,
+    Layers,
+    active_autocast,
+    flatten,
+    flatten_call,
+    has_bytes,
+    preserved,
+    seeding,
+)
 from pytest_modelprobe.record import IsolatedResponse
 
 from .reasons import CannotTellError, reason_of
-from .tracing import active_autocast
 
 Kind = tuple[str, bool]
 """The layer whose call a forward is, and whether it is in training mode."""
@@ -49,7 +57,7 @@ class Again:
     """Its positional and its keyword arguments, copied."""
     modes: tuple[bool, ...]
     """Whether each layer is in training mode, in the order of the layers."""
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast: tuple[Autocast, ...]
     reason: str | None = None
     """Why it cannot be run again."""
 
@@ -101,8 +109,8 @@ class Forwards:
         """Run a forward again; `prepared` comes first."""
         args, kwargs = self._copied(again.inputs)
         with contextlib.ExitStack() as stack:
-            for device, dtype in again.autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+            for state in again.autocast:
+                stack.enter_context(torch.autocast(*state))
             return self._layers.modules[again.kind[0]](*args, **kwargs)
 
     @contextlib.contextmanager
