@@ -437,7 +437,7 @@ def test_a_loss_that_cannot_be_used_is_refused(probe: ModelProbe, loss: Any, mes
 
 
 def test_a_random_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match='loss="random" needs a floating output that requires grad'):
+    with pytest.raises(UsageError, match='no floating output requires a gradient, as loss="random" needs one'):
         probe.run(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2), loss="random")
 
 

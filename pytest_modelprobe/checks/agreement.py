@@ -1,4 +1,4 @@
-"""Two traces → the first layer at which they disagree."""
+"""Compare two traces, and find the first layer at which they disagree."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
 from .outcome import Break, NotApplicableError
-from .trial import LayerTensor, Trace, Trial, Vary, plain, widened
+from .trial import LayerTensor, Trace, Trial, Vary, as_double, plain
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
-"""What of two tensors is to agree: one pair; several where it is not known which axis is meant and one has to; none."""
+"""Takes two tensors, returns pairs of their parts, of which one has to agree; no pair: they are not compared."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-"""How far two results of one computation may be apart that kernels do in another order, relative to their norm."""
+"""Largest relative error between kernels that compute the same in another order."""
 
 _ROUNDING = 1e-6
-"""How far two runs in float64 may be apart: parts of a model may compute in float32 all the same."""
+"""Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
 
-_MISSING = "not given out"
+_MISSING = "not returned"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disagreement:
-    """A tensor that a layer gave out otherwise in one of two runs."""
+    """A tensor of a layer that differs between two runs."""
 
-    given: LayerTensor
+    layer_tensor: LayerTensor
     change: float
-    """Relative to the norm of the first; inf where it is not finite in one of them, or of another shape."""
+    """Relative error; inf where only one is finite, or where the shapes differ."""
     note: str = ""
-    """What else is to be said: another shape, or `_MISSING`."""
+    """Replaces the number: a changed shape, or `_MISSING`."""
 
     @property
     def row(self) -> tuple[Cell, ...]:
-        """For a table: where, and by how much."""
-        return self.given.where, self.note or percent(self.change)
+        """Address and change, for a table."""
+        return self.layer_tensor.where, self.note or percent(self.change)
 
     @property
     def changed(self) -> str:
-        """For a sentence: ``changed by 3 %``."""
+        """``changed by 3 %``, for a sentence."""
         if not self.note:
             return changed(self.change)
         return f"is {self.note}" if self.note == _MISSING else f"changed its {self.note}"
 
 
 def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the two tensors: they are to agree as they are."""
+    """Return the two tensors as the only pair."""
     return [(one, other)]
 
 
@@ -65,27 +65,27 @@ def disagreements(
     least: float = 0.0,
     integers: bool = False,
 ) -> list[Disagreement]:
-    """Return what disagrees between two runs of a model, in the order in which the layers returned.
+    """Return the tensors that differ between two runs, in the order in which the layers returned.
 
-    A layer comes after those inside it: the first is the innermost whose own doing it is.
+    A layer comes after those inside it, so the first one is the innermost layer that causes a difference.
 
     Args:
-        one: The run to judge by.
+        one: The reference run.
         other: Another run.
-        pairs: What of two tensors to compare.
-        tolerance: Largest relative change; None: by dtype, see `TOLERANCE`. 0: bit for bit.
-        least: The least that None stands for.
-        integers: Whether integers and bools are to agree too: those that are chosen by rounding need not.
+        pairs: Returns the parts of two tensors to compare.
+        tolerance: Largest relative error; None: by dtype, see `TOLERANCE`. 0: bit for bit.
+        least: Lower bound for None.
+        integers: Whether to compare integers and bools too; those that depend on rounding may differ.
     """
     found = []
-    there = {given.where: given for given in other.given}
-    for given in one.given:
+    there = {given.where: given for given in other.tensors}
+    for given in one.tensors:
         again = there.get(given.where)
         if again is None:
             found.append(Disagreement(given, math.inf, _MISSING))
         elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
             compared = pairs(given.tensor, again.tensor)
-            least_change = min((change(x, y) for x, y in compared), default=0.0)
+            least_change = min((relative_error(x, y) for x, y in compared), default=0.0)
             if not least_change <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
                 note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
@@ -93,10 +93,10 @@ def disagreements(
     return found
 
 
-def change(one: Tensor, other: Tensor) -> float:
+def relative_error(one: Tensor, other: Tensor) -> float:
     """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
 
-    >>> change(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1
     """
     one, other = plain(one), plain(other)
@@ -116,7 +116,7 @@ def change(one: Tensor, other: Tensor) -> float:
 
 
 def changed(by: float) -> str:
-    """Return a change as it stands in a sentence.
+    """Return a relative error as a phrase.
 
     >>> changed(0.03), changed(math.inf)
     ('changed by 3 %', 'changed by ∞ %')
@@ -125,11 +125,11 @@ def changed(by: float) -> str:
 
 
 def negligible(gradients: Mapping[str, Tensor | None]) -> float:
-    """Return the norm up to which a gradient is nothing but rounding of what cancels, as before a norm or a softmax."""
+    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax."""
     return 1e-6 * max((g.norm().item() for g in gradients.values() if g is not None), default=0.0)
 
 
-def apart(
+def compare_runs(
     trial: Trial,
     runs: tuple[Trace, Trace],
     varied: tuple[Vary, Vary],
@@ -138,82 +138,85 @@ def apart(
     *,
     exact: bool = False,
 ) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return where two runs disagree, if the output does; else the first disagreement inside, beyond rounding.
+    """Return the differences of two runs if the output differs; else the first difference inside, beyond rounding.
 
-    Where the output agrees and a layer inside does not, both are computed again in float64, which tells what is little
-    from what is rounding.
+    If the output agrees and a layer inside does not, both runs are repeated in float64, which separates small errors
+    from rounding.
 
     Args:
         trial: The model and its inputs.
         runs: The two runs.
-        varied: What made their inputs, to run them again in float64.
-        pairs_of: Returns which parts of a run are to agree with those of another.
+        varied: The functions that changed their inputs, to repeat the runs in float64.
+        pairs_of: Takes a trace, returns which parts of its tensors to compare.
         tolerance: Largest relative change; None: by dtype.
-        exact: Whether both ran the same operations on tensors of the same shapes, so that equal parts come out equal
-            to the last bit.
+        exact: Whether both ran the same operations on the same shapes, so that equal parts are equal bit for bit.
     """
 
     def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
         pairs = pairs_of(one)
         found = disagreements(one, two, pairs=pairs, tolerance=up_to)
-        there = {given.where for given in two.given}  # what other rows go to may not be called
+        there = {given.where for given in two.tensors}  # what other rows go to may not be called
         # Of a list of one for each row there are fewer; what is along the axis is there whatever its length.
-        along = {one.given.where for one in found if one.given.is_final and pairs(*[one.given.tensor] * 2)}
-        return [one for one in found if one.given.where in there | along]
+        along = {
+            one.layer_tensor.where
+            for one in found
+            if one.layer_tensor.is_final and pairs(*[one.layer_tensor.tensor] * 2)
+        }
+        return [one for one in found if one.layer_tensor.where in there | along]
 
     found = compared(*runs, tolerance)
-    if any(one.given.is_final for one in found):
+    if any(one.layer_tensor.is_final for one in found):
         return found, None
     if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
         return [], None
     try:
         model = trial.copied(torch.float64)
-        wide = [trial.other(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
+        wide = [trial.variation(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
         found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
     except NotApplicableError:  # it runs in its own dtype alone
         pass
-    if any(one.given.is_final for one in found):
+    if any(one.layer_tensor.is_final for one in found):
         return found, None
     return [], found[0] if found else None
 
 
-def told_inside(inside: Disagreement | None) -> str:
-    """Return the end of a sentence about an output that agrees: that something inside does not."""
+def inside_note(inside: Disagreement | None) -> str:
+    """Return the end of a sentence about an output that agrees while a layer inside differs."""
     if inside is None:
         return ""
-    return f"; layers inside differ, the output does not: first {inside.given.where}, {inside.changed}"
+    return f"; layers inside differ, but the output agrees: first {inside.layer_tensor.where}, {inside.changed}"
 
 
-def from_the_loss(names: Iterable[str], trace: Trace) -> list[str]:
-    """Return names of parameters in the order in which a backward gets to their layers: what runs last comes first.
+def in_backward_order(names: Iterable[str], trace: Trace) -> list[str]:
+    """Return names of parameters in the order in which a backward reaches their layers: the last layer comes first.
 
-    When the model's own code uses a parameter of the model itself is not known: those come at the end.
+    Parameters of the root come at the end, since it is not known when its code uses them.
     """
-    last = {given.layer: i for i, given in enumerate(trace.given) if given.layer != ROOT}
+    last = {given.layer: i for i, given in enumerate(trace.tensors) if given.layer != ROOT}
     return sorted(names, key=lambda name: -last.get(name.rpartition(".")[0], -1))
 
 
-def broken(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
-    """Return the break that disagreements show: at the first of them, with a table of all.
+def break_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
+    """Return the break at the first of some differences, with a table of all.
 
     Args:
-        found: What disagrees.
+        found: The differences.
         said: The sentence after the layer's name; ``{path}`` stands for which output changed, ``{changed}`` for
             "changed by 3 %".
         advice: Where to look.
     """
     first = found[0]
     return Break(
-        layer=first.given.layer,
-        line=f"{first.given.layer} {said.format(path=first.given.path, changed=first.changed)}",
-        columns=("given out by", "changed by"),
+        layer=first.layer_tensor.layer,
+        line=f"{first.layer_tensor.layer} {said.format(path=first.layer_tensor.path, changed=first.changed)}",
+        columns=("tensor", "changed by"),
         rows=tuple(one.row for one in found),
         advice=advice,
     )
 
 
 def _in_double_precision(vary: Vary) -> Vary:
-    return lambda path, x: widened(vary(path, x))
+    return lambda path, x: as_double(vary(path, x))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -227,12 +230,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def limit(tensor: Tensor, tolerance: float | None = None, *, least: float = 0.0) -> float:
-    """Return the largest relative change that is none: the one given, or by dtype, see `TOLERANCE`.
+    """Return the largest relative error that counts as agreement: the tolerance, or by dtype, see `TOLERANCE`.
 
     Args:
-        tensor: What may change.
-        tolerance: What was asked for.
-        least: For dtypes that round less: where other kernels run, which may round as TensorFloat-32 does.
+        tensor: The reference.
+        tolerance: The tolerance of the user, if any.
+        least: Lower bound, for kernels that may round as TensorFloat-32 does.
 
     >>> limit(torch.ones(1)), limit(torch.ones(1), least=1e-3), limit(torch.ones(1).bfloat16(), least=1e-3)
     (0.0001, 0.001, 0.05)

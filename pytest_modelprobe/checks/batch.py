@@ -1,4 +1,4 @@
-"""The batch: its rows know nothing of each other, and there may be any number of them."""
+"""The batch: its rows are independent of each other, and it may have any size."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, apart, broken, change, limit, told_inside
+from .agreement import Disagreement, Pairs, break_of, compare_runs, inside_note, limit, relative_error
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
-from .sequence import other
-from .trial import LayerTensor, Trace, Trial, Vary, unchanged
+from .sequence import replacement
+from .trial import LayerTensor, Trace, Trial, Vary, keep_input
 
 
 @check
 def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
-    """Check that in evaluation mode a row of the batch gives out the same whatever the other rows are.
+    """Check that in evaluation mode the output of a row does not depend on the other rows of the batch.
 
-    All rows but the first are replaced, then all but the last, which a recurrence over the batch comes to at its end.
-    Which axes are the batch's, a run with another number of rows shows. Where the output agrees and a layer inside does
-    not, both are computed again in float64, which tells what is little from what is rounding.
+    All rows but the first are replaced, then all but the last, which a recurrence over the batch reaches at its end.
+    A run with another number of rows shows which axes are the batch. If the output agrees and a layer inside does not,
+    both runs are repeated in float64, which separates small errors from rounding.
 
     Args:
         trial: The model and its inputs.
-        axis: Which axis of the inputs the batch is along.
+        axis: Batch axis of the inputs.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -56,27 +56,27 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
             if resized is None:
                 raise _no_batch(axis)
             check_rows_go_together(trial, axis)
-            return broken(
+            return break_of(
                 found,
-                f"mixes the batch: the {which} row {{changed}} with the other rows",
+                f"mixes the batch: the {which} row {{changed}} when the other rows were replaced",
                 "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
     _check_of_all_rows(trial, one, resized, rows, axis)
-    return f"the first and the last of {count(size, 'row')}, in {rows.told(inside)}"
+    return f"the first and the last of {count(size, 'row')}, in {rows.summary(inside)}"
 
 
 @check
 def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
-    """Check that in evaluation mode a batch of one row, and one of a row more, run and give the same for the first row.
+    """Check that in evaluation mode batches of one row, and of one row more, give the same first row.
 
-    An output that depends on the inputs and is as long whatever the batch has lost it, unless it is a single number of
-    all rows, as a loss is.
+    An output that depends on the inputs but whose shape does not depend on the batch size breaks it, unless it is a
+    single number for all rows, such as a loss.
 
     Args:
         trial: The model and its inputs.
-        axis: Which axis of the inputs the batch is along.
+        axis: Batch axis of the inputs.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -111,20 +111,20 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     rows.check_known()
     inside = None
     for n, two in runs.items():
-        varied = unchanged, _sized(inputs, size, n, axis)
-        found, hidden = apart(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        varied = keep_input, _sized(inputs, size, n, axis)
+        found, hidden = compare_runs(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
         if found:
             check_not_random(trial)
             check_rows_go_together(trial, axis)
-            return broken(
+            return break_of(
                 found,
-                f"depends on the batch size: the first row {{changed}} in a batch of {n}, not {size}",
+                f"depends on the batch size: the first row {{changed}} in a batch of {n} instead of {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
-        rows.check_told(hidden, f"in a batch of {n}")
+        rows.check_inside(hidden, f"in a batch of {n}")
         inside = inside or hidden
     _check_of_all_rows(trial, one, resized, rows, axis)
-    return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.told(inside)}"
+    return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.summary(inside)}"
 
 
 def size_of(trial: Trial, axis: int) -> int:
@@ -140,7 +140,7 @@ def size_of(trial: Trial, axis: int) -> int:
 
 
 def check_rows_go_together(trial: Trial, axis: int) -> None:
-    """Refuse to call broken what takes offsets or edges of a graph beside rows: integers that point to them.
+    """Check that inputs of another size than the batch, such as offsets or edges of a graph, do not index its rows.
 
     Raises:
         NotApplicableError: Such inputs differ in size along the axis.
@@ -150,35 +150,35 @@ def check_rows_go_together(trial: Trial, axis: int) -> None:
     if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
         told = listed([f"{path} has {n}" for path, n in sizes.items()])
         raise NotApplicableError(
-            f"the inputs differ in size along axis {axis}: {told}; which rows are of one is unknown"
+            f"the inputs differ in size along axis {axis}: {told}; which rows belong together is unknown"
         )
 
 
 def _no_batch(axis: int) -> NotApplicableError:
     return NotApplicableError(
-        f"axis {axis} seems to be no batch: its rows know of each other, and there is one number of them"
+        f"axis {axis} does not seem to be a batch axis: its rows depend on each other, and their number cannot change"
     )
 
 
 def batched(trial: Trial, size: int, axis: int) -> set[str]:
-    """Return the paths of the inputs that have a row for each of the batch."""
+    """Return the paths of the inputs that have the batch axis."""
     return {path for path, x in trial.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
 
 
-# --- which axes are the batch's -----------------------------------------------------------------------------------
+# --- the batch axes of each tensor --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """An axis that has so many places for each row of the batch."""
+    """An axis with some positions for each row of the batch."""
 
     number: int
     places: int = 1
     together: bool = True
-    """Whether places of one row are next to each other, and not those of one number."""
+    """Whether the positions of one row are adjacent; else those of one number are."""
 
     def row(self, x: Tensor, row: int, n: int) -> Tensor | None:
-        """Return a row of n; None where the axis is not as long."""
+        """Return one of n rows; None if the axis has another length."""
         if self.number >= x.dim() or x.shape[self.number] != n * self.places:
             return None
         places = torch.arange(self.places, device=x.device)
@@ -192,80 +192,81 @@ class _Resized:
     trace: Trace
     n: int
     inputs: set[str]
-    """Paths of the inputs that have a row for each of the batch."""
+    """Paths of the inputs that have the batch axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where the rows of the batch are in what the layers give out."""
+    """The batch axes of the tensors that the layers return."""
 
     size: int
     inputs: set[str]
     axes: Mapping[str, tuple[_Axis, ...]]
-    """Of each floating value, by its address. No axis: it changes its number of axes with the batch."""
+    """Of each floating tensor, by address. No axis: its number of axes depends on the batch."""
     layers: frozenset[str]
     final: bool
-    """Whether something that the model itself gives out is along the batch."""
+    """Whether an output of the model has a batch axis."""
     elsewhere: tuple[str, ...] = ()
-    """What it gives out that is not, with its shape; single numbers aside where something is."""
+    """Outputs without a batch axis, with their shapes; without single numbers if `final`."""
     integers: tuple[str, ...] = ()
-    """What it gives out that is of integers, which may be chosen by rounding: it is not compared."""
+    """Outputs of integers, which may depend on rounding and are not compared."""
     number: bool = False
-    """Whether it gives out nothing else than single numbers, which losses are."""
+    """Whether all outputs are single numbers, as losses are."""
     guessed: bool = False
-    """Whether the model takes no batch of another size: each axis as long as the batch may be the batch's."""
+    """Whether the model accepts no other batch size: each axis as long as the batch may be the batch axis."""
 
     def pairs(self, trace: Trace, n: int, row: int = 0) -> Pairs:
-        """Return what takes one row of a value of the trace, and of another one with a batch of n."""
-        known = {id(given.tensor): (given, self.axes[given.where]) for given in trace.given if given.where in self.axes}
+        """Return a function that takes one row of a tensor of the trace, and of another with a batch of n."""
+        known = {
+            id(given.tensor): (given, self.axes[given.where]) for given in trace.tensors if given.where in self.axes
+        }
 
         def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
             if id(one) not in known:
                 return []
             given, axes = known[id(one)]
-            # A matrix of rows by rows has two axes: of a row there is what it has to do with itself.
+            # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
             meant = [(axis,) for axis in axes] if self.guessed else [axes]
             rows = [(_taken(one, axes, row, self.size), _taken(other, axes, row, n)) for axes in meant]
             found = [(x, y) for x, y in rows if x is not None and y is not None]
             if found or (one.dim() == other.dim() and not given.is_final):
-                return found  # tokens that go to an expert are as many as rows by chance
+                return found  # an expert may receive as many tokens as there are rows
             return [(one, other)]
 
         return pairs
 
     def check_known(self) -> None:
-        """Refuse a model of which nothing is along the batch, or which gives out nothing that is, but for a number."""
+        """Raise `NotApplicableError` if no layer, or no output other than a number, has a batch axis."""
         if not self.axes:
-            raise NotApplicableError(f"no layer gives out anything along an axis of {count(self.size, 'row')}")
+            raise NotApplicableError(f"no layer returns a tensor with an axis of {count(self.size, 'row')}")
         if self.elsewhere and not (self.final or self.number):
             raise NotApplicableError(
-                f"nothing that the model gives out is along an axis of {count(self.size, 'row')}: "
-                f"{listed(list(self.elsewhere))}"
+                f"no output of the model has an axis of {count(self.size, 'row')}: {listed(list(self.elsewhere))}"
             )
 
-    def check_told(self, inside: Disagreement | None, when: str) -> None:
-        """Refuse to judge what layers inside do where no output says whether it matters: a loss may compare rows."""
+    def check_inside(self, inside: Disagreement | None, when: str) -> None:
+        """Raise `NotApplicableError` if a layer inside differs and no output has a batch axis: a loss may mix rows."""
         if inside is not None and not self.final:
             raise NotApplicableError(
-                f"nothing that the model gives out is along the batch, and inside it {inside.given.where} "
+                f"no output of the model is along the batch, and inside it {inside.layer_tensor.where} "
                 f"{inside.changed} {when}"
             )
 
-    def told(self, inside: Disagreement | None) -> str:
-        """Return what was looked at."""
+    def summary(self, inside: Disagreement | None) -> str:
+        """Return a summary of what was compared."""
         text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
-        for what, paths in ("not along the batch", self.elsewhere), ("not compared, of integers", self.integers):
+        for what, paths in ("not along the batch", self.elsewhere), ("not compared, as integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
-        text += told_inside(inside)
+        text += inside_note(inside)
         if self.guessed:
-            text += f"; the model takes no other batch: an axis of {self.size} is taken for the batch's"
+            text += f"; the model accepts no other batch size: each axis of {self.size} is assumed to be the batch"
         return text
 
 
 def _resized(trial: Trial, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:
-    """Return a run on a batch of another size; None where the model takes none.
+    """Return a run on a batch of another size; None if the model accepts none.
 
-    An input may be as long as the batch by chance, as a mask of positions by positions: it is then left as it is.
+    An input that only happens to be as long as the batch, as a mask of positions by positions, is left unchanged.
     """
     rows_of = batched(trial, size, axis)
     inputs = [path for path, _ in trial.dense if path in rows_of]
@@ -280,11 +281,11 @@ def _resized(trial: Trial, size: int, axis: int, sizes: tuple[int, ...]) -> _Res
 
 def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     """Return the axes that are longer in a longer batch."""
-    again = {given.where: given.tensor for given in resized.trace.given}
+    again = {given.where: given.tensor for given in resized.trace.tensors}
     axes: dict[str, tuple[_Axis, ...]] = {}
     kept: list[LayerTensor] = []
     integers, elsewhere = [], []
-    for given in one.given:
+    for given in one.tensors:
         x, y = given.tensor, again.get(given.where)
         found = () if y is None else _longer(x, y, size, resized.n, flattened=given.is_final)
         if y is None or not (found or (given.is_final and x.dim() != y.dim())):
@@ -313,14 +314,14 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
 
 
 def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tuple[_Axis, ...]:
-    """Return the axes of two tensors that go with the size of the batch, from ``size`` to ``n``.
+    """Return the axes of two tensors whose lengths follow the batch size, from ``size`` to ``n``.
 
     Args:
-        x: What was given out with a batch of ``size``.
-        y: The same with a batch of ``n``.
-        size: The one.
-        n: The other.
-        flattened: Whether an axis may have several places for each row.
+        x: Tensor of a batch of ``size``.
+        y: The same tensor of a batch of ``n``.
+        size: Batch size of ``x``.
+        n: Batch size of ``y``.
+        flattened: Whether an axis may have several positions for each row.
     """
     if x.dim() != y.dim():
         return ()
@@ -335,7 +336,7 @@ def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tupl
 
 
 def _taken(x: Tensor, axes: tuple[_Axis, ...], row: int, n: int) -> Tensor | None:
-    """Return a row of n along all of these axes; None where one is not as long, or there is none."""
+    """Return one of n rows along all of these axes; None if there is none, or one has another length."""
     found: Tensor | None = x if axes else None
     for axis in axes:
         found = None if found is None else axis.row(found, row, n)
@@ -343,18 +344,18 @@ def _taken(x: Tensor, axes: tuple[_Axis, ...], row: int, n: int) -> Tensor | Non
 
 
 def _far(x: Tensor | None, y: Tensor | None) -> float:
-    return float("inf") if x is None or y is None else change(x, y)
+    return float("inf") if x is None or y is None else relative_error(x, y)
 
 
 def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
     """Return all axes that are as long as the batch."""
     axes = {
         given.where: tuple(_Axis(i) for i, n in enumerate(given.tensor.shape) if n == size)
-        for given in one.given
+        for given in one.tensors
         if given.tensor.is_floating_point() or given.tensor.is_complex()
     }
     axes = {where: found for where, found in axes.items() if found}
-    kept = [given for given in one.given if given.where in axes]
+    kept = [given for given in one.tensors if given.where in axes]
     layers, final = frozenset(given.layer for given in kept), any(given.is_final for given in kept)
     return _Rows(size, batched(trial, size, axis), axes, layers, final, guessed=True)
 
@@ -364,7 +365,7 @@ def _is_number(x: Tensor) -> bool:
 
 
 def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Break | None:
-    """Return the break of a model whose outputs depend on the inputs and are as long whatever the batch."""
+    """Return the break of a model whose outputs depend on the inputs while their shapes do not depend on the batch."""
     outputs, again = one.final, resized.trace.final
     if not outputs or outputs.keys() != again.keys():  # a list may hold one for each row
         return None
@@ -373,43 +374,43 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
     if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
         return None
     replaced: list[str] = []
-    two = trial.other(mode="eval", vary=_replacing(trial, rows.inputs, replaced))
-    there = {given.where: given.tensor for given in two.given}
+    two = trial.variation(mode="eval", vary=_replacing(trial, rows.inputs, replaced))
+    there = {given.where: given.tensor for given in two.tensors}
     changed = {
         given.where
-        for given in one.given
-        if (new := there.get(given.where)) is not None and not change(given.tensor, new) <= limit(given.tensor)
+        for given in one.tensors
+        if (new := there.get(given.where)) is not None and not relative_error(given.tensor, new) <= limit(given.tensor)
     }
-    if not any(given.is_final and given.where in changed for given in one.given):
+    if not any(given.is_final and given.where in changed for given in one.tensors):
         return None
     check_rows_go_together(trial, axis)
-    last = max((i for i, given in enumerate(one.given) if given.where in rows.axes), default=-1)
-    first = next((given for given in one.given[last + 1 :] if given.where in changed), one.given[-1])
+    last = max((i for i, given in enumerate(one.tensors) if given.where in rows.axes), default=-1)
+    first = next((given for given in one.tensors[last + 1 :] if given.where in changed), one.tensors[-1])
     shape = tuple(first.tensor.shape)
     return Break(
         layer=first.layer,
         line=f"{first.layer} loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
-        columns=("given out by", "shape"),
-        rows=tuple((g.where, str(tuple(g.tensor.shape))) for g in one.given[last + 1 :] if g.where in changed),
+        columns=("tensor", "shape"),
+        rows=tuple((g.where, str(tuple(g.tensor.shape))) for g in one.tensors[last + 1 :] if g.where in changed),
         advice="Look for a first row that is taken (out[:1], out[0]), a squeeze, and a mean over axis 0. If axis "
         f"{axis} of the inputs is no batch, name the one that is: axis=.",
     )
 
 
 _TIMES = 12
-"""Replacements of rows that leave an output as it is, after which it does not know of them: a share of rows that are
-right, say, one of them may leave by chance."""
+"""Replacements of rows without effect after which an output counts as independent of them: one alone may leave a
+discrete output, such as an accuracy, unchanged by chance."""
 
 
 def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
-    """Refuse to take for a loss, or for statistics, what is of one row, as ``out[0]`` of a head with one output.
+    """Check that outputs without a batch axis depend on more than one row, as a loss does and ``out[0]`` does not.
 
     Raises:
-        NotApplicableError: What is not along the batch is another with other rows, and the same as long as one stays.
+        NotApplicableError: Such an output changes with the rows, but not while one of them stays.
     """
     if rows.size < 2 or resized is None or one.final.keys() != resized.trace.final.keys():  # a list of one for each row
         return
-    final = [given for given in one.given if given.is_final and given.where not in rows.axes]
+    final = [given for given in one.tensors if given.is_final and given.where not in rows.axes]
     shapes = {given.path: tuple(given.tensor.shape) for given in final if given.tensor.is_floating_point()}
     for row, which in (0, "first"), (rows.size - 1, "last"):
         kept = set(shapes)
@@ -417,24 +418,24 @@ def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows:
             kept -= _moved(trial, one, kept, _replacing(trial, rows.inputs, [], axis, row, time=time))
         for path in sorted(_moved(trial, one, kept, _replacing(trial, rows.inputs, []))):
             raise NotApplicableError(
-                f"{path} {shapes[path]} changes with the {which} row and with no other: a loss is of all rows; if it "
-                "is none, the batch is lost, as in out[0]"
+                f"{path} {shapes[path]} changes with the {which} row and with no other: a loss depends on all rows; if "
+                "it is none, the batch is lost, as in out[0]"
             )
 
 
 def _moved(trial: Trial, one: Trace, paths: set[str], vary: Vary) -> set[str]:
-    """Return which of these outputs are others with other inputs."""
+    """Return which of these outputs change with the inputs."""
     if not paths:
         return set()
-    again = trial.other(mode="eval", vary=vary).final
-    return {path for path in paths if path not in again or change(one.final[path], again[path])}
+    again = trial.variation(mode="eval", vary=vary).final
+    return {path for path in paths if path not in again or relative_error(one.final[path], again[path])}
 
 
-# --- other rows, and another number of them -----------------------------------------------------------------------
+# --- other rows, and other batch sizes ----------------------------------------------------------------------------
 
 
 def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
-    """Return what makes of a batch one of n rows: the first ones, over and over."""
+    """Return a function that resizes a batch to n rows, repeating the first ones."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         return x.index_select(axis, torch.arange(n, device=x.device) % size) if path in inputs else x
@@ -445,13 +446,13 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
 def _replacing(
     trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None, *, time: int = 0
 ) -> Vary:
-    """Return what replaces the rows of a batch but one, and writes down the paths of the inputs in which it did."""
+    """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in inputs or x.dtype == torch.bool or path.endswith("mask"):
             return x
         try:
-            others = other(trial, x, time=time)
+            others = replacement(trial, x, time=time)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
@@ -465,13 +466,13 @@ def _replacing(
 def _mixed(
     trial: Trial, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return what a row gives out otherwise when all other rows are replaced; see `apart`."""
+    """Return how the output of a row changes when all other rows are replaced; see `compare_runs`."""
     replaced: list[str] = []
     vary = _replacing(trial, rows.inputs, replaced, axis, row)
-    two = trial.other(mode="eval", vary=vary)
+    two = trial.variation(mode="eval", vary=vary)
     if not replaced:
-        raise NotApplicableError("all elements of the inputs are the same: which others there may be is not known")
+        raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
     pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = apart(trial, (one, two), (unchanged, vary), pairs_of, tolerance, exact=True)
-    rows.check_told(inside, "with the other rows")
+    found, inside = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+    rows.check_inside(inside, "when the other rows were replaced")
     return found, inside

@@ -12,6 +12,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import nearest
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.runs import Loss
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, in_order
@@ -25,7 +26,7 @@ from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
-from .trial import Loss, Trial
+from .trial import Trial
 
 STANDARD: Mapping[str, Check] = {
     check.__name__: check
@@ -58,7 +59,7 @@ Inputs = Any
 
 
 class Outcomes(tuple[Outcome, ...]):
-    """What each check said; ``str`` is a list of them, the broken ones in full.
+    """The outcomes of checks; ``str`` lists the broken ones in full.
 
     >>> one = Outcome(check="seeded", model="Net", verdict="holds")
     >>> print(Outcomes([one]))
@@ -96,27 +97,28 @@ def standard(
     kwargs: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Outcomes:
-    """Assert all that is expected of a model unless it is meant to be otherwise, and return what each check said.
+    """Run the standard checks, assert that none is broken, and return their outcomes.
 
-    `STANDARD` has their names. Left to be called by themselves are those that only some models are meant to pass
+    `STANDARD` has their names. Other checks are called by themselves: those that only some models have to pass
     (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
-    (`compile_parity`, `gradcheck`) and those that need something more (`device_parity`, `optimizer_covers`,
+    (`compile_parity`, `gradcheck`) and those with a required option (`device_parity`, `optimizer_covers`,
     `ema_tracks`).
 
     Args:
         probe: Gives the device and the seed.
-        model: The model; it is left as it was.
+        model: The model; it is restored.
         *inputs: Its positional arguments.
-        loss: Of the output, for the checks of training, which mean nothing without. Targets that it holds itself go
-            with the whole batch alone: `gradient_accumulation` wants them as inputs, and the loss as the output.
+        loss: Function of the output, for the checks of training, which are not applicable without. Targets that it
+            holds fit the whole batch alone: for `gradient_accumulation`, pass them as inputs to a model that returns
+            its loss.
         skip: Names of checks to leave out.
         only: Names of the only checks to run; empty: all.
-        kwargs: Keyword arguments for the model whose names `standard` uses itself.
+        kwargs: Keyword arguments for the model whose names are options of `standard`.
         **model_kwargs: All other keyword arguments for the model.
 
     Raises:
-        AssertionError: A property is broken; all that are, each with the first layer where it is.
-        UsageError: The model does not run on these inputs; there is no such check, or none is left.
+        AssertionError: Properties are broken; the message has each with the first layer where it is broken.
+        UsageError: The model does not run on these inputs; a name is no check, or no check is left.
 
     >>> import torch
     >>> from pytest_modelprobe import checks
@@ -137,10 +139,10 @@ def standard(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model to be checked, made when its test runs.
+    """A model to be checked, built when its test runs.
 
     Raises:
-        UsageError: Something is not what it should be; ``xfail`` names no check.
+        UsageError: A field is invalid, or ``xfail`` names no check.
 
     >>> case = Case(
     ...     name="tiny",
@@ -154,13 +156,13 @@ class Case:
     name: str
     factory: Callable[[], nn.Module]
     inputs: Callable[[ModelProbe], Inputs]
-    """Makes the inputs from a probe, a tensor, a tuple of several or a mapping of keyword arguments:
+    """Returns the inputs, given a probe: a tensor, a tuple of several or a mapping of keyword arguments:
     ``lambda probe: probe.randn(4, 8)``."""
     loss: Loss | None = None
     xfail: Mapping[str, str] = field(default_factory=dict)
-    """Name of a check → why the model is not expected to have that property."""
+    """Name of a check → why the model is not expected to pass it."""
     marks: Collection[Any] = ()
-    """Markers for all tests of it."""
+    """Markers for all its tests."""
 
     def __post_init__(self) -> None:
         for what, value, how in (

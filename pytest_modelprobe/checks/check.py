@@ -14,20 +14,21 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.runs import Loss
 
 from .nonfinite import check_finite
-from .outcome import Break, NotApplicableError, Outcome, said
-from .trial import Judge, Loss, Trial
+from .outcome import Break, NotApplicableError, Outcome, message_of
+from .trial import ReferenceCheck, Trial
 
 Property = Callable[..., "Break | str"]
-"""Takes a trial and the options of the check; returns where the property breaks, or what was looked at."""
+"""Takes a trial and the options of the check; returns where the property breaks, or a summary."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def in_order(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function, or a method of `Check`, say in one sentence in which order its arguments go."""
+    """Make a function, or a method of `Check`, explain the order of its arguments when they are wrong."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,9 +44,9 @@ def in_order(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Check:
-    """A property that a model has or has not. Made of a function by `check`.
+    """A property of models. Made from a function by `check`.
 
-    Called, it asserts: it returns the `Outcome` of a property that holds. `outcome` returns whatever it is.
+    A call asserts the property and returns its `Outcome`. `outcome` returns the outcome in any case.
 
     >>> from pytest_modelprobe import checks
     >>> probe, model = ModelProbe(), nn.Softmax(dim=0)
@@ -56,20 +57,22 @@ class Check:
     ('broken', '(root)')
     """
 
-    def __init__(self, function: Property, *, wake: bool = True, judge: Judge | None = check_finite) -> None:
+    def __init__(
+        self, function: Property, *, randomize_zeros: bool = True, check_reference: ReferenceCheck | None = check_finite
+    ) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
         self._function = function
-        self._trial = functools.partial(Trial, wake=wake, judge=judge)
+        self._trial = functools.partial(Trial, randomize_zeros=randomize_zeros, check_reference=check_reference)
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
-        """Keyword arguments of the check itself; all others go to the model."""
+        """Keyword arguments of the check; all others are passed to the model."""
         self._needed = [p.name for p in parameters if p.default is p.empty]
         self.__signature__ = _called_with(parameters)
 
     def __get__(self, instance: object, owner: type | None = None) -> Check:
-        """Return the check itself. `help()` shows the signature of what has this method, as of any routine."""
+        """Return the check itself: `help()` shows the signature of objects with this method."""
         return self
 
     @in_order
@@ -87,8 +90,8 @@ class Check:
 
         Raises:
             AssertionError: The property is broken; the message names the first layer at which it is.
-            UsageError: The check is not applicable to this model or these inputs, or an option is not what it takes;
-                the message says why.
+            UsageError: The check is not applicable to this model or these inputs, or an option is invalid; the message
+                says why.
         """
         __tracebackhide__ = True
         found = self.outcome(probe, model, *inputs, loss=loss, kwargs=kwargs, **options)
@@ -109,19 +112,19 @@ class Check:
         kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Outcome:
-        """Return what the check says of the model: the property holds, is broken, or means nothing for it.
+        """Return whether the property holds, is broken, or is not applicable to the model.
 
         Args:
             probe: Gives the device and the seed.
-            model: The model; it is left as it was.
+            model: The model; it is restored.
             *inputs: Its positional arguments.
-            loss: Of the output, for checks that run backward; None: a fixed random projection. Targets that it holds
-                itself go with the whole batch alone: checks that cut the batch want them as inputs.
-            kwargs: Keyword arguments for the model whose names the check uses itself.
+            loss: Function of the output, for checks that run backward; None: a fixed random projection. Targets that
+                it holds fit the whole batch alone: for checks that slice the batch, pass them as inputs.
+            kwargs: Keyword arguments for the model whose names are options of the check.
             **options: Options of the check by their names; all others are keyword arguments for the model.
 
         Raises:
-            UsageError: An option is not what the check takes, or the loss is none; the message says what is.
+            UsageError: An option or the loss is invalid; the message says what is accepted.
         """
         __tracebackhide__ = True
         own = {name: value for name, value in options.items() if name in self.options}
@@ -135,7 +138,7 @@ class Check:
             return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))
         if isinstance(found, Break):
             module = trial.layers.modules.get(found.layer)
-            text = said(found, "" if module is None else type(module).__name__)
+            text = message_of(found, "" if module is None else type(module).__name__)
             return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=text, layer=found.layer)
         return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
 
@@ -143,9 +146,9 @@ class Check:
         __tracebackhide__ = True
         for name in self._needed:
             if name not in options:
-                raise UsageError(f"{self.__name__} needs {name}=, {_said(self._kinds[name])}")
+                raise UsageError(f"{self.__name__} needs {name}=, {_type_text(self._kinds[name])}")
         for name, value in options.items():
-            wanted = f"{name}= of {self.__name__} is {_said(self._kinds[name])}"
+            wanted = f"{name}= of {self.__name__} is {_type_text(self._kinds[name])}"
             plain = value if isinstance(value, (bool, int, float, str)) else None
             if not _is(value, self._kinds[name]):
                 got = type(value).__name__ if plain is None else repr(plain)
@@ -158,7 +161,7 @@ class Check:
 
 
 def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of a check with these options, as a user calls it.
+    """Return the signature of a check with these options.
 
     >>> from pytest_modelprobe import checks
     >>> inspect.signature(checks.batch_independent)
@@ -170,7 +173,7 @@ def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of the kind that a signature names."""
+    """Whether a value is of the type in a signature."""
     if isinstance(kind, types.UnionType):
         return any(_is(value, one) for one in typing.get_args(kind))
     if typing.get_origin(kind) is Callable:
@@ -181,17 +184,17 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, number or kind) and not (number and isinstance(value, bool))
 
 
-def _said(kind: Any) -> str:
-    """Return the kind that a signature names, as messages say it.
+def _type_text(kind: Any) -> str:
+    """Return a type of a signature, in words.
 
-    >>> _said(float | None), _said(Callable[[], nn.Module])
+    >>> _type_text(float | None), _type_text(Callable[[], nn.Module])
     ('a number or None', 'a function that returns a torch.nn.Module')
     """
     if isinstance(kind, types.UnionType):
-        return " or ".join(_said(one) for one in typing.get_args(kind))
+        return " or ".join(_type_text(one) for one in typing.get_args(kind))
     if typing.get_origin(kind) is Callable:
         returned = typing.get_args(kind)[-1]
-        return "a function" + ("" if returned in (object, Any) else f" that returns {_said(returned)}")
+        return "a function" + ("" if returned in (object, Any) else f" that returns {_type_text(returned)}")
     if typing.get_origin(kind) is Sequence:
         return "a sequence of integers"
     names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
@@ -200,15 +203,15 @@ def _said(kind: Any) -> str:
 
 
 def check(function: Property) -> Check:
-    """Make a check of a function that takes a trial."""
+    """Make a check from a function that takes a trial."""
     return Check(function)
 
 
-def check_as_it_is(function: Property) -> Check:
-    """Make a check that sees the model as it is: layers that start from zero are left at zero."""
-    return Check(function, wake=False)
+def check_unmodified(function: Property) -> Check:
+    """Make a check on the unmodified model: parameters that are all zero stay so."""
+    return Check(function, randomize_zeros=False)
 
 
-def check_numbers(function: Property) -> Check:
-    """Make a check that sees the model as it is and all that it gives out, finite or not."""
-    return Check(function, wake=False, judge=None)
+def check_nonfinite(function: Property) -> Check:
+    """Make a check on the unmodified model that accepts outputs that are not finite."""
+    return Check(function, randomize_zeros=False, check_reference=None)

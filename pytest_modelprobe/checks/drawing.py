@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers in evaluation mode: runs that draw others cannot be compared."""
+"""Whether a model is random in evaluation mode: such runs cannot be compared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from .trial import Trial
 
 
 def check_not_random(trial: Trial) -> None:
-    """Refuse to call broken what draws other numbers in another dtype, on another device or for another batch.
+    """Check that the output in evaluation mode does not depend on the seed.
 
     Raises:
         NotApplicableError: In evaluation mode another seed gives another output, beyond rounding.
     """
     one = trial.reference(mode="eval")
     for seed in ("second", "third"):
-        found = disagreements(one, trial.other(mode="eval", seed=seed), integers=True)
+        found = disagreements(one, trial.variation(mode="eval", seed=seed), integers=True)
         if found:
             raise NotApplicableError(
-                f"random in evaluation: another seed changes what {found[0].given.layer} gives out"
+                f"random in evaluation: another seed changes what {found[0].layer_tensor.layer} returns"
             )

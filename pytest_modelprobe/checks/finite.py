@@ -1,4 +1,4 @@
-"""Whether what a model gives out, and its gradients, are finite: of what is not, no other check can say anything."""
+"""Whether outputs and gradients are finite: no other check applies to those that are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_modelprobe.record import Operation
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import find_gradient_origin
 
-from .check import check_numbers
+from .check import check_nonfinite
 from .nonfinite import not_finite
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial
@@ -21,15 +21,15 @@ from .trial import Trace, Trial
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 
 
-@check_numbers
+@check_nonfinite
 def finite(trial: Trial) -> Break | str:
-    """Check that what the model gives out and the gradients of its parameters are finite, in evaluation and training.
+    """Check that outputs and gradients of parameters are finite, in evaluation and in training mode.
 
-    NaN breaks it. So does an infinity that the model computes. One that it was given does not: a constant, as of
-    ``masked_fill(mask, -inf)``, one in a buffer or an input, the logarithm of a mask of zeros and ones. Inside the
-    model anything may be NaN or infinite that does not reach what it gives out.
+    NaN breaks it, and an infinity that the model computes. Other infinities are accepted: a constant, as in
+    ``masked_fill(mask, -inf)``, one in a buffer or an input, and the logarithm of a mask of zeros and ones. Values
+    inside the model that do not reach the output may be NaN or infinite.
 
-    Every other check is not applicable to a model that breaks it, for NaN agrees with NaN.
+    Every other check is not applicable to a model that breaks it, because NaN agrees with NaN.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -70,7 +70,7 @@ def _arrived(trace: Trace) -> list[Tensor]:
 
 
 def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation | None:
-    """Return the operation whose backward first made what is not finite, if it shows again."""
+    """Return the operation whose backward first returned a value that is not finite, if it can be reproduced."""
 
     def make_loss() -> Tensor:
         args, kwargs = trial.copied_inputs()
@@ -78,7 +78,7 @@ def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation 
 
     seeds = seeding.seeded(seeding.derive(trial.probe.seed, "check run"))
     try:
-        with trial.lasting(), seeds, torch.enable_grad():
+        with trial.keep_changes(), seeds, torch.enable_grad():
             return find_gradient_origin(make_loss)
     except RuntimeError:  # a graph that cannot be looked into, as of reentrant checkpoints
         return None

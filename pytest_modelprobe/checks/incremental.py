@@ -1,4 +1,4 @@
-"""A state that goes from call to call, a cache or a hidden state: chunk by chunk the same as at once."""
+"""Incremental evaluation with a cache or a hidden state gives the same output as one forward."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import change, changed, disagreements, limit
+from .agreement import changed, disagreements, limit, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
 from .sequence import sequence
 from .trial import LayerTensor, Trace, Trial, Vary, plain
 
 _CACHES = ("past_key_values", "cache_params")
-"""What transformers calls a cache, as an argument and in the output."""
+"""Names of caches in transformers, as an argument and in the output."""
 
 _STATES = (*_CACHES, "kv_cache", "cache", "past", "hx", "hidden", "hidden_state", "state")
-"""Arguments that take a state, None at first."""
+"""Names of arguments for a state, None at first."""
 
 _ADVICE = (
-    "Look at what it does with the state: a causal mask as long as the chunk alone, positions or rotary angles that "
+    "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "
     "begin at 0 or after the first chunk, a cache that is overwritten and not extended, a hidden state that is dropped."
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Difference:
-    """A tensor that a layer gave out otherwise in a chunk than at once."""
+    """A tensor that differs between the forward at once and the forward in chunks."""
 
-    given: LayerTensor
+    layer_tensor: LayerTensor
     chunk: int
     change: float
 
@@ -55,22 +55,22 @@ def incremental(
     axis: int | None = None,
     tolerance: float | None = None,
 ) -> Break | str:
-    """Check that a model that goes on from a state gives out chunk by chunk what it gives out at once.
+    """Check that a model with a state returns the same chunk by chunk as in one forward.
 
     The state is a cache of keys and values, or a hidden state. A forward is known to take one that has an argument
     ``past_key_values`` or ``cache_params`` and an output of that name, as models of transformers have, or an argument
     such as ``hx``, ``state``, ``hidden`` or ``cache`` and returns a pair of its output and the state, as `nn.LSTM`
-    does. The first half of the positions is given at once, then one, then the others in two chunks: where a chunk
-    begins is often right in the second one alone. State space models of transformers, with ``cache_params``, take one
+    does. The first half of the positions is given at once, then one, then the others in two chunks: offsets are
+    often right in the second chunk alone. State space models of transformers, with ``cache_params``, take one
     position at a time after the first chunk. Layers are compared along the axis that grows with the sequence.
 
     Args:
-        trial: The model and its inputs. Of the first input, or ``decoder_input_ids``, chunks are given; a mask as long
-            is given up to the end of each chunk, whatever else is as long is cut as the first input is.
+        trial: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
+            other inputs of this length; masks of this length are given up to the end of each chunk.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
-            state. None: the forward does, as above.
+            state. None: use the forward, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
-        axis: Which axis of the inputs the positions are along; None: 1, and 0 of an `nn.RNN`, `nn.LSTM` or `nn.GRU`
+        axis: Axis of positions of the inputs; None: 1, and 0 of an `nn.RNN`, `nn.LSTM` or `nn.GRU`
             without ``batch_first``.
         tolerance: Largest relative change; None: by dtype.
 
@@ -97,7 +97,7 @@ def incremental(
         (one,), state = _chunk_by_chunk(trial, call, (length,))
         if one.error is not None or state is None:
             why = f": {one.failure}" if one.error is not None else ""
-            raise NotApplicableError(f"it gives out no {name} to go on from{why}")
+            raise NotApplicableError(f"it returns no {name} to continue from{why}")
     else:
         call = _by_step(trial, step, tensor, axis)
     found = _Attempt(trial, one, call, sizes, tolerance)
@@ -105,16 +105,18 @@ def incremental(
         return found.verdict(name)
     single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance)
     alone = f"chunks=({sizes[0]}, 1, ...)"
-    note = f"One position at a time it is right: if no more are meant to go on, say {alone}. " if single.ok else ""
+    note = (
+        f"One position at a time it is right: if longer chunks are not supported, pass {alone}. " if single.ok else ""
+    )
     return (single if found.raised and not single.ok else found).verdict(name, note)
 
 
 _Call = Callable[[int, int, Any], tuple[Any, Any]]
-"""Takes the first position of a chunk, its length and the state; returns the output and the state."""
+"""Takes the start of a chunk, its length and the state; returns the output and the state."""
 
 
 class _Attempt:
-    """A run in chunks, compared with the one at once."""
+    """A run in chunks, compared with one forward."""
 
     def __init__(self, trial: Trial, one: Trace, call: _Call, sizes: Sequence[int], tolerance: float | None) -> None:
         self._trial, self._one, self._sizes = trial, one, sizes
@@ -132,44 +134,46 @@ class _Attempt:
 
     @property
     def ok(self) -> bool:
-        """Whether all that was looked at agrees."""
+        """Whether nothing differs."""
         return not self.raised and not self._found
 
     def verdict(self, name: str, note: str = "") -> Break | str:
-        """Return where the chunks differ from the whole, or what was looked at.
+        """Return where the chunks differ from the whole, or a summary.
 
         Raises:
-            NotApplicableError: The model is no model that goes on from a state, as it seems.
+            NotApplicableError: The model does not seem to continue from a state.
         """
         told = f"chunks of {listed([str(n) for n in self._sizes], len(self._sizes))} positions"
         if self.raised:
             if name and name not in _CACHES and not note:
-                raise NotApplicableError(f"it does not go on from what it gives out for {name}: {self.raised}")
+                raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
             return Break(
                 layer=self._raised_in,
-                line=f"{self._raised_in} does not go on from its state, in {told}: {self.raised}",
+                line=f"{self._raised_in} cannot continue from its state, in {told}: {self.raised}",
                 advice=f"{note}{_ADVICE}",
             )
         if not self._ends:
             if (longer := self._longer()) is not None:
                 return longer
-            raise NotApplicableError("what it gives out for a chunk is not as long as the chunk")
+            raise NotApplicableError("its output for a chunk is not as long as the chunk")
         first = min(self._found, key=lambda one: one.chunk, default=None)
         if first is None:
             return f"{count(len(self._looked_at), 'layer')} in {told}"
         self._check_sense(first, name)
         where = self._positions(first.chunk)
         return Break(
-            layer=first.given.layer,
-            line=f"{first.given.layer} gives out something else chunk by chunk: {first.given.path} "
+            layer=first.layer_tensor.layer,
+            line=f"{first.layer_tensor.layer} differs when it is called chunk by chunk: {first.layer_tensor.path} "
             f"{changed(first.change)} at {where}, in {told}",
-            columns=("given out by", "changed by", "first at"),
-            rows=tuple((one.given.where, percent(one.change), self._positions(one.chunk)) for one in self._found),
+            columns=("tensor", "changed by", "first at"),
+            rows=tuple(
+                (one.layer_tensor.where, percent(one.change), self._positions(one.chunk)) for one in self._found
+            ),
             advice=f"{note}{_ADVICE}",
         )
 
     def _longer(self) -> Break | None:
-        """Return the first layer that gives out more positions than a chunk has, as where states are broadcast."""
+        """Return the first layer that returns more positions than a chunk has, as when states are broadcast."""
         parts = [self._by_address(part) for part in self._parts]
         for given in self._one.outputs:
             theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
@@ -180,23 +184,23 @@ class _Attempt:
                     continue
                 for chunk, (length, size) in enumerate(zip(lengths, self._sizes, strict=True)):
                     if size < length < self._starts[chunk] + size:
-                        line = f"gives out {count(length, 'position')} of {given.path} for a chunk of {size}"
+                        line = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
                         where = self._positions(chunk)
                         return Break(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
         return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
-        """Refuse to call broken what no state can make agree.
+        """Check that the model is causal and not random, without which no state gives the same output.
 
         Raises:
             NotApplicableError: The model is not causal, or random.
         """
         again = self._trial.reference(mode="eval")
-        if disagreements(again, self._trial.other(mode="eval", seed="another"), tolerance=0.0):
+        if disagreements(again, self._trial.variation(mode="eval", seed="another"), tolerance=0.0):
             raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
         if name and not first.chunk:
             raise NotApplicableError(
-                f"its first positions depend on later ones, from {first.given.where} on: it is not causal"
+                f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"
             )
 
     def _positions(self, chunk: int) -> str:
@@ -205,10 +209,10 @@ class _Attempt:
 
     def _compare(self, tolerance: float | None) -> None:
         runs = (self._one, *self._parts)
-        seen = [Counter((given.layer, given.inside) for given in run.given) for run in runs]
-        calls = [Counter({given.layer: given.index + 1 for given in run.given}) for run in runs]
+        seen = [Counter((given.layer, given.inside) for given in run.tensors) for run in runs]
+        calls = [Counter({given.layer: given.index + 1 for given in run.tensors}) for run in runs]
         parts = [self._by_address(part) for part in self._parts]
-        for given in self._one.given:
+        for given in self._one.tensors:
             if not given.tensor.is_floating_point():
                 continue
             least = limit(given.tensor, tolerance)
@@ -227,24 +231,24 @@ class _Attempt:
                 self._found += [_Difference(given, chunk, changes[chunk]) for chunk in far[:1]]
 
     def _by_address(self, part: Trace) -> dict[tuple[str, int, str], LayerTensor]:
-        found = {(given.layer, given.index, given.path): given for given in part.given}
-        ends = [given.path for given in self._one.given if given.is_final]
-        theirs = [given for given in part.given if given.is_final]
-        if theirs and not any(given.path in ends for given in theirs):  # a step that gives out the first alone
+        found = {(given.layer, given.index, given.path): given for given in part.tensors}
+        ends = [given.path for given in self._one.tensors if given.is_final]
+        theirs = [given for given in part.tensors if given.is_final]
+        if theirs and not any(given.path in ends for given in theirs):  # a step that returns the first alone
             found |= {(ROOT, given.index, ends[0]): given for given in theirs[:1] if ends}
         return found
 
     def _by_call(self, given: LayerTensor, parts: list[dict[tuple[str, int, str], LayerTensor]]) -> dict[int, float]:
-        """Return how far a layer that is called once for each position is from the same position in its chunk."""
+        """Return the error of a layer that is called once for each position, by chunk."""
         chunk = max(i for i, start in enumerate(self._starts) if start <= given.index)
         there = parts[chunk].get((given.layer, given.index - self._starts[chunk], given.path))
-        return {} if there is None else {chunk: change(given.tensor, there.tensor)}
+        return {} if there is None else {chunk: relative_error(given.tensor, there.tensor)}
 
     def _by_axis(self, whole: Tensor, parts: list[Tensor], least: float) -> dict[int, float]:
-        """Return how far each chunk is from the whole, along the axes that grow; empty where they are not known."""
+        """Return the error of each chunk along the axes that grow; empty if these are not known."""
         layouts = self._layouts(whole, parts)
         for layout in layouts:
-            changes = {i: change(self._cut(whole, layout, i), part) for i, part in enumerate(parts)}
+            changes = {i: relative_error(self._cut(whole, layout, i), part) for i, part in enumerate(parts)}
             if changes[0] <= least or (len(layouts) == 1 and not any(outer > 1 for _, outer in layout)):
                 return changes
         return {}
@@ -278,10 +282,9 @@ class _Attempt:
 
 
 _Layout = list[tuple[int, int]]
-"""Axes that hold positions, each with how many times over: there may be rows before and heads after them, in one axis.
+"""Axes of positions, each with the number of rows that are flattened into the same axis before the positions.
 
-0 stands for an axis that is as long as all positions so far: of keys and values, and of weights of them. A layout that
-is not that of the first chunk is none: tokens may be in another order, as those of experts are.
+0 stands for an axis that is as long as all positions so far, as in keys, values and attention weights.
 """
 
 
@@ -302,17 +305,17 @@ def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[i
 
 
 def _input(trial: Trial, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
-    """Return the input that is given in chunks."""
+    """Return the input to split into chunks."""
     for path, tensor in trial.dense:
         if path in ("decoder_input_ids", "decoder_inputs_embeds"):
             return path, tensor
     if of_decoder:
-        raise NotApplicableError("it is the decoder that goes on from a state: give decoder_input_ids=")
+        raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
     return sequence(trial, axis)
 
 
 def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return the name of the argument of the forward that takes the state.
+    """Return the name of the argument for the state.
 
     Raises:
         NotApplicableError: There is none, or something else than None is given for it.
@@ -354,7 +357,7 @@ def _by_forward(trial: Trial, name: str, cached: bool, cut: Callable[[int, int],
 
 
 def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
-    """Return what cuts a chunk out of each input, and masks at its end."""
+    """Return a function that cuts a chunk out of each input, and masks up to its end."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
 
     def cut(start: int, n: int) -> Vary:
@@ -370,7 +373,7 @@ def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
 
 
 def _state_of(output: Any, name: str) -> Any:
-    """Return the state among what a forward gives out; None: there is none."""
+    """Return the state in the output of a forward; None if there is none."""
     if isinstance(output, Mapping):
         return output.get(name)
     if hasattr(output, name):
@@ -382,15 +385,17 @@ def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[li
     """Return a trace of each chunk, up to one that raises, and the state at the end."""
     traces: list[Trace] = []
     state = None
-    with trial.lasting():
+    with trial.keep_changes():
         trial.model.eval()
         for start, n in zip([0, *accumulate(sizes)], sizes, strict=False):
-            trace = trial.follow(functools.partial(call, start, n, state))
+            trace = trial.trace_call(functools.partial(call, start, n, state))
             traces.append(trace)
             if trace.error is not None:
                 break
             trace.output, state = trace.output
-            if not any(given.is_final for given in trace.given):  # a step that calls parts of the model
+            if not any(given.is_final for given in trace.tensors):  # a step that calls parts of the model
                 tensors = flatten("output", trace.output).tensors
-                trace.given += [LayerTensor(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors]
+                trace.tensors += [
+                    LayerTensor(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors
+                ]
     return traces, state

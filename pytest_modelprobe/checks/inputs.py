@@ -1,4 +1,4 @@
-"""What of the inputs reaches the output."""
+"""Which parts of the inputs reach the output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.runs import Mode
 
 from .agreement import disagreements
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Mode, Trial, Vary
+from .trial import Trial, Vary
 
 _TIMES = ("one", "two", "three")
-"""Names of random numbers: what a ReLU or a maximum lets through of none of them, it lets through of others."""
+"""Seeds of random inputs: several, since a ReLU or a maximum may block the gradient of one."""
 
 _MODES: tuple[Mode, ...] = ("eval", "train")
 
@@ -42,23 +43,23 @@ class _Part:
 
     path: str
     where: Tensor
-    """True there; of the shape of the input but for the axes along which it is alike."""
+    """Mask of them, which broadcasts to the shape of the input."""
     said: str
-    """As a message says it; empty for all of the input."""
+    """In words; empty for the whole input."""
 
     @property
     def name(self) -> str:
-        """What it is, in a sentence."""
+        """The part, in words."""
         return f"{self.said} of {self.path}" if self.said else self.path
 
 
 @check
 def inputs_used(trial: Trial) -> Break | str:
-    """Check that all of each floating input reaches the output: no feature, no channel and no position is lost.
+    """Check that every feature, channel and position of each floating input is used.
 
-    A slice along any axis but the first, the batch's, is lost where no gradient arrives in any row, for several random
-    inputs in both modes, and where other values change no output either. What is left over at the end of an axis by the
-    strides of a convolution or a pooling is not counted as lost.
+    A slice along any axis but the first, which is the batch, is unused if no gradient arrives at it in any row, for
+    several random inputs in both modes, and if other values do not change any output. The remainder that the strides of
+    a convolution or a pooling leave at the end of an axis is ignored.
 
     Args:
         trial: The model and its inputs. Integers, bools, masks, labels and targets are left out.
@@ -87,13 +88,13 @@ def inputs_used(trial: Trial) -> Break | str:
         if changed:
             by_value.append(part.name)
             continue
-        lost = f"loses {part.said}" if part.said else "reaches nothing"
+        lost = f"is not used at {part.said}" if part.said else "is not used"
         return Break(
             layer=part.path,
             line=f"{part.path} {lost}: no gradient arrives there, and other values change no output",
-            advice=f"They get as far as {seen_by}."
+            advice=f"The values reach {seen_by} and no further."
             if seen_by
-            else "No layer gives out anything of them: look for "
+            else "No layer uses them: look for "
             "a slice or an index, a weight that is zero, and an argument that is taken and not used.",
         )
     alone = f"; {listed(by_value)} by values alone, without a gradient" if by_value else ""
@@ -101,7 +102,7 @@ def inputs_used(trial: Trial) -> Break | str:
 
 
 def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return at which elements of each input a gradient arrives; None: no run could be differentiated."""
+    """Return a mask of the elements of each input at which a gradient arrives; None: no run has a gradient."""
     reached = {path: torch.zeros(x.shape, dtype=torch.bool) for path, x in inputs.items()}
     ran, refused = False, None
     for mode in _MODES:
@@ -112,7 +113,7 @@ def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | Non
                 trace = trial.run(mode=mode, seed=time, vary=given, backward=True, input_gradients=True)
             except NotApplicableError:  # a loss without a gradient
                 continue
-            except UsageError as error:  # a loss that takes what the other mode gives out
+            except UsageError as error:  # a loss that takes what the other mode returns
                 refused = error
                 continue
             if trace.error is not None:
@@ -138,18 +139,18 @@ def _unreached(trial: Trial, inputs: dict[str, Tensor], reached: dict[str, Tenso
                 lost[len(lost) - int(lost.flip(0).cummin(0).values.sum()) :] = False
             if lost.any():
                 shape = [-1 if i == axis else 1 for i in range(there.dim())]
-                yield _Part(path, lost.view(shape), _said(there, axis, lost))
+                yield _Part(path, lost.view(shape), _slice_text(there, axis, lost))
 
 
 def _holds_channels(tensor: Tensor, axis: int) -> bool:
-    """Whether an axis of images or videos is that of channels: the shortest one."""
+    """Whether an axis of images or videos is the channel axis: the shortest one."""
     return tensor.dim() > 3 and tensor.shape[axis] == min(tensor.shape[1:])
 
 
-def _said(tensor: Tensor, axis: int, lost: Tensor) -> str:
-    """Return a slice as a message says it.
+def _slice_text(tensor: Tensor, axis: int, lost: Tensor) -> str:
+    """Return a slice in words.
 
-    >>> _said(torch.ones(2, 5), 1, torch.tensor([True, False, True, True, True]))
+    >>> _slice_text(torch.ones(2, 5), 1, torch.tensor([True, False, True, True, True]))
     'features 0 and 2 to 4 of 5'
     """
     features = axis == tensor.dim() - 1 and tensor.dim() < 4
@@ -169,7 +170,7 @@ def _runs(lost: Tensor) -> str:
 
 
 def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
-    """Return what puts other numbers of its scale in the place of parts of inputs."""
+    """Return a function that replaces parts of the inputs with random numbers of the same scale."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in parts:
@@ -182,7 +183,7 @@ def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
 
 
 def _effect(trial: Trial, part: _Part) -> tuple[bool, str]:
-    """Return whether other values there change an output, and where they were seen last."""
+    """Return whether other values there change an output, and the last tensor that they change."""
     seen_by = ""
     for mode in _MODES:
         one = trial.run(mode=mode)
@@ -193,7 +194,7 @@ def _effect(trial: Trial, part: _Part) -> tuple[bool, str]:
             if two.error is not None:
                 return True, ""
             found = disagreements(one, two, tolerance=0.0, integers=True)
-            if any(far.given.layer == ROOT and not far.given.inside for far in found):
+            if any(far.layer_tensor.layer == ROOT and not far.layer_tensor.inside for far in found):
                 return True, ""
-            seen_by = found[-1].given.where if found else seen_by
+            seen_by = found[-1].layer_tensor.where if found else seen_by
     return False, seen_by

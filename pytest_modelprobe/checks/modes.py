@@ -1,4 +1,4 @@
-"""Training and evaluation: the same without randomness, and on average with it."""
+"""Training and evaluation mode: equal outputs without randomness, equal means with it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe.models import Flat, attributes, flatten, flatten_call, map_tensors, seeding
+from pytest_modelprobe.models import Call, CallTracer, Flat, attributes, flatten, flatten_call, map_tensors, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.runs import Mode
 
-from .agreement import change, changed, limit
+from .agreement import changed, limit, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Mode, Trial, hooked, plain
+from .trial import Trial, plain
 
 _ADVICE = (
-    "Look for what its forward, its train() or its eval() makes of self.training: weights that are merged, a scale, a "
-    "branch that one mode alone takes."
+    "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "
+    "mode."
 )
 
 
 class _AsInEvaluation(TorchFunctionMode):
-    """Calls the functions of torch that take a mode as in evaluation: dropout, and norms that keep statistics."""
+    """Calls the functions of torch that have a training mode, dropout and norms, in evaluation mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -42,14 +43,14 @@ class _AsInEvaluation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Call]:
-    """Return what sets arguments of a function; those of norms only where there are statistics."""
+def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Arguments]:
+    """Return a function that sets arguments; those of norms only if there are running statistics."""
     names = list(inspect.signature(function).parameters)
 
-    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         given = dict(zip(names, args, strict=False)) | kwargs
         if "running_mean" in names and given.get("running_mean") is None:
             return args, kwargs
@@ -58,14 +59,14 @@ def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any]
     return switched
 
 
-def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """Return the arguments of `scaled_dot_product_attention`, which has no signature, without its dropout."""
     return (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), kwargs | ({"dropout_p": 0.0} if len(args) < 5 else {})
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu")
 
-_SWITCHES: dict[Any, Callable[[Any, Any], _Call]] = {
+_SWITCHES: dict[Any, Callable[[Any, Any], _Arguments]] = {
     **{getattr(F, name): _setting(getattr(F, name), training=False) for name in _DROPOUTS},
     F.multi_head_attention_forward: _setting(F.multi_head_attention_forward, dropout_p=0.0),
     F.batch_norm: _setting(F.batch_norm, training=False),
@@ -75,34 +76,34 @@ _SWITCHES: dict[Any, Callable[[Any, Any], _Call]] = {
 
 
 _Key = tuple[str, int]
-"""A layer and which of its calls."""
+"""A layer, and the index of the call."""
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What each call of each layer was given and gave out, in the order in which they returned."""
+    """Inputs and outputs of each call of each layer, in the order in which they returned."""
 
     inputs: dict[_Key, Flat] = field(default_factory=dict)
     outputs: dict[_Key, Any] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
-    """Layers whose own code drew random numbers, or that wrote into their own parameters or buffers."""
+    """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
 
     @property
     def calls(self) -> Counter[str]:
-        """How often each layer was called."""
+        """Number of calls of each layer."""
         return Counter(name for name, _ in self.outputs)
 
 
 @check
 def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
-    """Check that without randomness a forward in training mode gives out what one in evaluation mode does.
+    """Check that a forward in training mode returns the same as in evaluation mode, apart from randomness.
 
-    Dropout of torch is off in both, and a BatchNorm goes by its statistics. A layer that draws random numbers in other
-    ways, or gathers statistics of its own, gives out what it gave out in evaluation; `dropout_scaled` judges those that
-    draw. Each layer is judged by what it makes of the same inputs: one that is given something else, or that gives out
-    something of another structure, as further heads in training, is left out. One whose difference is taken back by
-    the code around it, as a weight that is merged for evaluation, is told alone. Then the model goes to evaluation mode
-    twice in a row, and to evaluation and back: neither may change what it gives out.
+    Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
+    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode;
+    `dropout_scaled` checks the former. A layer is compared where its inputs are the same in both modes and its output
+    has the same structure. A difference that the code around a layer compensates, as for a weight that is merged for
+    evaluation, is only mentioned. Then eval() is called twice in a row, and eval() and train(): neither may change the
+    output.
 
     Args:
         trial: The model and its inputs.
@@ -118,12 +119,12 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     train = _run(trial, "train", stand_in=evaluated)
     found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
-        return _broken(found, "in training mode than in evaluation, without randomness")
+        return _broken(found, "in training mode than in evaluation mode, without randomness")
     if not looked_at:
         raise NotApplicableError(f"{listed(sorted(train.apart)) or 'each layer'} cannot be compared between the modes")
     orders: list[tuple[list[Mode], _Run]] = [(["eval", "eval"], evaluated), (["train", "eval", "train"], train)]
     for modes, before in orders:
-        with trial.lasting():
+        with trial.keep_changes():
             for mode in modes[:-1]:
                 trial.model.train(mode == "train")
             again = _run(trial, modes[-1], stand_in=evaluated)
@@ -132,27 +133,27 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
             return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
     apart = sorted(train.apart & {name for name, _ in train.outputs})
     left = f"; left out: {listed(apart)}, random or with statistics of their own" if apart else ""
-    return f"{count(len(looked_at), 'layer')}{left}{_told(inside)}"
+    return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
 
 
-def _told(inside: list[_Difference]) -> str:
-    """Return the end of a sentence about layers that agree: that what is inside some of them does not."""
+def _inside_note(inside: list[_Difference]) -> str:
+    """Return the end of a sentence about layers that agree while others inside them differ."""
     if not inside:
         return ""
     layer, path, far = inside[0]
-    return f"; layers inside differ, what is around them does not: first {layer} {path}, {changed(far)}"
+    return f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
 
 
 _Difference = tuple[str, str, float]
-"""A layer, which of its outputs, and its change."""
+"""A layer, the path of an output, and its relative error."""
 
 
 def _broken(found: list[_Difference], when: str) -> Break:
     layer, path, far = found[0]
     return Break(
         layer=layer,
-        line=f"{layer} makes something else of the same inputs {when}: {path} {changed(far)}",
-        columns=("given out by", "changed by"),
+        line=f"{layer} computes something else from the same inputs {when}: {path} {changed(far)}",
+        columns=("tensor", "changed by"),
         rows=tuple((f"{name} {where}", percent(by)) for name, where, by in found),
         advice=_ADVICE,
     )
@@ -161,7 +162,7 @@ def _broken(found: list[_Difference], when: str) -> Break:
 def _differences(
     one: _Run, other: _Run, tolerance: float | None
 ) -> tuple[list[_Difference], set[str], list[_Difference]]:
-    """Return what layers make otherwise of the same inputs, which were compared, and what others around take back."""
+    """Return the differences for equal inputs, the layers compared, and differences that code around compensates."""
     found: list[_Difference] = []
     apart = one.apart | other.apart
     calls, others_calls = one.calls, other.calls
@@ -174,12 +175,12 @@ def _differences(
         common = [path for path in before if path in now and now[path].is_floating_point()]
         if not common or any(before[path].shape != now[path].shape for path in common):
             continue
-        changes = [(layer, path, change(before[path], now[path])) for path in common]
+        changes = [(layer, path, relative_error(before[path], now[path])) for path in common]
         differ = [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
         found += differ
         compared[layer] += 1
         alike[layer] += not differ and before.keys() == now.keys()
-    # What has a layer inside that gives out the same by a stand-in says nothing of the others.
+    # A layer with a replaced output inside it shows nothing about the others.
     sound = {layer for layer in alike if alike[layer] == calls[layer] and not any(_within(n, layer) for n in apart)}
     inside = [one for one in found if any(_within(one[0], layer) for layer in sound)]
     return [one for one in found if one not in inside], set(compared), inside
@@ -191,35 +192,36 @@ def _within(name: str, layer: str) -> bool:
 
 
 def _same(one: Flat, other: Flat) -> bool:
-    """Whether two calls were given the same, but for rounding."""
+    """Whether two calls had equal arguments, up to rounding."""
     if one.plain != other.plain or [path for path, _ in one.tensors] != [path for path, _ in other.tensors]:
         return False
     pairs = [(x, y) for (_, x), (_, y) in zip(one.tensors, other.tensors, strict=True)]
-    return all(change(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
+    return all(relative_error(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
 
 
 def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
-    """Return a run without dropout of torch and with the statistics of norms.
+    """Return a run without dropout of torch and with the running statistics of norms.
 
     Args:
         trial: The model and its inputs.
-        mode: Of the model.
-        stand_in: A run whose outputs take the place of those of layers that are random in another way.
+        mode: Mode of the model.
+        stand_in: A run whose outputs replace those of layers that are random in another way.
     """
     run = _Run()
-    watcher = _Drawing(trial)
+    watcher = _DrawDetector(trial)
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         given = flatten_call(args, kwargs)
         originals = [x for _, x in given.tensors]
         given.tensors = [(path, x.detach().clone()) for path, x in given.tensors]
-        watcher.begin(name, (originals, given))
+        watcher.begin(call, (originals, given))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        frame = watcher.end(name)
-        originals, given = frame.given
+    def end(call: _RandomCall, args: Any, output: Any) -> Any:
+        watcher.end(call)
+        name = call.layer
+        originals, given = call.arguments
         key = name, run.calls[name]
-        if frame.drew or watcher.written(module):
+        if call.drew or watcher.written(call.module):
             run.apart.add(name)
         replaced = stand_in is not None and name in run.apart and key in stand_in.outputs
         if stand_in is not None and replaced:
@@ -232,106 +234,104 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
         return map_tensors(torch.clone, output) if replaced else None
 
     # Before all other hooks, of which some write into a weight, and after eval(), which may too.
-    handle = trial.layers.modules[ROOT].register_forward_pre_hook(lambda *_: watcher.look_at(trial.model), prepend=True)
+    handle = trial.layers.modules[ROOT].register_forward_pre_hook(
+        lambda *_: watcher.note_versions(trial.model), prepend=True
+    )
     try:
-        with hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+        with CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
             trial.reference(mode=mode)
     finally:
         handle.remove()
     return run
 
 
-@dataclass(slots=True)
-class _Frame:
-    """A layer that is running."""
+@dataclass(slots=True, eq=False)
+class _RandomCall(Call):
+    """A call, with whether it draws random numbers."""
 
-    name: str
-    given: Any
+    parent: _RandomCall | None
+    arguments: Any = None
     drew: bool = False
     """Whether its own code drew random numbers."""
     went_on: bool = False
-    """Whether it called another layer after that."""
+    """Whether it called another layer afterwards."""
 
 
-class _Drawing:
-    """Tells of the layers that are running which of them draw random numbers in their own code."""
+class _DrawDetector:
+    """Finds the running calls whose own code draws random numbers, by the states of the generators."""
 
     def __init__(self, trial: Trial) -> None:
         self._device = trial.probe.device
         self._states = self._now()
-        self._running: list[_Frame] = []
         self._versions: dict[int, int] = {}
 
-    def look_at(self, model: nn.Module) -> None:
-        """Take down of a model that begins how often its tensors were written into."""
+    def note_versions(self, model: nn.Module) -> None:
+        """Note the versions of the tensors of a model before its forward."""
         self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
 
-    def begin(self, name: str, given: Any) -> None:
-        """Take down that a layer begins, and what it is given."""
-        self._look()
-        if self._running:
-            self._running[-1].went_on = self._running[-1].drew
-        self._running.append(_Frame(name, given))
+    def begin(self, call: _RandomCall, given: Any) -> None:
+        """Note that a call begins, and its arguments."""
+        self._compare_states(call.parent)
+        if call.parent is not None:
+            call.parent.went_on = call.parent.drew
+        call.arguments = given
 
-    def end(self, name: str) -> _Frame:
-        """Return what is known of the layer that ends."""
-        self._look()
-        while len(self._running) > 1 and self._running[-1].name != name:
-            self._running.pop()
-        return self._running.pop()
+    def end(self, call: _RandomCall) -> None:
+        """Note that a call ends."""
+        self._compare_states(call)
 
     def written(self, module: nn.Module) -> bool:
-        """Whether one of the module's own floating parameters and buffers is another than at the beginning."""
+        """Whether one of the module's own floating parameters and buffers was written to since."""
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
 
-    def _look(self) -> None:
+    def _compare_states(self, running: _RandomCall | None) -> None:
         states = self._now()
-        if self._running and states != self._states:
-            self._running[-1].drew = True
+        if running is not None and states != self._states:
+            running.drew = True
         self._states = states
 
     def _now(self) -> tuple[bytes, ...]:
         return seeding.generator_states(self._device)
 
 
-# --- what drops ---------------------------------------------------------------------------------------------------
+# --- dropout ------------------------------------------------------------------------------------------------------
 
 _DRAWS = 3000
-"""Calls of a layer that drops. What keeps 95 % and is scaled by 1 / 0.95² is then beyond doubt with all but one seed in
-10,000: 3,000 calls keep 8.8 standard errors more than 0.95² of them on average, and `_DOUBT` takes 6.1."""
+"""Calls of a layer with dropout. One that keeps 95 % and scales by 1 / 0.95² is then detected with all but one seed in
+10,000: 3,000 calls keep 8.8 standard errors more than 0.95² of them on average, and `_DOUBT` is at 6.1."""
 
 _FEWER = 4
-"""A layer that calls others is called a fourth as often: it takes longer."""
+"""A layer that calls others takes longer and is called a fourth as often."""
 
 _DOUBT = 1e-9
-"""How likely a layer that is scaled rightly may be called wrong."""
+"""Probability of a false alarm for a layer with the right scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """What a layer that drops does, over many calls."""
+    """Dropout of a layer, measured over many calls."""
 
     kept: float
-    """Share of the calls in which an element was kept."""
+    """Fraction of the calls in which an element was kept."""
     scale: float
-    """What the others are multiplied by."""
+    """Factor of the kept elements."""
     doubt: float
-    """How likely that share is, at most, where the scale is the right one."""
+    """Upper bound of the probability of this fraction if the scale is right."""
 
 
 @check
 def dropout_scaled(trial: Trial) -> Break | str:
-    """Check that layers that drop at random in a way of their own scale what they keep: the mean stays.
+    """Check that layers with dropout of their own scale the kept elements such that the mean stays.
 
-    The mean over training is then what the layer gives out in evaluation. Judged is each layer whose own code draws
-    random numbers as its last doing, on the input that it got, over 3,000 calls, or 750 where it calls others: what it
-    gives out is to be, element by element, nothing or one multiple of what it gives out in evaluation, its input being
-    added or not. Dropout of torch itself is known to be right. Left out is what drops of data that no parameter has
-    touched, which is augmentation, and what does something else with random numbers.
+    The mean in training is then the output in evaluation mode. Checked is each layer whose own code draws random
+    numbers after its last call of another layer, on its input in the model, over 3,000 calls, 750 if it calls others.
+    Each element of its output has to be zero or one multiple of that in evaluation mode, with the input added or not.
+    Layers of torch are not checked. Layers before the first parameter, which augment the data, and layers that use
+    random numbers in another way are left out.
 
-    A layer that is right is called wrong in one of a billion at most. Found is what keeps 95 % or less, or 80 % in a
-    layer that calls others, and is scaled twice; that it is not scaled at all shows of whatever drops once.
+    The probability of a false alarm is at most one in a billion. A scale that is applied twice is detected if at most
+    95 % are kept, or 80 % in a layer that calls others; a missing scale is always detected.
 
     Args:
         trial: The model and its inputs.
@@ -364,54 +364,55 @@ def dropout_scaled(trial: Trial) -> Break | str:
             wrong.append((name, dropped))
     if not looked_at:
         left = f"; left out: {listed(others)}" if others else ""
-        raise NotApplicableError(f"no layer drops at random in a way of its own{left}")
+        raise NotApplicableError(f"no layer has dropout of its own{left}")
     if not wrong:
         return count(len(looked_at), "layer") + (f"; left out: {listed(others)}" if others else "")
     name, first = wrong[0]
     return Break(
         layer=name,
         line=f"{name} keeps {percent(first.kept)} of its values in training and multiplies them by "
-        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of what evaluation gives out",
+        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
         columns=("layer", "keeps", "times", "mean"),
         rows=tuple((n, percent(d.kept), d.scale, percent(d.kept * d.scale)) for n, d in wrong),
-        advice="What is kept of a share q is to be divided by q, once, in training.",
+        advice="Elements that are kept with probability q have to be divided by q, once, in training.",
     )
 
 
-def _drawing(trial: Trial) -> tuple[dict[str, _Call], list[str]]:
-    """Return a call of each layer whose last doing is to draw, in training, and the names of others that draw."""
-    calls: dict[str, _Call] = {}
+def _drawing(trial: Trial) -> tuple[dict[str, _Arguments], list[str]]:
+    """Return the arguments of each layer that draws last in training, and the names of other layers that draw."""
+    calls: dict[str, _Arguments] = {}
     others: list[str] = []
-    watcher = _Drawing(trial)
+    watcher = _DrawDetector(trial)
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         copied = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), [args, kwargs])
-        watcher.begin(name, tuple(copied))
+        watcher.begin(call, tuple(copied))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        frame = watcher.end(name)
-        if not frame.drew or type(module).__module__.startswith("torch.nn."):
+    def end(call: _RandomCall, args: Any, output: Any) -> None:
+        watcher.end(call)
+        if not call.drew or type(call.module).__module__.startswith("torch.nn."):
             return
-        given: _Call = frame.given
+        given: _Arguments = call.arguments
         tensors = [x for _, x in flatten_call(*given).tensors]
-        if frame.went_on or not any(x.requires_grad for x in tensors):
-            others.append(name)
+        if call.went_on or not any(x.requires_grad for x in tensors):
+            others.append(call.layer)
         else:
-            calls.setdefault(name, given)
+            calls.setdefault(call.layer, given)
 
-    def call() -> None:
-        with torch.enable_grad(), hooked(trial.layers.modules, begin, end), _AsInEvaluation():
+    def run() -> None:
+        tracer = CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end)
+        with torch.enable_grad(), tracer, _AsInEvaluation():
             args, kwargs = trial.copied_inputs()
             trial.model(*args, **kwargs)
 
-    with trial.lasting():
+    with trial.keep_changes():
         trial.model.train()
-        trial.follow(call)
+        trial.trace_call(run)
     return calls, [name for name in dict.fromkeys(others) if name not in calls]
 
 
-def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
-    """Return what a layer drops, of many calls in training; None: it does something else with random numbers."""
+def _dropped(trial: Trial, name: str, given: _Arguments) -> _Dropped | None:
+    """Return the dropout of a layer over many calls in training; None if its randomness is no dropout."""
     module = trial.layers.modules[name]
     draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER
 
@@ -422,7 +423,7 @@ def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
 
     seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {name}"))
     children = nullcontext() if trial.layers.is_leaf(name) else _AsInEvaluation()
-    with trial.lasting(), seeds, torch.no_grad(), children:
+    with trial.keep_changes(), seeds, torch.no_grad(), children:
         try:
             evaluated = called() if not module.eval().training else None
             module.train()
@@ -436,20 +437,20 @@ def _dropped(trial: Trial, name: str, given: _Call) -> _Dropped | None:
                     at = int((evaluated - base).abs().argmax())
                     rest = [called().flatten()[at] for _ in range(draws - _LOOKED_AT)]
                     values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
-                    return _judged(values != 0, scale)
-        except Exception:  # noqa: BLE001 - called alone it may miss whatever its model gives it besides
+                    return _measured(values != 0, scale)
+        except Exception:  # noqa: BLE001 - called alone it may lack state that its model sets
             return None
     return None
 
 
 _LOOKED_AT = 20
-"""Calls of which all elements are looked at."""
+"""Calls of which all elements are compared."""
 
 _ROUNDING = 1e-4
 
 
 def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
-    """Return the one multiple of what evaluation adds to a base that is all that training adds; None: it is not."""
+    """Return the factor between what training and evaluation add to a base; None if it is not constant."""
     added = (evaluated - base).abs()
     large = added > 1e-3 * added.max()
     if not large.any():
@@ -462,11 +463,11 @@ def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
     return scale if bool(((kept - scale).abs() < _ROUNDING * abs(scale)).all()) else None
 
 
-def _judged(kept: Tensor, scale: float) -> _Dropped:
-    """Return how far a share of what was kept is from the one that a scale belongs to.
+def _measured(kept: Tensor, scale: float) -> _Dropped:
+    """Return the probability that the kept fraction is right for a scale.
 
-    The bound is Chernoff's: the share of n draws that each keep with probability q is s or further from q with a
-    probability of at most exp(-n KL(s, q)) on each side.
+    It is Chernoff's bound: of n draws that each keep with probability q, the kept fraction is s or further from q with
+    a probability of at most exp(-n KL(s, q)) on each side.
     """
     share = kept.double().mean().item()
     right = 1 / scale if scale else math.inf

@@ -1,4 +1,4 @@
-"""What a model gives out that is not finite, and the first layer where it begins."""
+"""Outputs and gradients that are not finite, and the first layer where this begins."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import Layers, flatten
+from pytest_modelprobe.models import Call, CallTracer, Layers, flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
 
-from .agreement import from_the_loss
+from .agreement import in_backward_order
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, hooked, plain
+from .trial import Trace, Trial, plain
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
 
@@ -24,7 +24,7 @@ _KINDS = ("nan", "inf", "-inf")
 
 _OUTPUT = (
     "Look for a division by 0, a logarithm or a root of what is not above 0, an exp that overflows, and a row of "
-    "attention of which everything is masked. An infinity that is meant goes in as a constant: masked_fill(mask, -inf)."
+    "attention of which everything is masked. Write an intended infinity as a constant: masked_fill(mask, -inf)."
 )
 _GRADIENT = (
     "It begins between there and the loss. Look for a root, a norm or a logarithm at 0, a torch.where around one, and "
@@ -33,10 +33,10 @@ _GRADIENT = (
 
 
 def check_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> None:
-    """Refuse to compare numbers that are not finite: NaN agrees with NaN whatever the model does.
+    """Check that the outputs, the loss and the gradients of a run are finite: NaN agrees with NaN.
 
     Raises:
-        NotApplicableError: A run gave out something that is not finite, or a gradient that is not.
+        NotApplicableError: A run returned something that is not finite, or a gradient that is not.
     """
     found = not_finite(trial, trace, options)
     if found is not None:
@@ -44,14 +44,14 @@ def check_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> None
 
 
 def not_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> Break | None:
-    """Return where what a run gave out, its loss or its gradients begin to be not finite.
+    """Return where the outputs, the loss or the gradients of a run begin to be not finite.
 
-    Inside the model anything may be infinite or NaN that does not reach what it gives out, as masks are.
+    Values inside the model that do not reach the output, such as masks, may be infinite or NaN.
 
     Args:
         trial: The model and its inputs.
-        trace: What the run showed.
-        options: Of the run, to repeat it.
+        trace: The trace of the run.
+        options: Options of the run, to repeat it.
     """
     when = _MODES[options.get("mode")]
     return _of_outputs(trial, trace, options, when) or _of_loss(trial, trace, when) or _of_gradients(trace, when)
@@ -65,13 +65,13 @@ def _of_outputs(trial: Trial, trace: Trace, options: Mapping[str, Any], when: st
     if not bad:
         return None
     source = sources[bad[0]]
-    rows = [(given.where, *_counted(given.tensor)) for given in trace.given if {*_kinds(given.tensor)} & {*bad}]
-    layer = source.layer if source else next((g.layer for g in trace.given if bad[0] in _kinds(g.tensor)), ROOT)
+    rows = [(given.where, *_counted(given.tensor)) for given in trace.tensors if {*_kinds(given.tensor)} & {*bad}]
+    layer = source.layer if source else next((g.layer for g in trace.tensors if bad[0] in _kinds(g.tensor)), ROOT)
     return Break(
         layer=layer,
-        line=f"{layer} is not finite{when}: the model gives out {_said(bad)}"
+        line=f"{layer} is not finite{when}: the model returns {_kinds_text(bad)}"
         + (f", from {source.text}" if source else ""),
-        columns=("given out by", "NaN", "infinite", "elements"),
+        columns=("tensor", "NaN", "infinite", "elements"),
         rows=tuple(rows),
         advice=_OUTPUT,
     )
@@ -81,19 +81,11 @@ _UNKNOWN = Source("", "")
 
 
 def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
-    """Return which kinds the model gives out, each with what it comes from, as the same run once more tells."""
+    """Return which kinds are in the output, each with its source, by repeating the run."""
     model = options.get("model") or trial.model
-    running: list[str] = []
-
-    def begin(name: str, *_: Any) -> None:
-        running.append(name)
-
-    def end(name: str, *_: Any) -> None:
-        while running and running.pop() != name:
-            pass
-
-    mode = SourceMode(_held(trial, model), lambda: running[-1] if running else ROOT)
-    with hooked(Layers(model).modules, begin, end), mode:
+    calls = CallTracer(Layers(model).modules, Call)
+    mode = SourceMode(_held(trial, model), lambda: calls.innermost)
+    with calls, mode:
         again = trial.run(**{**options, "backward": False, "traced": False})
     found: dict[str, Source | None] = {}
     for tensor in _tensors(trace.output):
@@ -106,7 +98,7 @@ def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str
 
 
 def _held(trial: Trial, model: nn.Module) -> dict[int, Source]:
-    """Return what holds numbers before the model runs, by its address."""
+    """Return the tensors that exist before the run, by address, each as a source."""
     held = {x: Source(path, path, given=True) for path, x in trial.inputs}
     held |= {x: Source(name.rpartition(".")[0] or ROOT, name, given=True) for name, x in model.named_buffers()}
     held |= {x: Source(name.rpartition(".")[0] or ROOT, name) for name, x in model.named_parameters()}
@@ -117,8 +109,8 @@ def _held(trial: Trial, model: nn.Module) -> dict[int, Source]:
 def _of_loss(trial: Trial, trace: Trace, when: str) -> Break | None:
     if not trial.has_loss or trace.loss is None or trace.loss.isfinite():
         return None
-    advice = "Look at the loss: what it divides by, and takes the logarithm of."
-    line = f"{ROOT} has a loss of {trace.loss.item()}{when}, of outputs that are finite"
+    advice = "Look for a division or a logarithm in the loss."
+    line = f"{ROOT} computes a loss of {trace.loss.item()}{when} from finite outputs"
     return Break(layer=ROOT, line=line, advice=advice)
 
 
@@ -126,10 +118,10 @@ def _of_gradients(trace: Trace, when: str) -> Break | None:
     found = {name: g for name, g in trace.gradients.items() if g is not None and _kinds(g)}
     if not found:
         return None
-    names = from_the_loss(found, trace)
+    names = in_backward_order(found, trace)
     return Break(
         layer=names[0],
-        line=f"{names[0]} gets a gradient that is not finite{when}: {_said(_kinds(found[names[0]]))}",
+        line=f"{names[0]} gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[names[0]]))}",
         columns=("gradient of", "NaN", "infinite", "elements"),
         rows=tuple((name, *_counted(found[name])) for name in names),
         advice=_GRADIENT,
@@ -141,7 +133,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _kinds(tensor: Tensor) -> list[str]:
-    """Return what of NaN, inf and -inf is in a tensor.
+    """Return which of NaN, inf and -inf occur in a tensor.
 
     >>> _kinds(torch.tensor([0.0, math.inf, math.nan]))
     ['nan', 'inf']
@@ -158,7 +150,7 @@ def _counted(tensor: Tensor) -> tuple[Cell, ...]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, as real ones."""
+    """Return the elements of a tensor as real numbers."""
     tensor = tensor.detach()
     if tensor.is_nested:
         tensor = torch.nested.to_padded_tensor(tensor, 0.0 if tensor.is_floating_point() else 0)
@@ -166,5 +158,5 @@ def _values(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _said(kinds: list[str]) -> str:
+def _kinds_text(kinds: list[str]) -> str:
     return listed([kind.replace("nan", "NaN") for kind in kinds])

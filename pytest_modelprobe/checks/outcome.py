@@ -1,4 +1,4 @@
-"""What a check found: whether a property holds, and if not, the first layer at which it breaks."""
+"""The outcome of a check: whether a property holds, and the first layer at which it breaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CheckVerdict = Literal["holds", "broken", "not applicable"]
 
 
 class NotApplicableError(Exception):
-    """The property means nothing for this model or these inputs; the text is the reason."""
+    """The property is not defined for this model or these inputs; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +23,17 @@ class Break:
     layer: str
     """The layer, or the parameter, that breaks it."""
     line: str
-    """The sentence that stands alone; it begins with the layer."""
+    """The first line of the message; it begins with the layer."""
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[Cell, ...], ...] = ()
-    """All places where it is broken, the first one first."""
+    """All places where it is broken, in the order of computation."""
     advice: str = ""
     """Where to look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a check says of a model.
+    """The outcome of a check.
 
     >>> print(Outcome(check="causal", model="Net", verdict="not applicable", text="no axis of positions"))
     causal is not applicable to Net: no axis of positions
@@ -44,7 +44,7 @@ class Outcome:
     """Name of the model's class."""
     verdict: CheckVerdict
     text: str = ""
-    """The whole message; of a property that holds, what was looked at."""
+    """The whole message; of a property that holds, a summary."""
     layer: str | None = None
     """The first layer, or the parameter, at which the property breaks."""
 
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def line_of(error: BaseException | None) -> str:
-    r"""Return the type and the first line of what was raised, and the next if the first only announces it.
+    r"""Return the type and the first line of an exception, with the next line if the first ends with a colon.
 
     >>> line_of(ValueError("two things:\n  this one\n  and that"))
     'ValueError: two things: this one'
@@ -67,7 +67,7 @@ def line_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
 
-def said(found: Break, type_name: str = "") -> str:
+def message_of(found: Break, type_name: str = "") -> str:
     """Return the message of a property that is broken.
 
     Args:

@@ -1,4 +1,4 @@
-"""The same model elsewhere or otherwise: another device, dtype or layout, checkpointed, compiled, exported."""
+"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import Layers, flatten, flatten_call
+from pytest_modelprobe.models import Call, CallTracer, Layers, flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 
-from .agreement import TOLERANCE, broken, change, changed, disagreements, from_the_loss, limit, negligible
+from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_order, limit, negligible, relative_error
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
-from .trial import LayerTensor, Trace, Trial, Vary, hooked
+from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
 
 _ELSEWHERE = 1e-3
-"""Relative change that other kernels may always make: they sum up in another order, TensorFloat-32 rounds to 1e-3."""
+"""Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
 
-_DEVICE = "Look for code that asks for a device, and for tensors that are made without device=."
+_DEVICE = "Look for code that depends on the device, and for tensors that are created without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
-_LAYOUT = "Look for as_strided, .storage() and other code that goes by memory: .contiguous() before it is a way out."
-_VIEW = "Look for a view where reshape is wanted, and for code that goes by strides."
+_LAYOUT = "Look for as_strided, .storage() and other code that depends on strides; call .contiguous() before it."
+_VIEW = "Look for a view that should be a reshape, and for code that depends on strides."
 _CHECKPOINT = (
-    "A checkpointed layer runs again in the backward. Look for something that the layers write to, such as a cache: "
-    "use_cache=False; for a counter or a hidden state that they keep; and for code that asks whether gradients are on."
+    "A checkpointed layer runs again in the backward. Look for state that the layers write to: a cache (pass "
+    "use_cache=False), a counter, a hidden state; and for code that depends on whether gradients are enabled."
 )
-_COMPILED = "Look for code that asks whether it is compiled, and for what a graph leaves out: writes to attributes."
+_COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
 @check
 def device_parity(trial: Trial, *, device: str | torch.device = "cuda", tolerance: float | None = None) -> Break | str:
-    """Check that the model gives out the same on another device.
+    """Check that the model returns the same on another device.
 
     Args:
         trial: The model and its inputs.
-        device: The other one.
+        device: The other device.
         tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
     >>> from torch import nn
@@ -62,7 +62,7 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
     except Exception as error:
         raise NotApplicableError(f"there is no device {device}") from error
     if there.is_meta:
-        raise UsageError(f"device= is one that computes; on {device} there are no numbers")
+        raise UsageError(f"device= is one that computes; {device} tensors have no data")
     one = trial.reference(mode="eval")
     two = trial.run(mode="eval", model=trial.copied(device), vary=lambda _, x: x.to(device))
     return _not_by_chance(trial, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
@@ -70,14 +70,14 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
 
 @check
 def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None) -> Break | str:
-    """Check that the model gives out the same in another floating dtype, and that every layer computes in it.
+    """Check that the model returns the same in another floating dtype, and that every layer computes in it.
 
-    In float64, the default, what differs by more than rounding of float32 is amplified by the model; a layer that gives
-    out float32 all the same has a dtype written into it.
+    In float64, the default, a difference beyond rounding in float32 is amplified by the model; a layer that still
+    returns float32 has a hard-coded dtype.
 
     Args:
         trial: The model and its inputs.
-        dtype: The other one: float64, float32, float16 or bfloat16.
+        dtype: The other dtype: float64, float32, float16 or bfloat16.
         tolerance: Largest relative change; None: 1e-3, or more by the narrowest dtype of the two runs.
 
     >>> import torch
@@ -90,38 +90,38 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     if dtype not in TOLERANCE:
         raise UsageError(f"dtype= is {', '.join(map(str, TOLERANCE))}; got {dtype}")
     if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
-        raise NotApplicableError("the model has complex parameters or buffers, of which Module.to makes real ones")
+        raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = trial.reference(mode="eval")
     if one.quantized:
-        raise NotApplicableError("the model is quantized, and computes in no other dtype")
+        raise NotApplicableError("the model is quantized and computes in no other dtype")
     two = _in_dtype(trial, dtype)
     name = str(dtype).removeprefix("torch.")
-    if two.error is not None:  # a dtype that is written into the code is another than any; a kernel may lack just one
+    if two.error is not None:  # a hard-coded dtype fails in every other one; a kernel may be missing in one
         another = torch.float64 if dtype == torch.bfloat16 else torch.bfloat16
         if _in_dtype(trial, another).error is None:
             runs = str(another).removeprefix("torch.")
             raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
     else:
-        own = {given.where: given.tensor.dtype for given in one.given}
+        own = {given.where: given.tensor.dtype for given in one.tensors}
         kept = [
             given
             for given in two.outputs
             if given.tensor.is_floating_point()
             and given.tensor.dtype != dtype
             and own.get(given.where) != dtype
-            # A loss is summed up in float32 on purpose.
+            # A loss is often summed in float32 on purpose.
             and not (given.layer == ROOT and not given.tensor.dim())
         ]
         if kept:
             first = kept[0]
             return Break(
                 layer=first.layer,
-                line=f"{first.layer} gives out {_dtype(first)} in a model of {name}",
-                columns=("given out by", "dtype"),
+                line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
+                columns=("tensor", "dtype"),
                 rows=tuple((given.where, _dtype(given)) for given in kept),
-                advice="Look for a dtype that is written into the code, and for tensors that are made without one.",
+                advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
             )
-    floating = [given.tensor for given in (*one.given, *two.given) if given.tensor.is_floating_point()]
+    floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
     return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
 
@@ -135,7 +135,7 @@ def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
 
 @check
 def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
-    """Check that the strides of the inputs do not matter: channels last, and not contiguous.
+    """Check that the outputs do not depend on the strides of the inputs: channels last, and not contiguous.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -166,12 +166,12 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
-    Each child of the model that has children itself and gives out a tensor or a tuple of tensors is checkpointed: of a
-    `ModuleList`, each of its modules; of a child that gives out something else, which reentrant checkpoints cannot, its
-    own children. Without any, single layers are, or the whole model if one of them works in place. They run again in
-    the backward, and what they write to is written to twice. So a model of transformers runs without its cache of keys
-    and values, as it does when it checkpoints itself, unless ``use_cache=True`` is given; and the power iteration of
-    `torch.nn.utils.spectral_norm`, which goes on in each forward of training, stands still.
+    Each child of the model that has children itself and returns a tensor or a tuple of tensors is checkpointed: for a
+    `ModuleList`, each of its modules; for a child that returns something else, which reentrant checkpoints do not
+    support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
+    works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
+    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
+    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -183,7 +183,7 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     wanted = True
     try:
         one = trial.reference(backward=True, input_gradients=True, model=copy.deepcopy(model))
-    except NotApplicableError:  # it may want inputs without
+    except NotApplicableError:  # it may reject inputs that require a gradient
         wanted = False
         one = trial.reference(backward=True, model=copy.deepcopy(model))
     parts = _parts(trial, copy.deepcopy(model))
@@ -199,7 +199,7 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
             warnings.simplefilter("ignore")
             try:
                 two = trial.run(backward=True, input_gradients=wanted, model=other)
-            except NotApplicableError:  # nothing has a gradient any more
+            except NotApplicableError:  # no gradient is left
                 two = Trace()
         if two.in_backward:
             line = f"{ROOT} cannot be checkpointed ({how}): {line_of(two.error)}"
@@ -210,7 +210,7 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         if two.error is not None:
             return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
         under = f"under checkpointing ({how})"
-        found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.given else None
+        found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.tensors else None
         if not isinstance(found, Break):
             found = _gradients(one, two, tolerance, under, _CHECKPOINT)
         if isinstance(found, Break):
@@ -222,9 +222,9 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
 
 
 def _stopped(trial: Trial) -> tuple[nn.Module, list[str]]:
-    """Return a copy of the model that does not write to what a second forward would write to again, and what it lacks.
+    """Return a copy of the model without known state that a second forward would write to again, and what was stopped.
 
-    That is what is known to be meant so, and what nobody leaves on beside a checkpoint. All else is to be found.
+    This state is intended and is never combined with checkpoints. Other state is left for the check to find.
     """
     model = trial.copied()
     modules = list(model.modules())
@@ -243,13 +243,13 @@ def _stopped(trial: Trial) -> tuple[nn.Module, list[str]]:
 
 
 def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())  # reentrant ones look for gradients among the positional arguments alone
+    given = (*args, *kwargs.values())  # reentrant checkpoints see gradients of positional arguments alone
 
     def call(*again: Any) -> Any:
         return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
 
     if use_reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in given):
-        return forward(*args, **kwargs)  # an embedding, which nobody checkpoints: a gradient cannot begin at its ids
+        return forward(*args, **kwargs)  # an embedding, which is never checkpointed: its ids have no gradient
     return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 
@@ -257,13 +257,13 @@ def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) 
 def compile_parity(
     trial: Trial, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
 ) -> Break | str:
-    """Check that the compiled model gives out the same, and the same gradients.
+    """Check that the compiled model returns the same, and the same gradients.
 
-    Compiled regions have no layers to look into: what is named is the first gradient, or the output.
+    Layers inside compiled regions cannot be observed: the break names the first gradient, or the output.
 
     Args:
         trial: The model and its inputs.
-        backend: Of `torch.compile`; ``"aot_eager"`` needs no compiler.
+        backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
         tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
     >>> from torch import nn
@@ -277,7 +277,7 @@ def compile_parity(
     try:
         compiled: Any = torch.compile(trial.copied(), backend=backend)
     except Exception as error:
-        raise UsageError(f"backend= is one of torch.compile; got {backend!r}: {line_of(error)}") from error
+        raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     try:
         with warnings.catch_warnings(), torch.compiler.set_stance("default"):
             warnings.simplefilter("ignore")
@@ -288,7 +288,7 @@ def compile_parity(
         return Break(
             layer=ROOT,
             line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
-            advice="TORCH_LOGS=graph_breaks tells what cannot be followed; torch.compiler.disable leaves it out.",
+            advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
     return _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED)) or (
@@ -298,7 +298,7 @@ def compile_parity(
 
 @check
 def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
-    """Check that the model can be exported by `torch.export`, and that the program gives out the same.
+    """Check that the model can be exported by `torch.export`, and that the program returns the same.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -324,7 +324,7 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
         return Break(
             layer=ROOT,
             line=f"{ROOT} does not run as an exported program: {two.failure}",
-            advice="Look for what it makes of a shape or a device: print(torch.export.export(...)) shows the program.",
+            advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
     found = _outputs(one, two, tolerance, "when exported", _COMPILED)
     return _not_by_chance(trial, two, found) or count(len(one.final), "output")
@@ -341,23 +341,23 @@ def _parity(
     found = disagreements(one, two, tolerance=tolerance, least=least)
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
-    return broken(found, f"gives out another {{path}} {how}: {{changed}}", advice)
+    return break_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
 
 
 def _not_by_chance(trial: Trial, two: Trace, found: _Found) -> _Found:
-    """Return what was found, unless other random numbers may have made the second run another."""
+    """Return what was found, unless the model is random in evaluation mode."""
     if isinstance(found, Break) and two.error is None:
         check_not_random(trial)
     return found
 
 
 def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
-    """Return where what two runs end with disagrees: the output, then the gradients."""
+    """Return where the outputs, or else the gradients, of two runs differ."""
     for path, tensor in one.final.items():
         other = two.final.get(path)
-        far = float("inf") if other is None else change(tensor, other)
+        far = float("inf") if other is None else relative_error(tensor, other)
         if tensor.is_floating_point() and not far <= limit(tensor, tolerance, least=_ELSEWHERE):
-            line = f"{ROOT} gives out another {path} {how}: {changed(far)}"
+            line = f"{ROOT} returns another {path} {how}: {changed(far)}"
             return Break(layer=ROOT, line=line, advice=advice)
     return _gradients(one, two, tolerance, how, advice) if two.gradients else None
 
@@ -371,12 +371,12 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
             found.append((name, "none arrives" if other is None else "one arrives"))
         elif gradient is None or other is None or max(gradient.norm(), other.norm()) <= zero:
             continue
-        elif not (far := change(gradient, other)) <= limit(gradient, tolerance, least=_ELSEWHERE):
+        elif not (far := relative_error(gradient, other)) <= limit(gradient, tolerance, least=_ELSEWHERE):
             found.append((name, percent(far)))
     if not found:
         return None
-    if any(what != "none arrives" for _, what in found):  # wrong from somewhere on back; a lost one begins in front
-        order = from_the_loss([name for name, _ in found], one)
+    if any(what != "none arrives" for _, what in found):  # a wrong one begins at the loss, a lost one at the input
+        order = in_backward_order([name for name, _ in found], one)
         found.sort(key=lambda row: order.index(row[0]))
     name, what = found[0]
     return Break(
@@ -393,16 +393,16 @@ def _dtype(given: LayerTensor) -> str:
 
 
 def _parts(trial: Trial, model: nn.Module) -> list[str]:
-    """Return the names, in the model itself, of what can be checkpointed, seen from the outside."""
+    """Return the names of the outermost modules that can be checkpointed."""
     modules = Layers(model).modules
     simple: dict[nn.Module, bool] = {}
     given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
     in_place = False
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        given[call.module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(call: Call, args: Any, output: Any) -> None:
         nonlocal in_place
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
@@ -410,10 +410,10 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
             and all(isinstance(x, Tensor) or not flatten("", x).tensors for x in tensors)
             and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         )
-        simple[module] = simple.get(module, True) and plain
-        in_place |= any(x._version != version for x, version in given[module])
+        simple[call.module] = simple.get(call.module, True) and plain
+        in_place |= any(x._version != version for x, version in given[call.module])
 
-    with hooked(modules, begin, end):
+    with CallTracer(modules, Call, before=begin, after=end):
         trial.reference(backward=True, model=model)
 
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
@@ -426,15 +426,15 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
 
     if found := parts("", model, single=False):
         return found
-    if in_place:  # what one layer gave out may not be written to by the next, once it was checkpointed
+    if in_place:  # the output of a checkpointed layer may not be written to
         return [""] if simple.get(modules[ROOT]) else []
     return parts("", model, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:
-    """Return a tensor with a gap behind each element in memory, its axes the other way round.
+    """Return a tensor with a gap behind each element in memory, and its axes in reverse order in memory.
 
-    Those of integers stay as they are: labels that a loss flattens by a view come row by row from every loader.
+    The axes of integers keep their order: labels that a loss flattens by a view come row by row from every loader.
     """
     if not x.dim():
         return x

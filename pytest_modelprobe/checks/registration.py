@@ -1,4 +1,4 @@
-"""What a model is made of: registered, initialized, and whole after it was stored, copied or pickled."""
+"""Parts of a model: registered, initialized, and unchanged by state_dict, copy and pickle."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from pytest_modelprobe.models import has_bytes, seeding
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, number
 
-from .agreement import broken, disagreements
-from .check import check_as_it_is
+from .agreement import break_of, disagreements
+from .check import check_unmodified
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial, distinct, plain
+from .trial import Trace, Trial, plain, unexpanded
 
 _DEEPEST = 3
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-"""What every module holds: its parameters, its buffers, its hooks."""
+"""Attributes of every module: its parameters, buffers and hooks."""
 
 
-@check_as_it_is
+@check_unmodified
 def registered(trial: Trial) -> Break | str:
     """Check that no module and no parameter is in a plain container, and that no tensor should be a buffer.
 
-    What is not registered is in no optimizer and no state_dict, and stays behind when the model moves. With inputs, a
-    forward tells which tensors the model makes anew, as an attention map that it keeps: those need no registering.
+    Unregistered tensors are in no optimizer and no state_dict, and do not move with the model. With inputs, a forward
+    shows which tensors the model computes again, such as stored attention weights: those need not be registered.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -47,7 +47,7 @@ def registered(trial: Trial) -> Break | str:
     extra[0]
     """
     before = _all_unregistered(trial)
-    with trial.lasting():
+    with trial.keep_changes():
         trial.run()
         after = _all_unregistered(trial)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
@@ -56,16 +56,16 @@ def registered(trial: Trial) -> Break | str:
     where, what = found[0]
     return Break(
         layer=where,
-        line=f"{where} is {what} that the model does not know of",
+        line=f"{where} is {what} that the model has not registered",
         columns=("where", "what"),
         rows=tuple(found),
-        advice="Modules go in an nn.ModuleList or nn.ModuleDict, parameters in an nn.ParameterList; "
-        "self.register_buffer takes other tensors, persistent=False for those that are computed again.",
+        advice="Put modules in an nn.ModuleList or nn.ModuleDict, parameters in an nn.ParameterList; pass other "
+        "tensors to self.register_buffer, with persistent=False if they are computed again.",
     )
 
 
 def _all_unregistered(trial: Trial) -> dict[str, Any]:
-    """Return the modules, parameters and tensors that the model does not know of, each by where it is."""
+    """Return the modules, parameters and tensors that the model has not registered, by their paths."""
     known = {id(m) for m in trial.model.modules()}
     known |= {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
     return {
@@ -81,7 +81,7 @@ def _meant(module: nn.Module, key: str, attribute: Any) -> bool:
     """Whether an attribute is not registered on purpose."""
     # A plain assignment would have registered it.
     hidden = key.startswith("_") and isinstance(attribute, (nn.Module, nn.Parameter))
-    # Spectral norms, weight norms and pruning compute it of a parameter.
+    # Spectral norms, weight norms and pruning compute it from a parameter.
     return hidden or any(f"{key}_{suffix}" in module._parameters for suffix in ("orig", "g"))
 
 
@@ -100,7 +100,7 @@ def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterat
 def _is_state(value: nn.Module | Tensor) -> bool:
     if isinstance(value, nn.Module | nn.Parameter):
         return True
-    # One number may be a constant; what is no leaf is computed of parameters, as FSDP and weight norms do.
+    # One number may be a constant; FSDP and weight norms compute tensors from parameters, which are no leaves.
     return value.is_leaf and value.numel() > 1
 
 
@@ -110,20 +110,19 @@ def _kind(value: Any) -> str:
     return "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
 
 
-@check_as_it_is
+@check_unmodified
 def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
-    """Check that every parameter and buffer was given a value, and that rows of embeddings for padding are zero.
+    """Check that every parameter and buffer is initialized, and that rows of embeddings for padding are zero.
 
-    Without a factory only what memory betrays is seen: numbers that are not finite. With one the model is made again
-    while fresh memory is filled with NaN, of integers with the largest there is, and what still is that was never
-    written to.
+    Without a factory, only values that are not finite are detected. With one, the model is built again while new memory
+    is filled with NaN, or with the largest integer; elements that keep this value were never written to.
 
-    An embedding with a ``padding_idx`` gives its row there no gradient: numbers that an initialization wrote there stay
-    for ever. Left out are weights that are frozen, and those that another layer trains, as a head that is tied.
+    The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
+    changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
 
     Args:
         trial: The model.
-        factory: Makes such a model.
+        factory: Builds such a model.
 
     >>> import torch
     >>> from torch import nn
@@ -148,14 +147,14 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
         line=f"{name} is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
         columns=("embedding", "padding_idx", "largest there"),
         rows=tuple(filled),
-        advice="Look for an initialization that writes into the whole weight, and zero the row after it: "
-        "weight[padding_idx].zero_() under torch.no_grad(). Numbers that were trained elsewhere do no harm where all "
-        "that comes of padding is masked.",
+        advice="Look for an initialization of the whole weight, and zero the row after it: "
+        "weight[padding_idx].zero_() under torch.no_grad(). Pretrained values do no harm if everything at padding is "
+        "masked.",
     )
 
 
 def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
-    """Return the rows of embeddings that are for padding and that nothing trains, each with its weight and index."""
+    """Return the rows of embeddings for padding that are never trained: name of the weight, index, row."""
     homes: dict[int, set[int | None]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -173,7 +172,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
 
 
 def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
-    """Return where a model that is made in memory full of NaN keeps some of it."""
+    """Return the tensors that still hold NaN in a model that was built in memory filled with it."""
     here = dict(_numbers(model, integers=True))
     made = _numbers(_made_in_nan(factory), integers=True)
     if not made:
@@ -182,7 +181,7 @@ def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
     for name, t in made:
         if t.is_floating_point() or t.is_complex():
             empty = t.isnan()
-        else:  # the largest integer may be meant: then it is there without being filled in
+        else:  # the largest integer may be intended: the model itself has it then
             largest, known = torch.iinfo(t.dtype).max, here.get(name)
             meant = known is not None and known.shape == t.shape and bool((known == largest).any())
             empty = (t == largest) & (not meant)
@@ -201,7 +200,7 @@ def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
 
 
 def _finite(model: nn.Module) -> Break | str:
-    """Return where numbers are not finite: memory that was never written to, or training."""
+    """Return the tensors that are not finite: uninitialized memory, or the result of training."""
     floating = _numbers(model, integers=False)
     numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
     if not floating:
@@ -213,20 +212,20 @@ def _finite(model: nn.Module) -> Break | str:
         if bool((~t.isfinite() if trained else t.isnan()).any())
     ]
     if not found:
-        return f"{count(len(floating), 'parameters and buffer')}, as far as memory tells"
+        return f"{count(len(floating), 'parameters and buffer')}, as far as their values show"
     name, missing, numel = found[0]
     return Break(
         layer=name,
         line=f"{name} is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
         columns=("name", "not finite", "elements"),
         rows=tuple(found),
-        advice="Either they were never written to, look for torch.empty without an nn.init after it, or a step of "
-        "training made them so: factory= tells.",
+        advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
+        "diverged: factory= tells which.",
     )
 
 
 def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that have memory, of bools none: either value may be left of it."""
+    """Return the parameters and buffers that have memory; no bools, where any value is valid."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_bytes(t)]
     return [
         (name, t)
@@ -250,21 +249,21 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
         memory.fill_uninitialized_memory = filled
     if not isinstance(model, nn.Module):
-        raise UsageError(f"factory= makes a model, a torch.nn.Module; got {type(model).__name__}")
+        raise UsageError(f"factory= returns a torch.nn.Module; got {type(model).__name__}")
     return model
 
 
-@check_as_it_is
+@check_unmodified
 def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
-    """Check that another model with the state_dict of this one gives out the same, and that ties are kept.
+    """Check that another model with the state_dict of this one returns the same, and that tied parameters stay tied.
 
-    The state_dict goes through `torch.save`; it is loaded, strictly, into a model whose every parameter, and every
-    buffer that is stored, was replaced by other numbers.
+    The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
+    were replaced by random numbers.
 
     Args:
         trial: The model and its inputs.
-        factory: Makes such a model, to load into; None: a copy, which keeps what no state_dict holds, as a random
-            buffer that is not persistent.
+        factory: Builds such a model, to load into; None: a copy, which keeps state outside the state_dict, such as a
+            random buffer that is not persistent.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -284,14 +283,14 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
             if has_bytes(tensor):
-                written = distinct(tensor)
+                written = unexpanded(tensor)
                 floating = written.is_floating_point() or written.is_complex()
                 written.copy_(trial.randn_like(written, name) if floating else written == 0)
     try:
         state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Break(layer=ROOT, line=f"{ROOT} does not take its own state_dict: {line_of(error)}")
+        return Break(layer=ROOT, line=f"{ROOT} cannot load its own state_dict: {line_of(error)}")
     lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
     if lost:
         first, second = lost[0]
@@ -305,9 +304,9 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     return _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
 
 
-@check_as_it_is
+@check_unmodified
 def copy_and_pickle(trial: Trial) -> Break | str:
-    """Check that a deep copy, and a model that was pickled, give out the same.
+    """Check that a deep copy and a pickled copy return the same.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -349,10 +348,10 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
     found = disagreements(one, two, tolerance=0.0, integers=True)
     if not found:
         return f"{said}{count(len(one.outputs), 'output')}"
-    return broken(
+    return break_of(
         found,
-        f"is another after {by}: {{path}} {{changed}}",
-        "Look for state that is neither a parameter nor a persistent buffer, and for what refers to the first "
+        f"differs after {by}: {{path}} {{changed}}",
+        "Look for state that is neither a parameter nor a persistent buffer, and for references to the first "
         "model: a bound method, a closure.",
     )
 
@@ -363,7 +362,7 @@ def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of parameters that are one, in pairs."""
+    """Return the names of tied parameters, in pairs."""
     first: dict[int, str] = {}
     return [
         (first[id(p)], name)
@@ -378,7 +377,7 @@ def _tied(model: nn.Module, a: str, b: str) -> bool:
 
 
 def _first_not(trial: Trial, copied: Callable[[nn.Module], object]) -> str:
-    """Return the first innermost layer that cannot be copied so."""
+    """Return the first innermost layer for which the function raises."""
     bad = []
     for name, module in trial.layers.modules.items():
         try:

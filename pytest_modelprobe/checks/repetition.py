@@ -1,4 +1,4 @@
-"""Whether a run can be repeated: with the same random numbers, with others, in evaluation mode."""
+"""Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
-from pytest_modelprobe.models import seeding
+from pytest_modelprobe.models import Call, CallTracer, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, broken, change, disagreements
+from .agreement import Disagreement, break_of, disagreements, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, hooked, plain
+from .trial import Trace, Trial, plain
 
 
 @check
 def deterministic(trial: Trial) -> Break | str:
     """Check that two runs with the same inputs and the same random numbers agree bit for bit.
 
-    What breaks it: a layer that draws from a generator of its own, from the clock or from uninitialized memory, and one
-    that keeps something from its last forward.
+    It is broken by a layer that uses a generator of its own, the clock or uninitialized memory, or that keeps state of
+    its last forward.
 
     >>> import torch
     >>> from torch import nn
@@ -39,10 +39,10 @@ def deterministic(trial: Trial) -> Break | str:
     found = disagreements(one, trial.run(), tolerance=0.0, integers=True)
     if not found:
         return f"{count(len(one.outputs), 'output')} in 2 runs"
-    return broken(
+    return break_of(
         found,
-        "is not deterministic: {path} {changed} with one seed",
-        "Look for a random generator of its own, the clock, uninitialized memory, or something kept of its last "
+        "is not deterministic: {path} {changed} between two runs with the same seed",
+        "Look for a random generator of its own, the clock, uninitialized memory, or state that it keeps of its last "
         "forward.",
     )
 
@@ -51,7 +51,7 @@ def deterministic(trial: Trial) -> Break | str:
 def eval_stable(trial: Trial) -> Break | str:
     """Check that in evaluation mode the output does not depend on the random numbers drawn.
 
-    What breaks it: dropout that is on in evaluation mode, as ``F.dropout(x)`` without ``self.training`` is.
+    It is broken by dropout that is active in evaluation mode, as in ``F.dropout(x)`` without ``self.training``.
 
     >>> import torch
     >>> from torch import nn
@@ -65,19 +65,19 @@ def eval_stable(trial: Trial) -> Break | str:
         found = found or disagreements(one, trial.run(mode="eval", seed=seed), tolerance=0.0, integers=True)
     if not found:
         return f"{count(len(one.outputs), 'output')} in 3 runs, each with other random numbers"
-    return broken(
+    return break_of(
         found,
         "is random in evaluation mode: {path} {changed} with another seed",
-        "Look for dropout that does not ask for self.training, or noise that is always added.",
+        "Look for dropout that ignores self.training, or noise that is always added.",
     )
 
 
 @check
 def train_eval_differ(trial: Trial) -> Break | str:
-    """Check that dropout is on in training mode and off in evaluation mode, and a BatchNorm goes by the batch in one.
+    """Check that dropout and batch statistics are used in training mode and not in evaluation mode.
 
-    Each such layer has to give out something else in the other mode. A BatchNorm that stays in evaluation mode and
-    whose parameters are frozen is left out: it is meant so.
+    Each such layer has to return another output in the other mode. A BatchNorm that stays in evaluation mode and whose
+    parameters are frozen is left out, as this is intended.
 
     >>> import torch
     >>> from torch import nn
@@ -85,17 +85,18 @@ def train_eval_differ(trial: Trial) -> Break | str:
     >>> print(checks.train_eval_differ(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
     train_eval_differ holds for Dropout: 1 layer
     >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
-    train_eval_differ is not applicable to Dropout: no Dropout that drops, and no BatchNorm that keeps statistics
+    train_eval_differ is not applicable to Dropout: no Dropout with 0 < p < 1, and no BatchNorm with running statistics
     """
     wanted = [name for name, module in trial.layers.modules.items() if _drops(module) or _gathers(module)]
     if not wanted:
-        raise NotApplicableError("no Dropout that drops, and no BatchNorm that keeps statistics")
-    with trial.lasting(), _switched(trial, wanted) as on:  # lasting: what an eval() switches off for good stays off
+        raise NotApplicableError("no Dropout with 0 < p < 1, and no BatchNorm with running statistics")
+    # A model whose eval() switches something off for good is to stay so.
+    with trial.keep_changes(), _switched(trial, wanted) as on:
         evaluated = trial.reference(mode="eval")
         on_in_eval = on.copy()
         on.clear()
         train = trial.reference(mode="train")
-    there = {given.where: given for given in evaluated.given}
+    there = {given.where: given for given in evaluated.tensors}
     pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
         raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
@@ -104,7 +105,7 @@ def train_eval_differ(trial: Trial) -> Break | str:
         for one, other in pairs
         if (
             (one.layer in on and on[one.layer] == on_in_eval.get(one.layer))
-            or (change(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+            or (relative_error(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
         )
         and not (on.get(one.layer) is False and _is_frozen(trial.layers.modules[one.layer]))
     ]
@@ -116,26 +117,27 @@ def train_eval_differ(trial: Trial) -> Break | str:
         line=f"{first.layer} does the same in training and in evaluation mode",
         columns=("layer", "type"),
         rows=tuple((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
-        advice="Look for a train() or eval() that is overridden, and for one that is called in the forward.",
+        advice="Look for an overridden train() or eval(), and for calls of them in the forward.",
     )
 
 
 @contextmanager
 def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]:
-    """Tell of layers that are called whether they are on: dropout that drops, a norm in training mode."""
+    """Record which of the called layers are active: dropout that drops, a norm in training mode."""
     on: dict[str, bool] = {}
     given: dict[str, Tensor] = {}
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[name] = plain(args[0].detach().clone()) if args else torch.empty(0)
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        given[call.layer] = plain(args[0].detach().clone()) if args else torch.empty(0)
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(module, Dropout):
-            on[name] = module.training
-        elif bool(given[name].any()):  # of zeros nothing can be dropped
-            on[name] = on.get(name, False) or change(given[name], output) > 0
+    def end(call: Call, args: Any, output: Any) -> None:
+        name = call.layer
+        if not isinstance(call.module, Dropout):
+            on[name] = call.module.training
+        elif bool(given[name].any()):  # in zeros no dropout can be seen
+            on[name] = on.get(name, False) or relative_error(given[name], output) > 0
 
-    with hooked({name: trial.layers.modules[name] for name in names}, begin, end):
+    with CallTracer({name: trial.layers.modules[name] for name in names}, Call, before=begin, after=end):
         yield on
 
 
@@ -154,10 +156,10 @@ def _is_frozen(module: nn.Module) -> bool:
 
 @check
 def seeded(trial: Trial) -> Break | str:
-    """Check that in training mode one seed gives one result, and that two seeds, as of two workers, give two.
+    """Check that in training mode equal seeds give equal outputs, and different seeds, as of two workers, do not.
 
-    Two seeds may draw alike, as a dropout of 1 % does of few elements: what is compared is how far each layer moves the
-    states of the random generators, besides what it gives out.
+    Two seeds may draw alike, as with a dropout of 1 % on few elements. Therefore the states of the random generators
+    after each layer are compared too.
 
     >>> import torch
     >>> from torch import nn
@@ -171,19 +173,19 @@ def seeded(trial: Trial) -> Break | str:
     )
     found = disagreements(one, again, tolerance=0.0, integers=True)
     if found:
-        return broken(
+        return break_of(
             found,
-            "does not go by the seed: {path} {changed} with one seed",
+            "ignores the seed: {path} {changed} between two runs with the same seed",
             "Look for a random generator of its own, or the clock.",
         )
     for (layer, state), (_, other_state) in zip(states, other_states, strict=False):
         if any(a == b for a, b in zip(state, other_state, strict=True)):
             return Break(
                 layer=layer,
-                line=f"{layer} seeds the random numbers itself: from there on ranks and workers repeat each other",
+                line=f"{layer} sets the random seed itself: ranks and workers then draw the same numbers",
                 advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
             )
-    changed = {d.given.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
+    changed = {d.layer_tensor.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
     drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
     dropping = [name for name, module in trial.layers.modules.items() if _drops(module)]
     called = {given.layer for given in one.outputs if bool(given.tensor.any())}
@@ -196,12 +198,12 @@ def seeded(trial: Trial) -> Break | str:
     if fixed:
         return Break(
             layer=fixed[0],
-            line=f"{fixed[0]} draws the same numbers under any seed: ranks and workers repeat each other",
+            line=f"{fixed[0]} draws the same numbers under every seed: ranks and workers draw the same numbers",
             columns=("layer",),
             rows=tuple((name,) for name in fixed),
             advice="Look for torch.manual_seed in the forward.",
         )
-    # A generator of its own that goes by torch's seed moves no other.
+    # A generator of its own that is seeded from torch's seed does not advance the global ones.
     drawing = drawing or {name for name in changed if trial.layers.is_leaf(name)} or changed
     if not drawing:
         raise NotApplicableError("no layer draws random numbers: there is nothing to check")
@@ -209,11 +211,11 @@ def seeded(trial: Trial) -> Break | str:
 
 
 _Dropped = tuple[Tensor, Tensor]
-"""Where a dropout was given something, and where it gave out nothing."""
+"""Masks of the nonzero inputs, and of the zero outputs, of a dropout."""
 
 
 def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
-    """Whether two runs dropped the same, and would by chance in one of ten million at most."""
+    """Whether two runs dropped the same elements, which has a probability of at most one in ten million by chance."""
     assert isinstance(module, nn.Dropout)
     if one[0].shape != other[0].shape:
         return False
@@ -223,19 +225,18 @@ def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
 
 
 def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, _Dropped]]:
-    """Return a run in training mode, the states of the generators after each piece of code, and what was dropped."""
+    """Return a run in training mode, the generator states at each begin and end of a call, and what was dropped."""
     states: list[tuple[str, tuple[bytes, ...]]] = []
-    running: list[str] = []
     dropped: dict[str, _Dropped] = {}
 
-    def begin(name: str, *_: Any) -> None:
-        states.append((running[-1] if running else ROOT, seeding.generator_states(trial.probe.device)))
-        running.append(name)
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        around = ROOT if call.parent is None else call.parent.layer
+        states.append((around, seeding.generator_states(trial.probe.device)))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        states.append((running.pop(), seeding.generator_states(trial.probe.device)))
-        if isinstance(module, nn.Dropout) and args and _drops(module):
-            dropped[name] = args[0] != 0, output == 0
+    def end(call: Call, args: Any, output: Any) -> None:
+        states.append((call.layer, seeding.generator_states(trial.probe.device)))
+        if isinstance(call.module, nn.Dropout) and args and _drops(call.module):
+            dropped[call.layer] = args[0] != 0, output == 0
 
-    with hooked(trial.layers.modules, begin, end):
+    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
         return trial.reference(mode="train", seed=seed), states, dropped

@@ -1,4 +1,4 @@
-"""Positions of a sequence: which may know of which others."""
+"""Positions of a sequence: which outputs may depend on which inputs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,36 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, apart, broken, change, changed, disagreements, limit, told_inside
+from .agreement import (
+    Disagreement,
+    Pairs,
+    break_of,
+    changed,
+    compare_runs,
+    disagreements,
+    inside_note,
+    limit,
+    relative_error,
+)
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, Vary, unchanged
+from .trial import Trace, Trial, Vary, keep_input
 
 _Axes = Callable[[Tensor], list[int]]
-"""Of a tensor that a run gave out: the axes that its positions may be along."""
+"""Takes a tensor of a run, returns the axes that may be those of its positions."""
 
 
 @check
 def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
-    """Check that no position knows of later ones: those before a change of the inputs give out what they gave out.
+    """Check that the output at each position does not depend on later positions of the input.
 
-    The second half of the first input is replaced, then one position more: what leaks within chunks, of any one length,
-    shows in one of the two. Of each layer the axis as long as the sequence is looked at.
+    The second half of the first input is replaced, then one position more: a leak within chunks of one length shows in
+    one of the two runs. Of each layer, the axis that is as long as the sequence is compared.
 
     Args:
         trial: The model and its inputs.
-        axis: Which axis of the first input its positions are along.
+        axis: Axis of positions of the first input.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -43,7 +53,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     causal holds for LSTM: 1 layer at the first 3 and the first 2 of 6 positions; not looked at: output[1][0] ...
     >>> print(checks.causal.outcome(probe, nn.LSTM(4, 8, batch_first=True, bidirectional=True), probe.randn(2, 6, 4)))
     ... # doctest: +ELLIPSIS
-    (root) knows of later positions: ...
+    (root) is not causal: ...
     """
     path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
@@ -55,19 +65,19 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
-            return other_from(trial, x, axis, before) if name == path else x
+            return replaced_from(trial, x, axis, before) if name == path else x
 
         def pairs_of(trace: Trace, before: int = before) -> Pairs:
             return _first(before, axes_in(trace))
 
-        two = trial.other(mode="eval", vary=vary)
-        found, hidden = apart(trial, (one, two), (unchanged, vary), pairs_of, tolerance, exact=True)
+        two = trial.variation(mode="eval", vary=vary)
+        found, hidden = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
         inside = inside or hidden
         if found:
-            return broken(
+            return break_of(
                 found,
-                f"knows of later positions: the first {before} of {length} {{changed}} with the others",
-                "Look at the causal mask of attention, at padding on both sides of a convolution, and at what is taken "
+                f"is not causal: the first {before} of {length} positions {{changed}} when later ones were replaced",
+                "Look at the causal mask of attention, at padding on both sides of a convolution, and at operations "
                 "over all positions, or over those of a chunk: a norm, a mean.",
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
@@ -83,23 +93,23 @@ def padding_invariant(
     axis: int = 1,
     tolerance: float | None = None,
 ) -> Break | str:
-    """Check that what stands at masked positions does not matter to the others.
+    """Check that outputs do not depend on the inputs at masked positions.
 
-    The last quarter of the positions is masked, and what stands there is replaced. The others must stay as they are,
-    and what is pooled of a sequence: tensors of the shape (batch, features).
+    The last quarter of the positions is masked, and the inputs there are replaced. Outputs at the other positions must
+    not change, nor may pooled outputs of the shape (batch, features).
 
-    A model may find padding by its id, besides a mask or without one. Where that id is known the last quarter is padded
-    with it, and the others are to be as they are in a sequence without that quarter.
+    A model may detect padding by its id, with or without a mask. If that id is known, the last quarter is filled with
+    it, and the other outputs have to be those of a sequence without that quarter.
 
     Args:
         trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
             0 or False marks what is masked. True does in a mask of bools with ``pad`` in its name, as
             ``src_key_padding_mask``, and what is not 0 in a mask that is all 0 as it is given. Floats of which none is
             above 0 are added: -inf marks what is masked.
-        mask: Its name, or the mask itself, of a model that has a keyword ``mask``; None: the one argument of that shape
+        mask: Its name, or the mask itself for a model with a keyword ``mask``; None: the one argument of that shape
             whose name ends with ``mask``.
-        pad_id: The id of padding, of a model that finds it by that; None: ``model.config.pad_token_id``, if there is.
-        axis: Which axis of the first input its positions are along.
+        pad_id: The id of padding; None: ``model.config.pad_token_id``, if there is one.
+        axis: Axis of positions of the first input.
         tolerance: Largest relative change; None: by dtype.
 
     Raises:
@@ -134,7 +144,7 @@ def padding_invariant(
         return x
 
     def replaced(where: str, x: Tensor) -> Tensor:
-        return other_from(trial, x, axis, kept) if where == path else masked(where, x)
+        return replaced_from(trial, x, axis, kept) if where == path else masked(where, x)
 
     def cut(where: str, x: Tensor) -> Tensor:
         if where == name or x.shape == (batch, length):
@@ -144,17 +154,17 @@ def padding_invariant(
     def alone(where: str, x: Tensor) -> Tensor:
         return cut(where, x) if where in (path, name) else x
 
-    # What else is as long may be of another sequence: it is cut only where the model wants it to be as long still.
+    # Other inputs of this length may belong to another sequence: they are cut only if the model fails otherwise.
     ways = (vary for vary in (alone, cut) if trial.run(mode="eval", vary=vary).error is None)
     shorter = None if padding is None else next(ways, cut if name is None else None)
     if shorter is None:
-        padding = None  # it takes sequences of one length alone
+        padding = None  # the model accepts only one length
     one = trial.reference(mode="eval", vary=masked)
     varied: tuple[Vary, Vary] = masked, shorter or replaced
-    two = trial.other(mode="eval", vary=varied[1])
-    if padding is not None:  # where nothing is masked a model may hand on no mask
-        both = {given.where for given in two.given}
-        one.given = [given for given in one.given if given.is_final or given.where in both]
+    two = trial.variation(mode="eval", vary=varied[1])
+    if padding is not None:  # without padding a model may pass on no mask
+        both = {given.where for given in two.tensors}
+        one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
     rows = batch if axis else -1
     axes_in = _axes_that_follow(trial, one, path, axis)
 
@@ -162,33 +172,34 @@ def padding_invariant(
         cut = padding is not None
         return _cut_and_pooled(rows, kept, length) if cut else _first_and_pooled(rows, kept, axes_in(trace))
 
-    found, inside = apart(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
+    found, inside = compare_runs(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
+    how = "replaced" if padding is None else "removed"
     others = "the others"
     if name is not None:
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
     if not found:
-        how = f"at the first {kept} of {length} positions without {others}"
-        return _looked_at(one, pairs_of(one), length, how, inside)
+        where = f"at the first {kept} of {length} positions without {others}"
+        return _looked_at(one, pairs_of(one), length, where, inside)
     unused = _unused_masks(trial) if name is None and pad_id is None else []
     if unused:
-        raise NotApplicableError(f"the model finds no padding without {listed(unused)}: give it, or pad_id=")
-    return broken(
+        raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
+    return break_of(
         found,
-        f"sees masked positions: the first {kept} of {length} {{changed}} with {others}",
-        "Look at whether the mask reaches the attention, the right way round, and at what is taken over all positions: "
+        f"depends on masked positions: the first {kept} of {length} positions {{changed}} when {others}, were {how}",
+        "Check that the mask reaches the attention and is not inverted. Look for operations over all positions: "
         "a norm, a mean.",
     )
 
 
 @check
 def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
-    """Check that the order of the elements does not matter: other order in, the same in that order out.
+    """Check that permuted elements of the input give the same output, permuted alike.
 
     Args:
         trial: The model and its inputs.
-        axis: Which axis of the first input its elements are along.
+        axis: Axis of elements of the first input.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -219,20 +230,20 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     if not found:
         return _looked_at(one, restored, length, f"of {length} elements in another order")
     check_not_random(trial)
-    return broken(
+    return break_of(
         found,
-        "depends on the order of its elements: {changed} beyond that",
-        "Look for positions that are added, and for what is taken over neighbors: a convolution, a recurrence.",
+        "depends on the order of its elements: {path} {changed} after the permutation was undone",
+        "Look for positional embeddings, and for operations over neighbors: a convolution, a recurrence.",
     )
 
 
 @check
 def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
-    """Check that the output does not depend on the order of the elements: a set goes in.
+    """Check that the output does not depend on the order of the elements, as for a set.
 
     Args:
         trial: The model and its inputs.
-        axis: Which axis of the first input its elements are along.
+        axis: Axis of elements of the first input.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -247,20 +258,20 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     one, two = _reordered(trial, path, axis, order)
     for where, value in one.final.items():
         again = two.final.get(where)
-        far = math.inf if again is None else change(value, again)
+        far = math.inf if again is None else relative_error(value, again)
         rounded = value.is_floating_point() or value.is_complex()
         if not far <= (limit(value, tolerance) if rounded else 0.0):
             check_not_random(trial)
             return Break(
                 layer=ROOT,
                 line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
-                advice="Look for positions that are added, and for a last step that picks one element.",
+                advice="Look for positional embeddings, and for a last step that picks one element.",
             )
     return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
 
 
 def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
-    """Return what takes the first positions of two tensors, or all of what has no positions but one row an example."""
+    """Return pairs of the first positions of two tensors, or of whole pooled tensors (one row an example)."""
     first = _first(before, axes_of)
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -271,7 +282,7 @@ def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
 
 
 def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
-    """Return what takes the first positions of two tensors, the other of which has no more; and one row an example."""
+    """Return pairs of the first positions of a tensor and a whole shorter one, or of whole pooled tensors."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         if one.dim() != other.dim():
@@ -286,10 +297,10 @@ def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
 
 
 def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
-    """Return the id by which the model finds padding, if it takes ids and that is known."""
+    """Return the id by which the model detects padding, if its inputs are ids and that is known."""
     if ids.is_floating_point() or ids.is_complex():
         if pad_id is not None:
-            raise NotApplicableError("pad_id= is an id, and the first input holds none: it is not of integers")
+            raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
         return None
     if pad_id is None:
         pad_id = getattr(getattr(trial.model, "config", None), "pad_token_id", None)
@@ -297,35 +308,35 @@ def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
 
 
 def _unused_masks(trial: Trial) -> list[str]:
-    """Return the masks that the model takes."""
+    """Return the names of arguments that are masks."""
     return [name for name in inspect.signature(trial.model.forward).parameters if name.endswith("mask")]
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
-    """Return a run on the inputs as they are, and one with the elements of one of them in another order."""
+    """Return a run on the inputs, and one with the elements of one input permuted."""
 
     def vary(name: str, x: Tensor) -> Tensor:
         return x.index_select(axis, order) if name == path else x
 
-    return trial.reference(mode="eval"), trial.other(mode="eval", vary=vary)
+    return trial.reference(mode="eval"), trial.variation(mode="eval", vary=vary)
 
 
-def other_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
-    """Return a tensor with other numbers of its kind from a position on; see `other`."""
+def replaced_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
+    """Return a tensor with replaced numbers from a position on; see `replacement`."""
     rest = tensor.shape[axis] - start
-    return torch.cat([tensor.narrow(axis, 0, start), other(trial, tensor).narrow(axis, start, rest)], axis)
+    return torch.cat([tensor.narrow(axis, 0, start), replacement(trial, tensor).narrow(axis, start, rest)], axis)
 
 
-def other(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
-    """Return other numbers of the kind of a tensor: floats of its scale, integers that it holds, not where they are.
+def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
+    """Return other numbers for a tensor: floats of the same mean and scale; integers that occur in it elsewhere.
 
     Args:
         trial: The model and its inputs.
         tensor: The tensor.
-        time: Which of several times: others each time, of integers as far as there are others.
+        time: Number of the replacement; each gives other numbers, as far as there are other integers.
 
     Raises:
-        NotApplicableError: All integers are the same: which others the model takes is not known.
+        NotApplicableError: All integers are equal: no other valid values are known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
@@ -334,7 +345,7 @@ def other(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
         )
     known = tensor.unique()
     if len(known) == 1:
-        raise NotApplicableError("all elements of the first input are the same: which others there may be is not known")
+        raise NotApplicableError("all elements of the first input are equal: no other valid values are known")
     by = 1 + time % (len(known) - 1)
     another: Tensor = known[(torch.searchsorted(known, tensor) + by) % len(known)]
     return another
@@ -350,7 +361,7 @@ def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
 
 
 def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
-    """Return the path of the mask, of the shape (batch, positions) that an input has along an axis."""
+    """Return the path of the mask, whose shape is (batch, positions)."""
     shapes = {path: tuple(tensor.shape) for path, tensor in trial.dense}
     if name is not None:
         if name not in shapes:
@@ -376,7 +387,7 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
 
 
 def _marks(name: str, mask: Tensor) -> bool | int | float:
-    """Return what marks a masked position: of a mask that leaves something to be seen, as it is given."""
+    """Return the value that marks a masked position, such that the given mask does not mask everything."""
     if mask.is_floating_point() and not bool((mask > 0).any()):
         return -math.inf
     marks = mask.dtype == torch.bool and "pad" in name
@@ -390,15 +401,15 @@ def _axes(tensor: Tensor, length: int) -> list[int]:
 
 
 def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
-    """Return what finds the axes of positions in what runs give out: those that are shorter in a shorter sequence.
+    """Return a function that finds the axes of positions: those that are shorter for a shorter sequence.
 
-    Where the model takes none, all that are as long may be it: of features, or of a cache, there may be as many.
+    If the model accepts no shorter one, every axis of that length may be one.
 
     Args:
         trial: The model and its inputs.
         one: The run.
         path: The input that has positions.
-        axis: Which of its axes they are along.
+        axis: Its axis of positions.
     """
     tensor = dict(trial.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
@@ -416,10 +427,10 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
 
         again = trial.run(mode="eval", vary=shorter)
         if again.error is None:
-            there = {given.where: given.tensor.shape for given in again.given}
+            there = {given.where: given.tensor.shape for given in again.tensors}
             known = {
                 given.where: [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
-                for given in one.given
+                for given in one.tensors
                 if given.tensor.dim() == len(there.get(given.where, ()))
             }
             return functools.partial(_known_axes, known, guessed)
@@ -427,13 +438,13 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
 
 
 def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) -> _Axes:
-    """Return what finds the axes that are known of a value by its address, and guesses those of others."""
-    of = {id(given.tensor): known[given.where] for given in trace.given if given.where in known}
+    """Return a function that looks up the axes of a tensor by its address, and guesses them for others."""
+    of = {id(given.tensor): known[given.where] for given in trace.tensors if given.where in known}
     return lambda x: of[id(x)] if id(x) in of else guessed(x)
 
 
 def _first(before: int, axes_of: _Axes) -> Pairs:
-    """Return what takes the first positions of two tensors, along each axis that may be theirs."""
+    """Return pairs of the first positions of two tensors, along each axis that may be that of positions."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         axes = axes_of(one)
@@ -445,15 +456,15 @@ def _first(before: int, axes_of: _Axes) -> Pairs:
 
 
 def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagreement | None = None) -> str:
-    """Return what was looked at, and how, and what disagrees inside.
+    """Return a summary of what was compared, and how, and what differs inside.
 
     Raises:
-        NotApplicableError: No layer, or nothing that the model itself gives out, has an axis of positions.
+        NotApplicableError: No layer, or no output of the model, has an axis of positions.
     """
-    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.given if _is_rounded(given.tensor)}
-    layers = {given.layer for given in trace.given if along.get(id(given))}
+    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.tensors if _is_rounded(given.tensor)}
+    layers = {given.layer for given in trace.tensors if along.get(id(given))}
     if not layers:
-        raise NotApplicableError(f"no layer gives out anything along an axis of {count(length, 'position')}")
+        raise NotApplicableError(f"no layer returns a tensor with an axis of {count(length, 'position')}")
     final = [given for given in trace.outputs if given.layer == ROOT]
     others = [
         f"{given.path} {tuple(given.tensor.shape)}"
@@ -461,12 +472,12 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagr
         if given.tensor.dim() and not along.get(id(given))
     ]
     if not any(along.get(id(given)) for given in final):
-        within = "agrees" if inside is None else f"does not agree, first {inside.given.where}, {inside.changed}"
+        within = "agrees" if inside is None else f"does not agree, first {inside.layer_tensor.where}, {inside.changed}"
         raise NotApplicableError(
-            f"nothing that the model gives out can be compared along an axis of {count(length, 'position')}: "
+            f"no output of the model can be compared along an axis of {count(length, 'position')}: "
             f"{listed(others) or 'single numbers alone'}; what is inside {within}, in {count(len(layers), 'layer')}"
         )
-    text = f"{count(len(layers), 'layer')} {how}{told_inside(inside)}"
+    text = f"{count(len(layers), 'layer')} {how}{inside_note(inside)}"
     return f"{text}; not looked at: {listed(others)}" if others else text
 
 

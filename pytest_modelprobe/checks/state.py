@@ -1,4 +1,4 @@
-"""What a forward leaves behind: nothing in the model in evaluation mode, nothing in its inputs."""
+"""Side effects of a forward: on the model in evaluation mode, and on its inputs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import flatten, flatten_call, has_bytes
+from pytest_modelprobe.models import Call, CallTracer, flatten, flatten_call, has_bytes
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import broken, disagreements
+from .agreement import break_of, disagreements
 from .check import check
 from .outcome import Break
-from .trial import Trial, hooked, plain
+from .trial import Trial, plain
 
 
 @check
 def state_unchanged_by_forward(trial: Trial) -> Break | str:
-    """Check that a forward in evaluation mode changes no parameter and no buffer, and nothing that the next one sees.
+    """Check that a forward in evaluation mode changes no parameter, no buffer and no output of the next forward.
 
-    What a module keeps for itself besides, a cache of positions say, may change as long as the outputs do not: the
-    outcome names it. Attributes are looked into, and what dicts, lists and objects among them hold.
+    Other attributes of a module, such as a cache of positions, may change as long as the outputs do not; the outcome
+    names them. The contents of dicts, lists and objects among the attributes are compared too.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -37,7 +37,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
         return x.roll(1, 0) if path in rows_of else x
 
     fresh = trial.run(mode="eval", vary=rolled)
-    with trial.lasting():
+    with trial.keep_changes():
         before = {name: tensor.detach().clone() for name, tensor in _state(trial.model)}
         kept = _kept(trial)
         one = trial.reference(mode="eval")
@@ -49,28 +49,28 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
                 line=f"{first} is changed by a forward in evaluation mode",
                 columns=("changed",),
                 rows=tuple((name,) for name in changed),
-                advice="Look for running statistics that do not ask for self.training, and for writes into a buffer.",
+                advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
             )
-        two = trial.other(mode="eval")
+        two = trial.variation(mode="eval")
         now = _kept(trial)
         found = disagreements(one, two, tolerance=0.0, integers=True)
-        if not found and fresh.error is None:  # what was kept of the first inputs may do for them alone
+        if not found and fresh.error is None:  # state of the first inputs may fit these alone
             found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
     changed = [name for name in sorted(kept | now) if not _alike(kept.get(name), now.get(name))]
     if found:
-        what = f"; set meanwhile: {', '.join(changed)}" if changed else ""
-        return broken(
+        what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
+        return break_of(
             found,
-            "gives out another {path} after a forward: {changed}",
-            f"Look for what it keeps of its last forward: a cache, a counter, a hidden state{what}.",
+            "returns another {path} after a forward: {changed}",
+            f"Look for state that it keeps of its last forward: a cache, a counter, a hidden state{what}.",
         )
-    without = f"; set meanwhile, and no output changes: {listed(changed)}" if changed else ""
+    without = f"; attributes that it set without a change of an output: {listed(changed)}" if changed else ""
     return f"{count(len(before), 'parameters and buffer')}, 3 forwards{without}"
 
 
 @check
 def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
-    """Check that the model writes into none of its inputs: no tensor, and no list or dict that holds some.
+    """Check that the model does not write to its inputs: neither to tensors nor to lists or dicts of them.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -81,32 +81,29 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     (root)
     """
     trial.reference(mode="eval")
-    call: list[Any] = []
+    given: list[Any] = []
     known: dict[str, _Contents] = {}
     blamed: list[tuple[str, str]] = []
-    running: list[str] = []
 
-    def look() -> None:
-        now = _contents(*call)
+    def look(call: Call) -> None:
+        now = _contents(*given)
         written = [path for path in known.keys() & now.keys() if not now[path].same(known[path])]
-        blamed.extend((running[-1], path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
+        blamed.extend((call.layer, path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
         known.clear()
         known.update(now)
 
-    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if running:
-            look()  # the code of the layer around
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        if call.parent is not None:
+            look(call.parent)
         else:
-            call[:] = args, kwargs
-            known.update(_contents(*call))
-        running.append(name)
+            given[:] = args, kwargs
+            known.update(_contents(*given))
 
-    def end(*_: Any) -> None:
-        look()
-        running.pop()
+    def end(call: Call, args: Any, output: Any) -> None:
+        look(call)
 
-    with hooked(trial.layers.modules, begin, end):
-        trial.other(mode="eval")
+    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
+        trial.variation(mode="eval")
     if blamed:
         layer, path = blamed[0]
         return Break(
@@ -114,13 +111,13 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
             line=f"{layer} writes into {path}, which the caller may use again",
             columns=("written by", "input"),
             rows=tuple(blamed),
-            advice="Look for an operation in place (inplace=True, x += ..., x[...] = ...), and copy before it.",
+            advice="Look for an in-place operation (inplace=True, x += ..., x[...] = ...), and clone before it.",
         )
     return count(len(flatten_call(trial.args, trial.kwargs).tensors), "input")
 
 
 class _Contents:
-    """What an input held at a moment."""
+    """A copy of an input at one moment."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -128,7 +125,7 @@ class _Contents:
         self._copy = value.detach().clone() if has_bytes(value) else None
 
     def same(self, before: _Contents) -> bool:
-        """Whether it holds the same still; of tensors the same bits, as what goes by .data counts no version."""
+        """Whether it is unchanged; tensors are compared bit for bit, as writes through .data count no version."""
         if not isinstance(self._value, Tensor):
             return repr(self._value) == repr(before._value)  # NaN is not equal to itself
         same = self._value is before._value and self._version == before._version
@@ -148,7 +145,7 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _kept(trial: Trial) -> dict[str, dict[str, Any]]:
-    """Return what the attributes of all modules hold, copied: the name of each → path → tensor or plain value."""
+    """Return copies of the attributes of all modules: name → path → tensor or plain value."""
     found = {}
     for layer, module in trial.layers.modules.items():
         for key in vars(module).keys() - _OF_ANY_MODULE:

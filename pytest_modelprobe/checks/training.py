@@ -1,4 +1,4 @@
-"""Training: gradients that add up and are right, parameters that an optimizer has, a loss that goes down."""
+"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
 
-from .agreement import change, from_the_loss, limit, negligible
+from .agreement import in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of
-from .check import check, check_as_it_is
+from .check import check, check_unmodified
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial, widened
+from .trial import Trace, Trial, as_double
 
-_TARGETS = (
-    "the loss does not go with a part of the batch; give the targets as inputs, to a model that gives out its loss"
-)
+_TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 
 
 @check
 def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-3) -> Break | str:
     """Check that the gradients of a batch are the mean of those of its rows, in evaluation mode.
 
-    With a loss that is a mean over all tokens, rows of different lengths break it: each step of accumulation divides by
-    its own number.
+    With a loss that is a mean over all tokens, rows of different lengths break it: each accumulation step divides by
+    its own number of tokens.
 
     Args:
-        trial: The model and its inputs, with a loss. Targets that the loss holds itself have a row for each of the
-            whole batch, and go with no part of it: they are to be inputs too, of a model that gives out its loss.
-        axis: Which axis of the inputs the batch is along.
+        trial: The model and its inputs, with a loss. Targets that the loss function holds fit the whole batch alone:
+            pass them as inputs, to a model that returns its loss.
+        axis: Batch axis of the inputs.
         tolerance: Largest relative change of a gradient.
 
     >>> from torch import nn
@@ -53,7 +51,7 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     gradient_accumulation holds for Linear: 2 parameters, a batch of 4 in 4 parts
     """
     if not trial.has_loss:
-        raise NotApplicableError("without loss= it is not known how the loss goes with the size of the batch")
+        raise NotApplicableError("without loss= it is not known how the loss depends on the batch size")
     size = size_of(trial, axis)
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
@@ -67,15 +65,15 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     check_rows_go_together(trial, axis)
     if _knows_rows(trial, whole, size, axis):
         raise NotApplicableError(_TARGETS)
-    order = from_the_loss([name for name, *_ in found], whole)
+    order = in_backward_order([name for name, *_ in found], whole)
     found.sort(key=lambda row: order.index(row[0]))
     name, far_by, _ = found[0]
-    advice = "Look at the loss: a sum is divided by nothing, a mean over tokens by the tokens of each part."
+    advice = "Look at the loss: a sum is not divided, and a mean over tokens is divided by the tokens of each part."
     if len(found) < sum(gradient is not None for gradient in whole.gradients.values()):
-        advice += " The other gradients agree: it may also be a layer between those and these."
+        advice += " The other gradients agree, so a layer between those and these may be the cause too."
     return Break(
         layer=name,
-        line=f"{name} gets another gradient in {size} parts than from the batch of {size}: {far_by} away",
+        line=f"{name} gets a gradient in {size} parts that differs by {far_by} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),
         rows=tuple(found),
         advice=advice,
@@ -85,19 +83,19 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
 def _accumulated(
     trial: Trial, whole: Trace, size: int, axis: int, tolerance: float, model: nn.Module | None = None
 ) -> list[tuple[str, str, str]]:
-    """Return the rows of a table of parameters whose gradient is another in as many parts as there are rows."""
+    """Return the parameters whose gradient differs when each row is a part, as rows of a table."""
     rows_of = batched(trial, size, axis)
     parts = []
     for i in range(size):
 
         def part(path: str, x: Tensor, i: int = i) -> Tensor:
-            x = x if model is None else widened(x)
+            x = x if model is None else as_double(x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of targets that are broadcast: `_knows_rows` tells of them
             try:
-                parts.append(trial.other(mode="eval", backward=True, vary=part, model=model))
+                parts.append(trial.variation(mode="eval", backward=True, vary=part, model=model))
             except UsageError as error:  # it took the whole batch
                 raise NotApplicableError(_TARGETS) from error
     found = []
@@ -107,16 +105,16 @@ def _accumulated(
         if gradient is None or not pieces:
             continue
         mean = torch.stack(pieces).sum(0) / size
-        far, norm = change(gradient, mean), gradient.norm().item()
+        far, norm = relative_error(gradient, mean), gradient.norm().item()
         if not far <= tolerance and not max(norm, mean.norm().item()) <= zero:
             found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
     return found
 
 
 def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
-    """Whether the loss, or its gradient, is another when the rows of the output are in another order.
+    """Whether the loss, or its gradient, changes with the order of the rows of the output: it holds a target for each.
 
-    It holds a target for each. In its gradient they show where the rows of the output are still almost the same.
+    The gradient shows this even if the rows of the output are almost equal.
     """
 
     def at(by: int) -> list[Tensor]:
@@ -134,36 +132,36 @@ def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
         known = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
         return [loss.detach(), *(gradient.roll(-by, axis) for gradient in known if gradient is not None)]
 
-    return any(change(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
+    return any(relative_error(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
 
 
 def _beyond_rounding(
     trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
-    """Return what is found in float64; what was found before where the model does not run in it."""
+    """Return the differences in float64; those found before if the model does not run in float64."""
     try:
         wide = trial.copied(torch.float64)
-        whole = trial.other(mode="eval", backward=True, model=wide, vary=_wide)
+        whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
     except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
         return found
     return _accumulated(trial, whole, size, axis, tolerance, wide)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
-    return widened(x)
+    return as_double(x)
 
 
 @check
 def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> Break | str:
-    """Check each parameter's gradient, and each floating input's, against differences of the loss, in float64.
+    """Check the gradient of each parameter and each floating input against finite differences of the loss, in float64.
 
-    Along one direction each: ``(loss(x + step d) - loss(x - step d)) / 2 step`` is to be the gradient times d. Half
-    of d is the gradient's own direction, so that a wrong size shows, and half is random.
+    ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
+    of d is the direction of the gradient, which shows a wrong norm, and half is random.
 
     Args:
         trial: The model and its inputs.
         tolerance: Largest difference, relative to the gradient's norm.
-        step: How far the loss is looked at from there.
+        step: Distance for the finite differences.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -172,9 +170,9 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     gradcheck holds for Linear: 3 gradients
     """
     if step <= 0:
-        raise UsageError(f"step= is how far the loss is looked at from there: more than 0; got {step}")
+        raise UsageError(f"step= is the distance for finite differences, more than 0; got {step}")
     model = trial.copied()
-    converted(model, widened)  # .double() leaves complex ones in single precision
+    converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
     try:
         one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
@@ -185,11 +183,11 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
-    trial.judge(one, mode="eval", model=model, vary=_wide)
+    trial.check_reference(one, mode="eval", model=model, vary=_wide)
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
-            x = widened(x)
+            x = as_double(x)
             return x + by * direction if where == path else x
 
         parameter = parameters.get(tensor_name or "")
@@ -203,13 +201,13 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
             with torch.no_grad():
                 parameter.copy_(before)
         if trace.error is not None or trace.loss is None:
-            raise NotApplicableError(f"the model does not run close by: {trace.failure}")
+            raise NotApplicableError(f"the model does not run at a distance of step=: {trace.failure}")
         return trace.loss.item()
 
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    inputs = {path: widened(x.detach().to(trial.probe.device)) for path, x in trial.inputs}
+    inputs = {path: as_double(x.detach().to(trial.probe.device)) for path, x in trial.inputs}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
         known = parameters[name] if name else inputs[path or ""]
@@ -230,22 +228,22 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         raise NotApplicableError("nothing has a gradient")
     if not found:
         return count(looked_at, "gradient")
-    order = from_the_loss([name for name, *_ in found], one)
+    order = in_backward_order([name for name, *_ in found], one)
     found.sort(key=lambda row: order.index(row[0]))
     name_first, exact_said, near_said = found[0]
     return Break(
         layer=name_first,
-        line=f"{name_first} has a wrong gradient: {exact_said}, where the loss grows by {near_said}",
-        columns=("of", "gradient", "differences"),
+        line=f"{name_first} has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
+        columns=("tensor", "gradient", "finite differences"),
         rows=tuple(found),
-        advice="It goes wrong between there and the loss. Look for an autograd.Function with a wrong backward, for "
-        ".detach(), .data and no_grad; and for a kink right there, as of a ReLU at 0.",
+        advice="The error is between there and the loss. Look for an autograd.Function with a wrong backward, for "
+        ".detach(), .data and no_grad; and for a kink at this point, as of a ReLU at 0.",
     )
 
 
-@check_as_it_is
+@check_unmodified
 def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break | str:
-    """Check that the optimizer has every parameter that requires a gradient, once, and no other model's.
+    """Check that the optimizer holds each parameter that requires a gradient once, and no parameters of other models.
 
     Args:
         trial: The model.
@@ -267,28 +265,28 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
             line=f"{missing[0]} is in no group of the optimizer: it is never trained",
             columns=("parameter",),
             rows=tuple((name,) for name in missing),
-            advice="Make the optimizer after the model is whole, and on the device where it stays.",
+            advice="Create the optimizer after the model is complete and on its device.",
         )
     twice = [name for name, p in named.items() if held[id(p)] > 1]
     if twice:
         return Break(
             layer=twice[0],
-            line=f"{twice[0]} is in the optimizer {held[id(named[twice[0]])]} times: each takes a step with it",
+            line=f"{twice[0]} is in the optimizer {held[id(named[twice[0]])]} times: every step updates it as often",
             columns=("parameter",),
             rows=tuple((name,) for name in twice),
-            advice="Make each group of parameters of what the groups before it have not.",
+            advice="Put each parameter into one group only.",
         )
     foreign = len(held.keys() - {id(p) for p in named.values()})
     if foreign:
         return Break(
             layer="(optimizer)",
-            line=f"(optimizer) has {count(foreign, 'tensor')} that the model has not",
+            line=f"(optimizer) has {count(foreign, 'tensor')} that are not in the model",
             advice="Was a part of the model replaced after the optimizer was made?",
         )
     return count(len(held), "parameter")
 
 
-@check_as_it_is
+@check_unmodified
 def overfits_batch(
     trial: Trial,
     *,
@@ -296,16 +294,16 @@ def overfits_batch(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     below: float = 0.5,
 ) -> Break | str:
-    """Check that training on this one batch brings the loss down: the least that a model has to do.
+    """Check that training on one batch decreases the loss.
 
     Args:
         trial: The model and its inputs, with a loss.
-        steps: How many; one or more.
-        optimizer: Makes one of the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a step of 1e-2.
-        below: The share of the first loss that is to be reached, between 0 and 1.
+        steps: Number of steps; one or more.
+        optimizer: Takes the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a learning rate of 1e-2.
+        below: Fraction of the first loss to reach, between 0 and 1.
 
     Raises:
-        UsageError: No steps are left to take, or no loss is to be brought down.
+        UsageError: ``steps`` or ``below`` is out of range.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -317,16 +315,16 @@ def overfits_batch(
     if steps < 1:
         raise UsageError(f"steps= is 1 or more; got {steps}")
     if not 0 < below < 1:
-        raise UsageError(f"below= is a share of the first loss, between 0 and 1; got {below}")
+        raise UsageError(f"below= is a fraction of the first loss, between 0 and 1; got {below}")
     if not trial.has_loss:
-        raise NotApplicableError("without loss= there is nothing to bring down")
+        raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
     if trial.inputs and not any(x.numel() for _, x in trial.inputs):
-        raise NotApplicableError("the inputs hold nothing")
+        raise NotApplicableError("the inputs have no elements")
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    with trial.lasting():
+    with trial.keep_changes():
         taken = _made(optimizer or (lambda given: torch.optim.Adam(given, 1e-2)), parameters)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
         for done in range(steps + 1):
@@ -335,18 +333,18 @@ def overfits_batch(
                 return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
             assert trace.loss is not None
             if not done:
-                trial.judge(trace)
+                trial.check_reference(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
                 return Break(
                     layer=ROOT,
                     line=f"{ROOT} has a loss of {last} after {count(done, 'step')}",
-                    advice="Look for a logarithm or a division by 0, and for a step that is too long: give it another "
-                    "optimizer=. assert_finite, of a run with this loss, names the layer where it begins.",
+                    advice="Look for a logarithm or a division by 0, and for a learning rate that is too high: pass "
+                    "another optimizer=. assert_finite, on a run with this loss, names the layer where it begins.",
                 )
             if first <= 0:
-                raise NotApplicableError(f"the loss begins at {number(first)}: what share of it to reach is not known")
+                raise NotApplicableError(f"the loss begins at {number(first)}: a fraction of it cannot be reached")
             if done == steps or (done and last <= below * first):
                 break
             _step(taken, functools.partial(_with_gradients, trial, done))
@@ -361,8 +359,8 @@ def overfits_batch(
         line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
         columns=("never moved",) if still else (),
         rows=tuple((one,) for one in still),
-        advice="Look for a part that is detached or frozen, a softmax before a cross entropy, targets that do not go "
-        "with the inputs; or give it more steps=, another optimizer=.",
+        advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
+        "to the inputs; or pass more steps=, another optimizer=.",
     )
 
 
@@ -377,7 +375,7 @@ def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn
 
 
 def _with_gradients(trial: Trial, i: int) -> Trace:
-    """Return the run of a step of training, whose gradients are those of the parameters now."""
+    """Run a step of training, and set the gradients of the parameters."""
     trace = trial.run(backward=True, seed=f"step {i}", traced=i == 0)
     if trace.error is not None and not trace.in_backward:
         raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
@@ -387,7 +385,7 @@ def _with_gradients(trial: Trial, i: int) -> Trace:
 
 
 def _step(optimizer: torch.optim.Optimizer, run: Callable[[], Trace]) -> None:
-    """Take a step, with a closure if the optimizer, as LBFGS, cannot do without."""
+    """Take a step, with a closure if the optimizer needs one, as LBFGS does."""
     wanted: Any = [lambda: run().loss for p in inspect.signature(optimizer.step).parameters.values() if _is_needed(p)]
     try:
         optimizer.step(*wanted)
@@ -395,7 +393,7 @@ def _step(optimizer: torch.optim.Optimizer, run: Callable[[], Trace]) -> None:
         raise
     except Exception as error:
         name = type(optimizer).__name__
-        raise NotApplicableError(f"{name} raised {line_of(error)}: give another optimizer=") from error
+        raise NotApplicableError(f"{name} raised {line_of(error)}: pass another optimizer=") from error
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
@@ -403,20 +401,20 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return named and parameter.default is inspect.Parameter.empty
 
 
-@check_as_it_is
+@check_unmodified
 def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Callable[[], object]) -> Break | str:
-    """Check that an averaged model follows: each parameter by ``average += (1 - decay) (model - average)``.
+    """Check that an update of an averaged model is ``average += (1 - decay) (model - average)`` for each parameter.
 
-    Each buffer that training changes, a BatchNorm's running statistics say, is averaged so too, or copied. With inputs
-    a forward in training mode tells which those are; without, they are the running statistics of norms.
+    Each buffer that training changes, such as running statistics, has to be averaged too, or copied. With inputs, a
+    forward in training mode shows which buffers these are; without, they are the running statistics of norms.
 
-    The model's parameters and those buffers are moved, the average is updated once, and all are put back.
+    Parameters and buffers of the model are changed at random, the average is updated once, and all are restored.
 
     Args:
         trial: The model that is averaged.
-        average: The averaged one: an `AveragedModel` that was updated before, as its first update copies; or a copy.
-        decay: Of the average.
-        updates: Brings the average up to date.
+        average: The averaged model: a copy, or an `AveragedModel` after its first update, which copies.
+        decay: Decay of the average.
+        updates: Updates the average once.
 
     >>> from torch import nn
     >>> from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -440,7 +438,7 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
         before = {name: x.detach().clone() for name, x in (*inner.named_parameters(), *inner.named_buffers())}
         with torch.no_grad():
             for name, x in (*parameters.items(), *buffers.items()):
-                x.add_(trial.randn_like(x, name) * (1 + x.abs().mean()))  # a share of it, that rounding does not hide
+                x.add_(trial.randn_like(x, name) * (1 + x.abs().mean()))  # more than rounding
         try:
             updates()
         except Exception as error:
@@ -455,9 +453,9 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
             if now.shape != x.shape or then.shape != x.shape:
                 found.append((name, "is of another shape in the average"))
                 continue
-            far = change((1 - decay) * (x.detach() - then), now.detach() - then)
-            if not far <= 1e-3 and not (name in buffers and change(x.detach(), now.detach()) <= 1e-3):
-                found.append((name, f"takes a step in the average that is {percent(far)} off"))
+            far = relative_error((1 - decay) * (x.detach() - then), now.detach() - then)
+            if not far <= 1e-3 and not (name in buffers and relative_error(x.detach(), now.detach()) <= 1e-3):
+                found.append((name, f"is updated in the average with an error of {percent(far)}"))
     if not found:
         return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")
     name, what = found[0]
@@ -466,8 +464,8 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
         line=f"{name} {what}",
         columns=("parameter", "what"),
         rows=tuple(found),
-        advice="Look at which model the average is updated from, and when; and whether buffers are averaged or copied: "
-        "AveragedModel(use_buffers=True) averages them, update_bn computes those of a BatchNorm anew.",
+        advice="Check from which model the average is updated, and when; and whether buffers are averaged or copied: "
+        "AveragedModel(use_buffers=True) averages them, update_bn recomputes those of a BatchNorm.",
     )
 
 
@@ -477,7 +475,7 @@ def _changing(trial: Trial) -> dict[str, Tensor]:
     if not trial.inputs:
         norms = [n for n, m in trial.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
         return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
-    with trial.lasting():
+    with trial.keep_changes():
         before = {name: x.clone() for name, x in buffers.items()}
         trial.reference(mode="train")
         changed = [name for name, x in buffers.items() if not torch.equal(x, before[name])]

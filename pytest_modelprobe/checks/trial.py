@@ -1,17 +1,15 @@
-"""A model and its inputs, run again and again in variations; each run shows what every layer gave out."""
+"""Run a model several times in variations, and record what every layer returns."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
+    Call,
+    CallTracer,
     Layers,
     ModelState,
     check_supported,
@@ -33,22 +33,20 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
-from pytest_modelprobe.runs import random_loss
+from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, loss_of
 
 from .outcome import NotApplicableError, line_of
 
-Loss: TypeAlias = Callable[[Any], Tensor] | Literal["random"]
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
-Mode = Literal["train", "eval"]
-Judge: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
+ReferenceCheck: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
 
-_WOKEN = 0.02
-"""Standard deviation given to layers that start from zero: of the size that initializations of transformers have."""
+_ZERO_STD = 0.02
+"""Standard deviation for parameters that are all zero, as in initializations of transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTensor:
-    """One tensor that a layer gave out, or that its own code made for a layer inside it."""
+    """A tensor that a layer returned, or that its own code computed for a layer inside it."""
 
     layer: str
     index: int
@@ -57,7 +55,7 @@ class LayerTensor:
     tensor: Tensor
     """A copy, see `plain`: the layers after it may write into the original."""
     inside: bool = False
-    """Whether the layer handed it to one inside it, and did not get it as it is from another."""
+    """Whether it is an argument of a layer inside, computed by the own code of the layer."""
 
     @property
     def where(self) -> str:
@@ -72,17 +70,17 @@ class LayerTensor:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """What one run showed."""
+    """What was recorded of one run."""
 
-    given: list[LayerTensor] = field(default_factory=list)
-    """In the order in which they were made: what a layer gives out comes after what the layers inside it give out."""
+    tensors: list[LayerTensor] = field(default_factory=list)
+    """In the order of computation: outputs of a layer follow those of the layers inside it."""
     output: Any = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """Of each parameter that requires one, by its full name; None where none arrived. Empty without a backward."""
+    """Gradients of the parameters that require one, by full name; None where none arrived. Empty without a backward."""
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """Of each floating input, by its path."""
+    """Gradients of the floating inputs, by path."""
     quantized: bool = False
-    """Whether some of what was given is quantized: it is dequantized in `given`."""
+    """Whether some of the tensors are quantized; `tensors` holds them dequantized."""
     loss: Tensor | None = None
     error: Exception | None = None
     raised_in: str = ""
@@ -92,40 +90,44 @@ class Trace:
 
     @property
     def outputs(self) -> list[LayerTensor]:
-        """What was given out, without what own code made on the way."""
-        return [given for given in self.given if not given.inside]
+        """The outputs of layers, without arguments that own code computed."""
+        return [given for given in self.tensors if not given.inside]
 
     @property
     def final(self) -> dict[str, Tensor]:
-        """The tensors that the model itself gave out, each with its path."""
+        """The output tensors of the model, by path."""
         return {path: plain(tensor.detach()) for path, tensor in flatten("output", self.output).tensors}
 
     @property
     def failure(self) -> str:
-        """What the model or its backward raised, in one line."""
+        """The exception of the model or its backward, in one line."""
         return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
 
 
 class Trial:
-    """A model and its inputs, on the device of the probe, for the time of a check.
+    """A model and its inputs, prepared for several runs on the device of the probe.
 
-    As a context it leaves no trace: parameters, buffers, gradients, modes, attributes, random states and the settings
-    of torch are put back after each run and at the end. Weights that are all zero, as those of heads and gates may be
-    at the start, are small random ones meanwhile: they would hide whatever is wrong before them. Whatever is compiled
-    runs eagerly.
+    Parameters, buffers, gradients, modes, attributes, random states and the settings of torch are restored after each
+    run and at the end of the `with` block. Within the block, weights that are all zero, as those of heads and gates may
+    be at first, have small random values: zeros would hide an error in the layers before them. Compiled code runs
+    eagerly.
 
-    What the model raises, in its forward or its backward, is in the trace of a run; what else cannot be done with it
-    is a `NotApplicableError`.
+    An exception of the model or its backward is stored in the trace of the run. Any other obstacle raises
+    `NotApplicableError`.
+
+    A `runs.Run` records one run in numbers, in the contexts and with the weights of the user, and can be repeated
+    later. A trial keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays prepared.
+    Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
 
     Args:
         probe: Gives the device and the seed.
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        loss: Of the output; None or ``"random"``: a fixed random projection of all floating outputs, which no softmax
-            makes constant.
-        wake: Whether to give layers that start from zero random parameters.
-        judge: Takes this, a trace and the options of its run; refuses what other runs are not to be judged by.
+        loss: Function of the output; None or ``"random"``: a fixed random projection of all floating outputs.
+        randomize_zeros: Whether parameters of layers that are all zero get small random values.
+        check_reference: Takes the trial, a trace and the options of its run; raises `NotApplicableError` if other runs
+            cannot be compared with it.
     """
 
     def __init__(
@@ -136,32 +138,31 @@ class Trial:
         kwargs: Mapping[str, Any] | None = None,
         *,
         loss: Loss | None = None,
-        wake: bool = True,
-        judge: Judge | None = None,
+        randomize_zeros: bool = True,
+        check_reference: ReferenceCheck | None = None,
     ) -> None:
         check_supported(model)
-        if loss is not None and loss != "random" and not callable(loss):
-            raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
+        check_loss(loss)
         self.probe, self.model = probe, model
         self.args, self.kwargs = args, dict(kwargs or {})
         self.layers = Layers(model)
         self.name = type(next(iter(self.layers.modules.values()))).__name__
-        self._loss = loss if callable(loss) else None
-        self._wake = wake
-        self._judge = judge
+        self._loss: Loss = "random" if loss is None else loss
+        self._randomize_zeros = randomize_zeros
+        self._check_reference = check_reference
         self._exit = ExitStack()
         self._state: ModelState | None = None
-        self._lasting = False
+        self._keep_changes = False
         self._graph = False
 
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The tensors among the arguments, each with its path, as messages say it."""
+        """The tensors among the arguments, with their paths."""
         return flatten_call(self.args, self.kwargs, objects=True).tensors
 
     @property
     def dense(self) -> list[tuple[str, Tensor]]:
-        """Those of them whose axes can be cut: not the sparse, nested and packed ones."""
+        """The inputs whose axes can be sliced: neither sparse nor nested nor packed."""
         given = (*self.args, *self.kwargs.values())
         packed = {id(x) for value in given if isinstance(value, nn.utils.rnn.PackedSequence) for x in value}
         dense = [(path, x) for path, x in self.inputs if x.layout is torch.strided and not x.is_nested]
@@ -169,8 +170,8 @@ class Trial:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss of its own was given."""
-        return self._loss is not None
+        """Whether the user gave a loss function."""
+        return callable(self._loss)
 
     def __enter__(self) -> Trial:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -198,7 +199,7 @@ class Trial:
                 raise NotApplicableError(
                     f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
                 ) from error
-            if self._wake:
+            if self._randomize_zeros:
                 self._randomize_zero_layers()
             self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
             self._exit = stack.pop_all()
@@ -222,16 +223,16 @@ class Trial:
         model: nn.Module | None = None,
         traced: bool = True,
     ) -> Trace:
-        """Return what a run shows; afterwards the model is as it was before.
+        """Run the model and return the trace; the model is restored afterwards.
 
         Args:
-            vary: Takes the path of an input and a copy of it, returns what to give in its place.
+            vary: Takes the path of an input and a copy of it, returns the input to use.
             mode: ``"train"`` or ``"eval"``; None: as the model is.
-            seed: Runs of one seed draw the same random numbers.
+            seed: Name of the seed; runs with the same name draw the same random numbers.
             backward: Whether to run backward too.
-            input_gradients: Whether floating inputs require a gradient too. Some models want their inputs without.
-            model: Runs in the place of the model: a copy of it, say.
-            traced: Whether to look at each layer; a compiled model has none.
+            input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
+            model: The model to run instead, such as a copy.
+            traced: Whether to record each layer; a compiled model has none.
         """
         trace = Trace()
         assert self._state is not None, "a trial is a context: with Trial(...) as trial"
@@ -241,23 +242,23 @@ class Trial:
                 inputs = self.copied_inputs(vary, requires_grad=input_gradients)
                 self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
         finally:
-            if not self._lasting:
+            if not self._keep_changes:
                 self._state.restore()
         return trace
 
     @contextmanager
-    def lasting(self) -> Iterator[None]:
-        """Let runs leave behind what they do to the model, until the end of the block."""
+    def keep_changes(self) -> Iterator[None]:
+        """Do not restore the model after each run, but at the end of the block."""
         assert self._state is not None
-        self._lasting = True
+        self._keep_changes = True
         try:
             yield
         finally:
-            self._lasting = False
+            self._keep_changes = False
             self._state.restore()
 
-    def follow(self, call: Callable[[], Any]) -> Trace:
-        """Return what the layers show while a function calls the model, or parts of it; within `lasting`."""
+    def trace_call(self, call: Callable[[], Any]) -> Trace:
+        """Return the trace of a function that calls the model or parts of it; within `keep_changes`."""
         trace = Trace()
         seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
         with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
@@ -265,19 +266,19 @@ class Trial:
                 trace.output = call()
             except (NotApplicableError, UsageError):
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+            except Exception as error:  # noqa: BLE001 - the trace reports it
                 trace.error = error
         return trace
 
     def reference(self, **options: Any) -> Trace:
-        """Return a run on the inputs as they are given, which has to succeed.
+        """Return a run that has to succeed.
 
         Raises:
-            NotApplicableError: The model or its backward raised, or gave out nothing, or what is not finite.
+            NotApplicableError: The model or its backward raised, or its output is empty or not finite.
         """
         trace = self.run(**options)
         if trace.error is not None and not (self._graph or trace.in_backward):
-            # Its forward may take gradients itself, as of an energy.
+            # Its forward may compute gradients itself, as of an energy.
             self._graph = True
             again = self.run(**options)
             self._graph = again.error is None
@@ -285,23 +286,21 @@ class Trial:
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
         if not any(tensor.numel() for _, tensor in flatten("output", trace.output).tensors):
-            raise NotApplicableError(
-                "the model gives out no tensor, or none with elements: there is nothing to look at"
-            )
-        self.judge(trace, **options)
+            raise NotApplicableError("the model returns no tensor with elements: there is nothing to compare")
+        self.check_reference(trace, **options)
         return trace
 
-    def judge(self, trace: Trace, **options: Any) -> None:
-        """Refuse a run that others are not to be judged by.
+    def check_reference(self, trace: Trace, **options: Any) -> None:
+        """Check that other runs can be compared with this one.
 
         Raises:
-            NotApplicableError: It gave out what is not finite.
+            NotApplicableError: Something in it is not finite.
         """
-        if self._judge is not None:
-            self._judge(self, trace, options)
+        if self._check_reference is not None:
+            self._check_reference(self, trace, options)
 
-    def other(self, **options: Any) -> Trace:
-        """Return a run on other inputs than those given, which the model may refuse.
+    def variation(self, **options: Any) -> Trace:
+        """Return a run on other inputs, which the model may reject.
 
         Raises:
             NotApplicableError: The model or its backward raised.
@@ -317,27 +316,30 @@ class Trial:
 
         Raises:
             NotApplicableError: Nothing in the output has a gradient.
-            UsageError: The loss that was given raised, or returned something else than a number.
+            UsageError: The function raised, or did not return a scalar.
         """
-        found = self._taken_of(output) if self._loss is not None else random_loss(output, seed=self.probe.seed)
-        if found is None:
-            raise NotApplicableError("no floating output requires a gradient")
-        if not found.requires_grad:
-            raise NotApplicableError("the loss has no gradient: the model is frozen, or its output detached")
-        return found
+        if self.has_loss and not flatten("output", output).tensors:
+            raise NotApplicableError("the model returns no tensor to compute a loss of")
+        try:
+            return loss_of(output, self._loss, seed=self.probe.seed)
+        except NoGradientError as error:
+            raise NotApplicableError(str(error)) from error
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"loss= raised {line_of(error)}, called with the output of the model") from error
 
     def copied_inputs(
         self, vary: Vary | None = None, *, requires_grad: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the arguments on the device, varied.
+        """Return copies of the arguments on the device, changed by ``vary``.
 
-        Those that require a gradient do so again, all floating ones if that is wanted, and none under `no_grad`.
+        Copies require a gradient as the originals do; all floating ones with ``requires_grad``; none under `no_grad`.
 
         Raises:
-            NotApplicableError: One of them is of a kind that cannot be varied so.
+            NotApplicableError: One of them does not support the change.
         """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
-        copies: dict[int, Tensor] = {}
 
         def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
             try:
@@ -349,21 +351,20 @@ class Trial:
                 raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
 
         def copied(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                given = tensor.detach().clone().to(self.probe.device)
-                if vary is not None and id(tensor) in paths:
-                    given = varied(paths[id(tensor)], given, vary)
-                wanted = tensor.requires_grad or (requires_grad and given.is_floating_point())
-                copies[id(tensor)] = given.requires_grad_(wanted and torch.is_grad_enabled())
-            return copies[id(tensor)]
+            copy = tensor.detach().clone().to(self.probe.device)
+            if vary is not None and id(tensor) in paths:
+                copy = varied(paths[id(tensor)], copy, vary)
+            wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
+            return copy.requires_grad_(wanted and torch.is_grad_enabled())
 
-        return map_tensors(copied, self.args), map_tensors(copied, self.kwargs)
+        args, kwargs = map_tensors(copied, (self.args, self.kwargs))
+        return args, kwargs
 
     def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
-        """Return a deep copy of the model, its floating tensors of another dtype, or all of them on another device.
+        """Return a deep copy of the model, converted to a dtype or moved to a device.
 
         Raises:
-            NotApplicableError: It cannot be copied, or not be converted.
+            NotApplicableError: It cannot be copied or converted.
         """
         try:
             other = copy.deepcopy(self.model)
@@ -379,7 +380,7 @@ class Trial:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
-        """Return normal numbers of a tensor's shape, dtype and device that depend on the seed and the name alone."""
+        """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
         name = f"check {name}"
         return seeding.randn(tensor.shape, seed=self.probe.seed, name=name, device=tensor.device, dtype=tensor.dtype)
 
@@ -400,7 +401,7 @@ class Trial:
         with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
             try:
                 trace.output = model(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - whatever a model raises is told, not passed on
+            except Exception as error:  # noqa: BLE001 - the trace reports it
                 trace.error = error
                 return
         if hidden := unseen(flatten("output", trace.output)):
@@ -421,19 +422,6 @@ class Trial:
             trace.gradients = {name: _taken(p) for name, p in parameters.items()}
             trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
 
-    def _taken_of(self, output: Any) -> Tensor:
-        assert self._loss is not None
-        if not flatten("output", output).tensors:
-            raise NotApplicableError("the model gives out no tensor, of which there could be a loss")
-        try:
-            found = self._loss(output)
-        except Exception as error:
-            raise UsageError(f"loss= raised {line_of(error)}, given what the model gives out") from error
-        if not isinstance(found, Tensor) or found.numel() != 1 or found.is_complex():
-            what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"loss= takes what the model gives out, returns a tensor of one real number; got {what}")
-        return found
-
     def _randomize_zero_layers(self) -> None:
         for name, module in self.layers.modules.items():
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
@@ -443,12 +431,12 @@ class Trial:
                 for parameter_name, parameter in zero:
                     full = qualified(name, parameter_name)
                     with torch.no_grad():
-                        written = distinct(parameter)
-                        written.copy_(self.randn_like(written, full) * _WOKEN)
+                        written = unexpanded(parameter)
+                        written.copy_(self.randn_like(written, full) * _ZERO_STD)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as one that any operation takes: dense, rows of one length, not quantized, of two bytes or more.
+    """Return a tensor that every operation supports: dense, padded, dequantized, of two bytes or more an element.
 
     >>> plain(torch.eye(2).to_sparse())
     tensor([[1., 0.],
@@ -463,10 +451,10 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Return a floating or complex tensor in double precision; any other as it is.
+def as_double(tensor: Tensor) -> Tensor:
+    """Return a floating or complex tensor in double precision; any other unchanged.
 
-    >>> widened(torch.ones(1)).dtype, widened(torch.ones(1, dtype=torch.int32)).dtype
+    >>> as_double(torch.ones(1)).dtype, as_double(torch.ones(1, dtype=torch.int32)).dtype
     (torch.float64, torch.int32)
     """
     if tensor.is_complex():
@@ -474,15 +462,15 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def unchanged(_: str, x: Tensor) -> Tensor:
-    """Return an input as it is given."""
+def keep_input(_: str, x: Tensor) -> Tensor:
+    """Return an input unchanged."""
     return x
 
 
-def distinct(tensor: Tensor) -> Tensor:
-    """Return what can be written into of a tensor: of an expanded one its first elements, which are the others too.
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that can be written to: one element along each expanded axis.
 
-    >>> distinct(torch.ones(2, 1).expand(2, 3)).shape
+    >>> unexpanded(torch.ones(2, 1).expand(2, 3)).shape
     torch.Size([2, 1])
     """
     return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
@@ -494,66 +482,34 @@ def _taken(leaf: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def hooked(
-    modules: Mapping[str, nn.Module],
-    before: Callable[[str, nn.Module, Any, Any], None] | None = None,
-    after: Callable[[str, nn.Module, Any, Any], object] | None = None,
-) -> Iterator[None]:
-    """Call functions around each call of the modules.
-
-    Args:
-        modules: By name. Scripted ones take no hooks.
-        before: Takes the name, the module, its positional and its keyword arguments.
-        after: Takes the name, the module, its positional arguments and what it gives out; what it returns takes the
-            place of that, unless it is None.
-    """
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if before is not None:
-                handle = module.register_forward_pre_hook(functools.partial(before, name), with_kwargs=True)
-                stack.callback(handle.remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(functools.partial(after, name)).remove)
-        yield
-
-
-@contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Take down what each layer gives out, and where the model raises."""
-    running: list[str] = []
-    counts: dict[str, int] = defaultdict(int)
-    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last taken down
+    """Record what each layer returns, and in which layer the model raises."""
+    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last recorded
 
-    def is_news(tensor: Tensor) -> bool:
+    def is_new(tensor: Tensor) -> bool:
         trace.quantized |= tensor.is_quantized
         version = 0 if tensor.is_inference() else tensor._version
         there = known.get(id(tensor))
         known[id(tensor)] = tensor, version
         return there is None or there[1] != version
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = f" (call {counts[name] + 1})" if counts[name] else ""
+    def begin(call: Call, args: Any, kwargs: Any) -> None:
+        number = f" (call {call.index + 1})" if call.index else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if not is_wrapped(tensor) and is_news(tensor) and running:
-                made = f"{path} of {name}{call}"
-                trace.given.append(
-                    LayerTensor(running[-1], counts[running[-1]], made, plain(tensor.detach().clone()), True)
-                )
-        running.append(name)
+            if not is_wrapped(tensor) and is_new(tensor) and call.parent is not None:
+                made, around = f"{path} of {call.layer}{number}", call.parent
+                copy = plain(tensor.detach().clone())
+                trace.tensors.append(LayerTensor(around.layer, around.index, made, copy, True))
 
-    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        while running and running.pop() != name:
-            pass
+    def end(call: Call, args: Any, output: Any) -> None:
         for path, tensor in flatten("output", output).tensors:
             if not is_wrapped(tensor):
-                is_news(tensor)
-                trace.given.append(LayerTensor(name, counts[name], path, plain(tensor.detach().clone())))
-        counts[name] += 1
+                is_new(tensor)
+                trace.tensors.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
 
+    tracer = CallTracer(modules, Call, before=begin, after=end)
     try:
-        with hooked(modules, begin, end):
+        with tracer:
             yield
     finally:
-        trace.raised_in = running[-1] if running else ROOT
+        trace.raised_in = tracer.raised_in

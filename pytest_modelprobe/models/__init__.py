@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
+from .calls import Call, CallTracer
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
@@ -12,6 +13,8 @@ from .seeding import derive, seeded
 
 __all__ = [
     "Autocast",
+    "Call",
+    "CallTracer",
     "Flat",
     "Layers",
     "ModelState",

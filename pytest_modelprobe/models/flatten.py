@@ -215,6 +215,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in it; values without tensors are the same objects.
 
+    A tensor that occurs several times is passed to ``function`` once, and its result stands in all these places.
     Containers are rebuilt, and objects that `flatten` finds a tensor in.
 
     >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
@@ -223,9 +224,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     done: dict[int, tuple[Any, Any]] = {}  # by id, each with what it was, so that the id stays its own
 
     def visit(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return function(value)
         if id(value) in done:
+            return done[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            done[id(value)] = value, function(value)
             return done[id(value)][1]
         parts = _settable(value)
         if parts is None:

@@ -1,22 +1,24 @@
-"""Runs: noise, origin of what is not finite, structure without computing, each module alone."""
+"""Runs of a model: watched, repeated, with noise, on fake tensors, and of each layer in isolation."""
 
 from __future__ import annotations
 
-from .isolation import Again, Forwards, Key, isolate, merged, noisy, recipes_of
-from .loss import random_loss
-from .origin import Source, SourceMode, find_gradient_origin, find_origin
+from .loss import Loss, NoGradientError, check_loss, loss_of
+from .origin import Source, SourceMode, find_gradient_origin
+from .rerun import WeakRerun
+from .run import Mode, Run, is_same_device
+from .watch import Watch
 
 __all__ = [
-    "Again",
-    "Forwards",
-    "Key",
+    "Loss",
+    "Mode",
+    "NoGradientError",
+    "Run",
     "Source",
     "SourceMode",
+    "Watch",
+    "WeakRerun",
+    "check_loss",
     "find_gradient_origin",
-    "find_origin",
-    "isolate",
-    "merged",
-    "noisy",
-    "random_loss",
-    "recipes_of",
+    "is_same_device",
+    "loss_of",
 ]

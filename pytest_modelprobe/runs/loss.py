@@ -1,24 +1,74 @@
-"""The loss of ``loss="random"``: a fixed random projection of what a model gives out."""
+"""The loss of a run: the user's function of the output, or a fixed random projection of it."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import as_real, flatten, parts, seeding
 
+Loss = Callable[[Any], torch.Tensor] | Literal["random"]
+
 _CACHE = re.compile(r"past_key_values?|(\w+_)?cache(_params)?|\w*Cache")
-"""Names of fields, and of types, that hold what a decoder keeps for its next call."""
+"""Names of fields, and of types, that are caches of a decoder."""
+
+
+class NoGradientError(UsageError):
+    """The loss of an output has no gradient."""
+
+
+def check_loss(loss: object) -> None:
+    """Raise `UsageError` unless ``loss`` is a function, ``"random"`` or None."""
+    __tracebackhide__ = True
+    if loss is not None and loss != "random" and not callable(loss):
+        raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
+
+
+def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
+    """Return the loss of an output: a real scalar that requires a gradient.
+
+    Raises:
+        NoGradientError: It has no gradient.
+        UsageError: The function returned something else than a scalar.
+
+    >>> loss_of(torch.ones(2, requires_grad=True), torch.sum, seed=0).item()
+    2.0
+    """
+    __tracebackhide__ = True
+    if not callable(loss):
+        projection = random_loss(output, seed=seed)
+        if projection is None:
+            raise NoGradientError(
+                'no floating output requires a gradient, as loss="random" needs one: is the model frozen, or its '
+                "output detached?"
+            )
+        return projection
+    found: Any = loss(output)
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(f"loss(output) returns a scalar tensor; got {type(found).__name__}")
+    if found.numel() != 1:
+        raise UsageError(
+            f"loss(output) returned a tensor of shape {tuple(found.shape)}: reduce it to a scalar, with .mean() say"
+        )
+    if found.is_complex():
+        raise UsageError("loss(output) is complex, which has no gradient: take .abs() or .real of it")
+    if not found.requires_grad:
+        raise NoGradientError(
+            "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"
+        )
+    return found
 
 
 def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
-    """Return the sum of every floating output times numbers seeded by its position, over the root of its size.
+    """Return a random projection of all floating outputs, each divided by the square root of its size.
 
-    Its position among the floating outputs, and not its path: the same tensors weigh the same in a tuple, a dict or
-    alone. A cache beside other outputs does not count, for a model gives out one or not as it is asked. A complex
-    output counts as its real and imaginary parts. None: no floating output requires a gradient.
+    The weights are drawn from the position among the floating outputs, not from the path: the same tensors have the
+    same loss in a tuple, a dict or alone. A cache is ignored if there are other outputs, since models return it on
+    request only. A complex output counts as its real and imaginary parts. None: no floating output requires a gradient.
 
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> bool(random_loss(x, seed=0) == random_loss({"logits": x, "past_key_values": (x, x)}, seed=0))
@@ -36,7 +86,7 @@ def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
 
 
 def _weighed(output: Any) -> list[torch.Tensor]:
-    """Return the floating outputs in their order, without those of a cache unless there are no others."""
+    """Return the floating outputs in order, without those of a cache unless there are no others."""
     named = parts(output) or [("", output)]
     return _floating([part for name, part in named if not _is_cache(name, part)]) or _floating(output)
 
@@ -47,5 +97,5 @@ def _floating(output: Any) -> list[torch.Tensor]:
 
 
 def _is_cache(name: str, part: Any) -> bool:
-    """Whether a part of the output is a cache, by the name of its field or of its type."""
+    """Whether a part of the output is a cache, by the name of its field or type."""
     return bool(_CACHE.fullmatch(name.removeprefix(".")) or _CACHE.fullmatch(type(part).__name__))

@@ -463,7 +463,7 @@ def test_of_a_watch_only_hooks_that_came_since_count() -> None:
 
 
 def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_modelprobe.probe.next_hook", lambda: None)
+    monkeypatch.setattr("pytest_modelprobe.runs.watch.next_hook", lambda: None)
     model = nn.Sequential(nn.Linear(6, 2))
     with ModelProbe().watch(model) as watch:
         model(torch.ones(2, 6))

@@ -154,7 +154,7 @@ def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -
 def test_an_axis_whose_rows_know_of_each_other_in_one_number_is_no_batch(modelprobe: ModelProbe) -> None:
     picture = modelprobe.randn(3, 8, 8)
     for check in (checks.batch_independent, checks.any_batch_size):
-        assert "seems to be no batch" in check.outcome(modelprobe, nn.Conv2d(3, 3, 3), picture).text
+        assert "does not seem to be a batch axis" in check.outcome(modelprobe, nn.Conv2d(3, 3, 3), picture).text
 
 
 def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
@@ -225,7 +225,7 @@ def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: Model
 
 def test_an_expanded_buffer_that_load_state_dict_does_not_write_to_is_told(modelprobe: ModelProbe) -> None:
     outcome = checks.state_dict_round_trip.outcome(modelprobe, Buffered(torch.ones(1, 1).expand(2, 2)), X)
-    assert outcome.text.startswith("(root) does not take its own state_dict: RuntimeError: Error(s) in loading state_d")
+    assert outcome.text.startswith("(root) cannot load its own state_dict: RuntimeError: Error(s) in loading state_d")
     assert 'While copying the parameter named "kept"' in outcome.text
 
 
@@ -261,7 +261,7 @@ def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) ->
 
 def test_an_optimizer_that_takes_no_such_gradients_is_told(modelprobe: ModelProbe) -> None:
     model, ids = nn.Embedding(4, 3, sparse=True), torch.arange(4)
-    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: give another optimizer="):
+    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: pass another optimizer="):
         checks.overfits_batch(modelprobe, model, ids, loss=lambda y: y.square().mean())
 
 
@@ -284,9 +284,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("causal", {"tolerance": "x"}, "tolerance= of causal is a number or None; got 'x'"),
     ("causal", {"tolerance": -1}, "tolerance= of causal is a number or None, not negative; got -1"),
     ("causal", {"tolerance": float("nan")}, "not negative; got nan"),
-    ("device_parity", {"device": "meta"}, "on meta there are no numbers"),
+    ("device_parity", {"device": "meta"}, "device= is one that computes; meta tensors have no data"),
     ("device_parity", {"device": 3}, "device= of device_parity is a string or a torch.device; got 3"),
-    ("compile_parity", {"backend": "nope"}, "backend= is one of torch.compile; got 'nope': InvalidBackend: "),
+    ("compile_parity", {"backend": "nope"}, "backend= is a backend of torch.compile; got 'nope': InvalidBackend: "),
     ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is a torch.dtype; got 'float64'"),
     (
         "dtype_parity",
@@ -294,9 +294,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "dtype= is torch.float64, torch.float32, torch.float16, torch.bfloat16",
     ),
     ("dtype_parity", {"dtype": torch.float8_e5m2}, "got torch.float8_e5m2"),
-    ("gradcheck", {"step": 0}, "step= is how far the loss is looked at from there: more than 0; got 0"),
+    ("gradcheck", {"step": 0}, "step= is the distance for finite differences, more than 0; got 0"),
     ("gradcheck", {"loss": "mse"}, "loss is a function of the output, 'random' or None; got 'mse'"),
-    ("overfits_batch", {"loss": lambda y: 1j * y.sum()}, "returns a tensor of one real number; got () torch.complex64"),
+    ("overfits_batch", {"loss": lambda y: 1j * y.sum()}, "loss(output) is complex, which has no gradient"),
     ("overfits_batch", {**SQUARE, "steps": 0}, "steps= is 1 or more; got 0"),
     (
         "overfits_batch",
@@ -305,7 +305,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
     ("overfits_batch", {**SQUARE, "optimizer": lambda p: 1 / 0}, "optimizer= raised ZeroDivisionError: division by ze"),
-    ("initialized", {"factory": lambda: None}, "factory= makes a model, a torch.nn.Module; got NoneType"),
+    ("initialized", {"factory": lambda: None}, "factory= returns a torch.nn.Module; got NoneType"),
     ("initialized", {"factory": lambda: 1 / 0}, "factory= raised ZeroDivisionError: division by zero"),
     ("initialized", {"factory": nn.Linear(3, 2)}, "is a function that returns a torch.nn.Module or None; got Linear"),
     ("ema_tracks", {**AVERAGE, "average": object()}, "average= of ema_tracks is a torch.nn.Module; got object"),

@@ -214,9 +214,9 @@ def test_a_message_lists_all_that_is_broken_the_first_one_first(
 ) -> None:
     attn.causal = False
     first, empty, columns, *table = str(checks.causal.outcome(probe, net, ids)).splitlines()
-    assert first.startswith("blocks.1.attn knows of later positions: the first 3 of 6 changed by ")
+    assert first.startswith("blocks.1.attn is not causal: the first 3 of 6 positions changed by ")
     assert not empty
-    assert columns.split("  ")[0] == "given out by"
+    assert columns.split("  ")[0] == "tensor"
     assert [line.split("  ")[0] for line in table[:3]] == [
         "blocks.1.attn input of blocks.1.attn.out",
         "blocks.1.attn.out output",
@@ -340,7 +340,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
             return x + self.ramp
 
     found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
-    assert found.text.endswith("parameters and buffers, 3 forwards; set meanwhile, and no output changes: 2.ramp")
+    assert found.text.endswith(", 3 forwards; attributes that it set without a change of an output: 2.ramp")
 
 
 # --- where a check means nothing ----------------------------------------------------------------------------------
@@ -350,12 +350,12 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
     ("name", "model", "shape", "why"),
     [
         ("seeded", nn.Linear(6, 2), (3, 6), "no layer draws random numbers"),
-        ("train_eval_differ", nn.Linear(6, 2), (3, 6), "no Dropout that drops, and no BatchNorm"),
+        ("train_eval_differ", nn.Linear(6, 2), (3, 6), "no Dropout with 0 < p < 1, and no BatchNorm"),
         ("batch_independent", nn.Linear(6, 2), (1, 6), "the batch has one row"),
-        ("batch_independent", Layer(lambda x: x.sum()), (3, 6), "no layer gives out anything along an axis of 3 rows"),
+        ("batch_independent", Layer(lambda x: x.sum()), (3, 6), "no layer returns a tensor with an axis of 3 rows"),
         ("any_batch_size", Layer(lambda x: x + 1), (), "no input has an axis 0"),
         ("causal", nn.Linear(6, 2), (3, 1, 6), "no input has more than one position"),
-        ("causal", Layer(lambda x: x.sum(1)), (3, 5, 6), "no layer gives out anything along an axis of 5 positions"),
+        ("causal", Layer(lambda x: x.sum(1)), (3, 5, 6), "no layer returns a tensor with an axis of 5 positions"),
         (
             "padding_invariant",
             nn.Linear(6, 2),
@@ -382,7 +382,7 @@ def test_it_says_why_a_check_means_nothing(
 
 def test_ids_that_are_all_the_same_do_not_tell_which_others_there_are(probe: ModelProbe, net: Any) -> None:
     found = checks.causal.outcome(probe, net, torch.ones(2, LENGTH, dtype=torch.long))
-    assert "which others there may be is not known" in found.text
+    assert "no other valid values are known" in found.text
 
 
 def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
@@ -686,7 +686,7 @@ class Keeping(nn.Module):
 )
 def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
     found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
-    assert found.text.endswith("; set meanwhile, and no output changes: 2.kept")
+    assert found.text.endswith("; attributes that it set without a change of an output: 2.kept")
 
 
 def test_what_is_kept_in_a_dict_and_used_is_named(probe: ModelProbe, rows: Tensor) -> None:
@@ -701,7 +701,7 @@ def test_what_is_kept_in_a_dict_and_used_is_named(probe: ModelProbe, rows: Tenso
     model = between(Using())
     found = checks.state_unchanged_by_forward.outcome(probe, model, rows)
     assert named(found) == "2"
-    assert "set meanwhile: 2.kept" in found.text
+    assert "attributes that it set: 2.kept" in found.text
     assert not model[2].kept
 
 
@@ -806,7 +806,7 @@ def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any
     planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
     found = checks.state_dict_round_trip.outcome(probe, net, ids)
     assert found.layer == "(root)"
-    assert str(found).startswith("(root) does not take its own state_dict: RuntimeError")
+    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
 
 
 def test_a_lambda_that_cannot_be_pickled_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -900,7 +900,7 @@ def test_a_path_that_is_taken_without_gradients_alone_is_named(probe: ModelProbe
     found = checks.checkpoint_parity.outcome(probe, model, rows)
     assert named(found) == "2"
     assert found.text.startswith(
-        "layer '2' (Layer) gives out another output under checkpointing (reentrant): changed by 100 %"
+        "layer '2' (Layer) returns another output under checkpointing (reentrant): changed by 100 %"
     )
 
 
@@ -997,7 +997,7 @@ def test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it(probe: 
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 3))
     found = checks.gradcheck.outcome(probe, model, rows)
     assert named(found) == "1.weight"
-    assert found.text.startswith("1.weight has a wrong gradient: none, where the loss grows by ")
+    assert found.text.startswith("1.weight has a wrong gradient: backward computes none, finite differences ")
 
 
 def test_a_branch_detached_is_a_wrong_gradient_of_that_branch(probe: ModelProbe, rows: Tensor) -> None:

@@ -36,7 +36,7 @@ def test_the_signature_of_a_check_shows_what_a_user_passes(name: str) -> None:
 def test_help_shows_the_signature_of_a_check() -> None:
     signature = "(probe, model, /, *inputs, axis=0, tolerance=None, loss=None, kwargs=None, **model_kwargs)"
     shown = pydoc.plain(pydoc.render_doc(checks.batch_independent))
-    assert f"batch_independent{signature}\n    Check that in evaluation mode a row" in shown
+    assert f"batch_independent{signature}\n    Check that in evaluation mode the output of a row" in shown
 
 
 def test_the_package_has_the_checks() -> None:
@@ -81,7 +81,7 @@ def test_a_model_of_nan_fails_the_battery_on_finiteness(probe: ModelProbe, x: Te
     with pytest.raises(AssertionError) as error:
         checks.standard(probe, poisoned(probe), x, loss=lambda y: y.square().mean(), skip=["initialized"])
     first, *_ = str(error.value).splitlines()
-    said = "last is not finite in evaluation mode: the model gives out NaN, from last.weight, which holds NaN"
+    said = "last is not finite in evaluation mode: the model returns NaN, from last.weight, which holds NaN"
     assert first == f"{said}; 1 check of 21 broken; 1 hold, 19 are not applicable"
 
 
@@ -92,11 +92,9 @@ def test_finiteness_is_the_first_of_the_standard_checks() -> None:
 def test_the_message_of_a_break_says_where_and_what(probe: ModelProbe) -> None:
     found = checks.finite.outcome(probe, Code(lambda y: (y - y).sqrt() / (y - y)), torch.ones(2, 3))
     first, _, *table = str(found).splitlines()
-    assert first.startswith(
-        "(root) is not finite in evaluation mode: the model gives out NaN, from torch.Tensor.div at "
-    )
+    assert first.startswith("(root) is not finite in evaluation mode: the model returns NaN, from torch.Tensor.div at ")
     assert first.endswith(", input[0] min 0, max 0; input[1] min 0, max 0")
-    assert table[:2] == ["given out by    NaN   infinite   elements", "(root) output     6          0          6"]
+    assert table[:2] == ["tensor          NaN   infinite   elements", "(root) output     6          0          6"]
     assert table[-1].startswith("Look for a division by 0, ")
 
 
@@ -175,7 +173,7 @@ def test_an_infinity_that_is_computed_is_a_break(name: str, probe: ModelProbe, x
 def test_what_is_not_finite_in_training_alone_is_a_break(probe: ModelProbe) -> None:
     found = checks.finite.outcome(probe, nn.Sequential(nn.Linear(3, 3), Noisy()), probe.randn(4, 3))
     assert found.text.startswith(
-        "layer '1' (Noisy) is not finite in training mode: the model gives out NaN, from torch.Tensor.sqrt at"
+        "layer '1' (Noisy) is not finite in training mode: the model returns NaN, from torch.Tensor.sqrt at"
     )
 
 
@@ -195,7 +193,7 @@ def test_a_gradient_that_is_not_finite_is_a_break(probe: ModelProbe, x: Tensor) 
 
 def test_a_loss_that_is_not_finite_is_a_break(probe: ModelProbe, x: Tensor) -> None:
     found = checks.finite.outcome(probe, nn.Linear(3, 2), x, loss=lambda y: (y - y).mean().log())
-    assert found.text.startswith("(root) has a loss of -inf in evaluation mode, of outputs that are finite\n")
+    assert found.text.startswith("(root) computes a loss of -inf in evaluation mode from finite outputs\n")
 
 
 def test_an_input_that_holds_nan_is_named(probe: ModelProbe, x: Tensor) -> None:
@@ -293,14 +291,14 @@ class VAE(nn.Module):
 def test_what_is_random_in_evaluation_is_not_blamed_on_something_else(name: str, probe: ModelProbe) -> None:
     found = ALL[name].outcome(probe, probe.build(VAE), probe.randn(4, 6, 4), loss=lambda y: y.square().mean())
     assert str(found) == (
-        f"{name} is not applicable to VAE: random in evaluation: another seed changes what (root) gives out"
+        f"{name} is not applicable to VAE: random in evaluation: another seed changes what (root) returns"
     )
 
 
 def test_the_order_of_what_is_random_in_evaluation_is_not_judged(probe: ModelProbe) -> None:
     model = nn.Sequential(probe.build(VAE), nn.AdaptiveAvgPool1d(1))
     found = checks.permutation_invariant.outcome(probe, model, probe.randn(4, 6, 4))
-    assert found.text == "random in evaluation: another seed changes what 0 gives out"
+    assert found.text == "random in evaluation: another seed changes what 0 returns"
 
 
 def test_a_size_that_is_written_down_is_a_break_beside_random_numbers(probe: ModelProbe) -> None:
@@ -365,7 +363,7 @@ def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe, x: 
     updates = lambda: followed(model, average, lambda mean, b: None)  # noqa: E731
     found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
     first, _, columns, *rows, _, advice = found.text.splitlines()
-    assert first == "bn.running_mean takes a step in the average that is 100 % off"
+    assert first == "bn.running_mean is updated in the average with an error of 100 %"
     assert columns == "parameter         what"
     assert [row.split()[0] for row in rows] == ["bn.running_mean", "bn.running_var"]
     assert "update_bn" in advice
@@ -465,8 +463,8 @@ def test_a_model_that_does_not_find_its_padding_is_named(
     assert found.verdict == "broken"
     assert found.layer in (layer, "(root)")
     said = found.text.partition("\n")[0]
-    assert "sees masked positions: the first 6 of 8 changed by" in said
-    assert said.endswith("with the others, padded by 0")
+    assert "depends on masked positions: the first 6 of 8 positions changed by" in said
+    assert said.endswith("when the others, padded by 0, were removed")
 
 
 class OfOneLength(Pooled):
@@ -510,7 +508,7 @@ def test_a_sequence_that_is_not_padded_keeps_its_length(length: int, probe: Mode
 
 def test_an_id_of_padding_wants_ids(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, nn.Linear(3, 2), probe.randn(2, 8, 3), pad_id=PAD)
-    assert found.text == "pad_id= is an id, and the first input holds none: it is not of integers"
+    assert found.text == "pad_id= needs an input of ids, and the first input is not of integers"
 
 
 TINY = {
@@ -552,7 +550,7 @@ def test_models_of_transformers_find_their_padding(factory: Callable[[], Any], p
 
 def test_a_model_that_wants_a_mask_is_not_blamed_without(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, probe.build(bert), input_ids=probe.randint(3, 30, (3, 8)))
-    assert found.text.startswith("the model finds no padding without attention_mask")
+    assert found.text.startswith("the model detects no padding without attention_mask")
     assert found.verdict == "not applicable"
 
 

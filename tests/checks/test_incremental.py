@@ -27,7 +27,7 @@ def named(outcome: Outcome) -> str | None:
     """Return the layer that is told of, first thing in the message."""
     assert outcome.verdict == "broken", outcome
     assert outcome.layer
-    assert str(outcome).startswith(f"{outcome.layer} gives out something else chunk by chunk: ")
+    assert str(outcome).startswith(f"{outcome.layer} differs when it is called chunk by chunk: ")
     return outcome.layer
 
 
@@ -112,9 +112,9 @@ def test_a_mask_that_ignores_the_cache_is_named(probe: ModelProbe, decoder: Any,
     found = checks.incremental.outcome(probe, decoder, ids)
     assert named(found) == "blocks.1"
     first, _, columns, row, *_ = str(found).splitlines()
-    assert first.startswith("blocks.1 gives out something else chunk by chunk: input of blocks.1.out changed by ")
+    assert first.startswith("blocks.1 differs when it is called chunk by chunk: input of blocks.1.out changed by ")
     assert first.endswith(" at position 5, in chunks of 5, 1, 2 and 2 positions")
-    assert columns.split("  ")[0] == "given out by"
+    assert columns.split("  ")[0] == "tensor"
     assert row.startswith("blocks.1 input of blocks.1.out ")
     assert row.endswith("position 5")
 
@@ -138,7 +138,9 @@ def test_a_start_that_is_wrong_for_later_chunks_alone_is_named(probe: ModelProbe
     found = checks.incremental.outcome(probe, decoder, ids)
     assert named(found) == "blocks.1"
     assert " at positions 8 to 9, in chunks of 5, 1, 2 and 2 positions" in str(found).splitlines()[0]
-    assert "One position at a time it is right: if no more are meant to go on, say chunks=(5, 1, ...)." in str(found)
+    assert "One position at a time it is right: if longer chunks are not supported, pass chunks=(5, 1, ...)." in str(
+        found
+    )
     assert checks.incremental(probe, decoder, ids, chunks=[5, 1, 1, 1, 1, 1]).verdict == "holds"
 
 
@@ -161,7 +163,7 @@ def test_a_mask_that_does_not_fit_is_told_with_what_goes(probe: ModelProbe, deco
     found = checks.incremental.outcome(probe, decoder, ids)
     assert (found.verdict, found.layer) == ("broken", "blocks.1")
     assert found.text.startswith(
-        "blocks.1 does not go on from its state, in chunks of 5, 1, 2 and 2 positions: blocks.1 raised RuntimeError: "
+        "blocks.1 cannot continue from its state, in chunks of 5, 1, 2 and 2 positions: blocks.1 raised RuntimeError: "
     )
     assert "One position at a time it is right" in found.text
     assert checks.incremental(probe, decoder, ids, chunks=(5, 1, 1, 1, 1, 1)).verdict == "holds"
@@ -215,7 +217,7 @@ def test_of_an_encoder_and_a_decoder_the_decoder_goes_on(probe: ModelProbe, ids:
     model = probe.build(lambda: transformers.T5ForConditionalGeneration(config))
     assert checks.incremental(probe, model, input_ids=ids, decoder_input_ids=ids.flip(1)).verdict == "holds"
     found = checks.incremental.outcome(probe, model, input_ids=ids, labels=ids)
-    assert found.text == "it is the decoder that goes on from a state: give decoder_input_ids="
+    assert found.text == "only the decoder continues from a state: give decoder_input_ids="
 
 
 def test_positions_that_ignore_the_cache_are_named_in_gpt2(probe: ModelProbe, ids: Tensor) -> None:
@@ -298,7 +300,7 @@ def test_a_state_that_is_broadcast_against_the_positions_is_named(probe: ModelPr
             return self.linear(x + before), x[:, -1]
 
     found = checks.incremental.outcome(probe, Shifted(), probe.randn(3, LENGTH, 4))
-    assert str(found).startswith("linear gives out 3 positions of output for a chunk of 1, at position 5")
+    assert str(found).startswith("linear returns 3 positions of output for a chunk of 1, at position 5")
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
@@ -383,7 +385,7 @@ def test_a_model_that_takes_no_state_has_no_such_property(probe: ModelProbe) -> 
 
 def test_an_encoder_that_gives_out_no_cache_has_no_such_property(probe: ModelProbe, ids: Tensor) -> None:
     model = probe.build(lambda: transformers.BertModel(transformers.BertConfig(**COMMON)))  # type: ignore[arg-type]
-    assert checks.incremental.outcome(probe, model, ids).text == "it gives out no past_key_values to go on from"
+    assert checks.incremental.outcome(probe, model, ids).text == "it returns no past_key_values to continue from"
 
 
 def test_a_model_that_is_not_causal_has_no_such_property(probe: ModelProbe) -> None:

@@ -59,7 +59,7 @@ def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: Mod
 
 def test_a_row_for_padding_that_is_zero_is_counted(probe: ModelProbe) -> None:
     found = checks.initialized(probe, Padded())
-    assert found.text == "2 parameters and buffers, as far as memory tells, 1 row for padding"
+    assert found.text == "2 parameters and buffers, as far as their values show, 1 row for padding"
 
 
 def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
@@ -218,7 +218,7 @@ def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, 
     assert named(found) == "2"
     first = str(found).splitlines()[0]
     assert first.startswith(
-        "layer '2' (Own) makes something else of the same inputs in training mode than in evaluation"
+        "layer '2' (Own) computes something else from the same inputs in training mode than in evaluation"
     )
 
 
@@ -251,7 +251,7 @@ class Adapter(nn.Module):
 
 def test_a_layer_whose_difference_the_code_around_it_takes_back_is_told(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.modes_agree(probe, nn.Sequential(nn.Linear(8, 6), Adapter()), rows)
-    assert "; layers inside differ, what is around them does not: first 1.base output, changed by " in found.text
+    assert "; layers inside differ, but those around them agree: first 1.base output, changed by " in found.text
     found = checks.modes_agree.outcome(probe, nn.Sequential(nn.Linear(8, 6), Adapter(merged_with=2.0)), rows)
     assert found.layer == "1.base"
     assert "(root) output" in found.text
@@ -277,13 +277,13 @@ def test_lora_merged_with_another_scale_is_named(probe: ModelProbe, rows: Tensor
 def test_lora_that_is_merged_twice_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.modes_agree.outcome(probe, between(LoRA(again=True)), rows)
     assert named(found) == "2"
-    assert " of the same inputs after eval(), eval() than after eval() alone: " in str(found)
+    assert " from the same inputs after eval(), eval() than after eval() alone: " in str(found)
 
 
 def test_lora_that_stays_merged_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.modes_agree.outcome(probe, between(LoRA(forgets=True)), rows)
     assert named(found) == "2"
-    assert " of the same inputs after train(), eval(), train() than after train() alone: " in str(found)
+    assert " from the same inputs after train(), eval(), train() than after train() alone: " in str(found)
 
 
 # --- inputs_used --------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ def test_features_that_reach_nothing_are_named(probe: ModelProbe, rows: Tensor) 
     found = checks.inputs_used.outcome(probe, Towers(lambda x: x[:, :3], 3), user=rows, item=rows + 1)
     assert named(found) == "user"
     assert str(found) == (
-        "user loses features 3 to 7 of 8: no gradient arrives there, and other values change no output\n\n"
-        "No layer gives out anything of them: look for a slice or an index, a weight that is zero, and an argument "
+        "user is not used at features 3 to 7 of 8: no gradient arrives there, and other values change no output\n\n"
+        "No layer uses them: look for a slice or an index, a weight that is zero, and an argument "
         "that is taken and not used."
     )
 
@@ -319,13 +319,13 @@ def test_where_features_are_seen_last_is_said(probe: ModelProbe, rows: Tensor) -
     with torch.no_grad():
         first.weight[:, 2] = 0
     found = checks.inputs_used.outcome(probe, nn.Sequential(nn.Tanh(), first), rows)
-    assert str(found).startswith("input loses feature 2 of 8: ")
-    assert str(found).endswith("\n\nThey get as far as 0 output.")
+    assert str(found).startswith("input is not used at feature 2 of 8: ")
+    assert str(found).endswith("\n\nThe values reach 0 output and no further.")
 
 
 def test_an_input_that_reaches_nothing_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.inputs_used.outcome(probe, Towers(torch.zeros_like), user=rows, item=rows + 1)
-    assert str(found).startswith("user reaches nothing: no gradient arrives there, ")
+    assert str(found).startswith("user is not used: no gradient arrives there, ")
 
 
 def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
@@ -335,7 +335,7 @@ def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
 
     model = Grey(nn.Conv2d(2, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 9, 2))
     found = checks.inputs_used.outcome(probe, model, probe.randn(2, 3, 8, 8))
-    assert str(found).startswith("input loses channel 2 of 3: ")
+    assert str(found).startswith("input is not used at channel 2 of 3: ")
 
 
 def test_what_strides_leave_over_is_not_lost(probe: ModelProbe) -> None:
@@ -411,14 +411,14 @@ def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Ten
     first, _, columns, row, _, advice = str(found).splitlines()
     said = re.fullmatch(
         r"layer '2' \(DropPath\) keeps (\d+(?:\.\d)?) % of its values in training and multiplies them by 1: "
-        r"the mean is (\d+(?:\.\d)?) % of what evaluation gives out",
+        r"the mean is (\d+(?:\.\d)?) % of the mean in evaluation mode",
         first,
     )
     assert said
     assert all(75 < float(percent) < 85 for percent in said.groups())
     assert columns.split() == ["layer", "keeps", "times", "mean"]
     assert row.startswith("2 ")
-    assert advice == "What is kept of a share q is to be divided by q, once, in training."
+    assert advice == "Elements that are kept with probability q have to be divided by q, once, in training."
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_what_does_something_else_with_random_numbers_is_left_out(probe: ModelPr
 def test_augmentation_of_the_inputs_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.dropout_scaled.outcome(probe, nn.Sequential(DropPath(power=0), nn.Linear(WIDTH, 2)), rows)
     assert found.verdict == "not applicable"
-    assert found.text == "no layer drops at random in a way of its own; left out: 0"
+    assert found.text == "no layer has dropout of its own; left out: 0"
 
 
 def test_dropout_of_torch_needs_no_judging(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.dropout_scaled.outcome(probe, between(nn.Dropout(0.5)), rows)
-    assert found.text == "no layer drops at random in a way of its own"
+    assert found.text == "no layer has dropout of its own"

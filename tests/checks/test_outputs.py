@@ -1,4 +1,4 @@
-"""Checks look at everything that a model gives out, along the axes that are the batch's."""
+"""Checks look at everything that a model returns, along the axes that are the batch's."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_rows_of_an_output_that_is_flattened_are_told_apart(probe: ModelProbe, o
 def test_a_model_of_one_batch_size_is_told(probe: ModelProbe) -> None:
     model = Model(lambda model, x: model.fc(x.view(4, 3)), fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, model, probe.randn(4, 3)).text == (
-        "the first and the last of 4 rows, in 3 values of 2 layers; the model takes no other batch: an axis of 4 is "
-        "taken for the batch's"
+        "the first and the last of 4 rows, in 3 values of 2 layers; the model accepts no other batch size: each axis "
+        "of 4 is assumed to be the batch"
     )
 
 
@@ -161,7 +161,7 @@ def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
         return model.fc(x[order])[order.argsort()]
 
     found = checks.batch_independent(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
-    assert "; layers inside differ, the output does not: first (root) input of fc, changed by " in found.text
+    assert "; layers inside differ, but the output agrees: first (root) input of fc, changed by " in found.text
 
 
 def test_tokens_routed_to_experts_are_no_rows(probe: ModelProbe) -> None:
@@ -187,9 +187,7 @@ def test_rows_that_a_loss_compares_are_not_judged(probe: ModelProbe) -> None:
                   fc=nn.Linear(3, 5), norm=Model(lambda _, h: h - h.mean(0)))  # fmt: skip
     found = checks.batch_independent.outcome(probe, model, probe.randn(4, 3))
     assert found.verdict == "not applicable"
-    assert found.text.startswith(
-        "nothing that the model gives out is along the batch, and inside it norm output changed by "
-    )
+    assert found.text.startswith("no output of the model is along the batch, and inside it norm output changed by ")
 
 
 # --- a batch that is lost -----------------------------------------------------------------------------------------
@@ -267,7 +265,7 @@ def test_a_model_of_which_no_output_is_along_the_batch_is_not_judged(
 ) -> None:
     found = check.outcome(probe, Model(forward, fc=nn.Linear(3, 5)), probe.randn(4, 3))
     assert found.verdict == "not applicable"
-    assert found.text == f"nothing that the model gives out is along an axis of 4 rows: {shown}"
+    assert found.text == f"no output of the model has an axis of 4 rows: {shown}"
 
 
 def test_a_list_of_one_a_row_beside_the_batch_is_no_dependence_on_its_size(probe: ModelProbe) -> None:
@@ -278,7 +276,7 @@ def test_a_list_of_one_a_row_beside_the_batch_is_no_dependence_on_its_size(probe
 def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) -> None:
     x = probe.randn(4, 3)
     chosen = Model(lambda model, x: model.fc(x).argmax(-1), fc=nn.Linear(3, 5))
-    assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, of integers: output")
+    assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, as integers: output")
     loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
 
@@ -290,8 +288,8 @@ def test_an_output_of_one_row_is_no_loss(probe: ModelProbe, check: checks.Check)
         return check.outcome(probe, model, probe.randn(rows, 3)).text
 
     assert said(lambda o: o[0]) == (
-        "output (1,) changes with the first row and with no other: a loss is of all rows; if it is none, the batch is "
-        "lost, as in out[0]"
+        "output (1,) changes with the first row and with no other: a loss depends on all rows; if it is none, the "
+        "batch is lost, as in out[0]"
     )
     assert said(lambda o: o[-1, 0]).startswith("output () changes with the last row")
     assert said(lambda o: (o, o[0])).startswith("output[1] (1,) changes with the first row")
@@ -321,7 +319,7 @@ def test_a_model_of_which_no_output_is_along_the_positions_is_not_judged(
 ) -> None:
     found = check.outcome(probe, Model(lambda model, x: leak(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
     assert found.verdict == "not applicable"
-    assert "nothing that the model gives out can be compared along an axis of 6 positions" in found.text
+    assert "no output of the model can be compared along an axis of 6 positions" in found.text
     assert found.text.endswith("what is inside agrees, in 1 layer")
 
 
@@ -344,13 +342,13 @@ def test_what_is_not_finite_in_another_batch_has_its_shape_still(probe: ModelPro
     norm = Model(lambda _, h: (h - h.mean(0)) / (h - h.mean(0)).abs().mean(0))
     found = checks.any_batch_size.outcome(probe, norm, probe.randn(4, 3))
     assert found.text.startswith(
-        "(root) depends on the batch size: the first row changed by ∞ % in a batch of 1, not 4"
+        "(root) depends on the batch size: the first row changed by ∞ % in a batch of 1 instead of 4"
     )
 
 
 def test_as_many_rows_as_features_are_not_taken_for_positions(probe: ModelProbe) -> None:
     found = checks.causal.outcome(probe, nn.Linear(4, 2), probe.randn(4, 4))
-    assert found.text == "no layer gives out anything along an axis of 4 positions"
+    assert found.text == "no layer returns a tensor with an axis of 4 positions"
     found = checks.causal.outcome(probe, nn.Linear(4, 4), probe.randn(4, 4))
     assert found.verdict == "broken"  # features, if axis 1 is not along positions
 
@@ -367,8 +365,12 @@ def leaking(by: float) -> nn.Module:
 @pytest.mark.parametrize(
     ("check", "inputs", "said"),
     [
-        (checks.causal, {}, "knows of later positions: the first 4 of 8 changed by "),
-        (checks.padding_invariant, {"mask": torch.ones(3, 8)}, "sees masked positions: the first 6 of 8 changed by "),
+        (checks.causal, {}, "is not causal: the first 4 of 8 positions changed by "),
+        (
+            checks.padding_invariant,
+            {"mask": torch.ones(3, 8)},
+            "depends on masked positions: the first 6 of 8 positions ",
+        ),
     ],
     ids=["causal", "padding_invariant"],
 )
@@ -380,7 +382,7 @@ def test_a_little_of_other_positions_is_seen_in_double_precision(
     assert found.text.startswith(f"norm {said}")
     found = check.outcome(probe, leaking(1e-9), x, **inputs)
     assert found.verdict == "holds"
-    assert "; layers inside differ, the output does not: first norm output, changed by " in found.text
+    assert "; layers inside differ, but the output agrees: first norm output, changed by " in found.text
 
 
 @pytest.mark.parametrize(
@@ -408,7 +410,7 @@ def test_where_nothing_is_given_out_nothing_holds(
 ) -> None:
     found = check.outcome(probe, Model(lambda model, x: give(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
     assert found.verdict == "not applicable"
-    assert found.text == "the model gives out no tensor, or none with elements: there is nothing to look at"
+    assert found.text == "the model returns no tensor with elements: there is nothing to compare"
 
 
 def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProbe) -> None:

@@ -115,7 +115,7 @@ def targets(probe: ModelProbe) -> Tensor:
 def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelProbe, loss: Any) -> None:
     found = checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=loss)
     assert found.verdict == "not applicable"
-    assert found.text.startswith("the loss does not go with a part of the batch; give the targets as inputs")
+    assert found.text.startswith("the loss does not accept a part of the batch: pass the targets as inputs")
 
 
 def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_same(probe: ModelProbe) -> None:
@@ -124,7 +124,7 @@ def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_sa
         probe, model, probe.randn(3, 4), loss=lambda o: F.cross_entropy(o, torch.arange(len(o)))
     )
     assert found.verdict == "not applicable", found.text
-    assert found.text.startswith("the loss does not go with a part of the batch")
+    assert found.text.startswith("the loss does not accept a part of the batch")
 
 
 def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe) -> None:
@@ -171,7 +171,7 @@ def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), layer, nn.Linear(4, 5))
     found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
     assert (found.layer or "").startswith("1.")
-    assert found.text.endswith("The other gradients agree: it may also be a layer between those and these.")
+    assert found.text.endswith("The other gradients agree, so a layer between those and these may be the cause too.")
 
 
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
@@ -232,7 +232,7 @@ def test_a_wrong_gradient_of_a_complex_parameter_is_named(probe: ModelProbe) -> 
 
 def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -> None:
     found = checks.dtype_parity.outcome(probe, Complex(), probe.randn(3, 4))
-    assert found.text == "the model has complex parameters or buffers, of which Module.to makes real ones"
+    assert found.text == "the model has complex parameters or buffers, which Module.to makes real"
 
 
 def test_an_unused_input_may_have_the_name_of_a_parameter(probe: ModelProbe) -> None:
@@ -385,7 +385,7 @@ def test_a_pad_mask_the_wrong_way_round_is_named(probe: ModelProbe) -> None:
     mask[1, 7] = True
     found = checks.padding_invariant.outcome(probe, Masked(), probe.randn(2, 8, 3), pad_mask=mask)
     assert found.layer == "(root)"
-    assert "with the others, masked by True in pad_mask\n" in found.text
+    assert "when the others, masked by True in pad_mask, were replaced\n" in found.text
 
 
 def test_a_mask_that_is_all_0_marks_with_1(probe: ModelProbe) -> None:
@@ -438,7 +438,7 @@ def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -
     model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
     found = checks.seeded.outcome(probe, model, probe.randn(2, 4))
     assert found.layer == "1"
-    assert found.text.startswith("layer '1' (Code) seeds the random numbers itself: ")
+    assert found.text.startswith("layer '1' (Code) sets the random seed itself: ")
 
 
 def test_code_that_seeds_before_a_layer_inside_it_is_named(probe: ModelProbe) -> None:
@@ -494,7 +494,7 @@ def test_a_count_of_elements_does_not_depend_on_their_order(probe: ModelProbe) -
 
 
 class Cached(nn.Linear):
-    """Multiplies all that it gave out since a cache began."""
+    """Multiplies all that it returned since a cache began."""
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
         y = super().forward(x)
@@ -509,8 +509,8 @@ def test_a_cache_that_a_checkpoint_writes_to_twice_comes_with_a_way_out(probe: M
     found = checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True)
     assert found.layer
     assert found.text.endswith(
-        "Look for something that the layers write to, such as a cache: use_cache=False; for a counter or a hidden "
-        "state that they keep; and for code that asks whether gradients are on."
+        "Look for state that the layers write to: a cache (pass use_cache=False), a counter, a hidden state; and for "
+        "code that depends on whether gradients are enabled."
     )
     assert checks.checkpoint_parity(probe, model, probe.randn(2, 3), use_cache=False).verdict == "holds"
 
@@ -576,7 +576,11 @@ def test_a_reshape_takes_any_strides(probe: ModelProbe) -> None:
     [
         ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
         ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
-        ("compile_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for code that asks"),
+        (
+            "compile_parity",
+            lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()),
+            "Look for code that depends",
+        ),
         # Older versions of torch refuse to export it: that has another step next.
         ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for co"),
     ],
@@ -590,7 +594,7 @@ def test_a_parity_that_is_broken_comes_with_a_next_step(probe: ModelProbe, name:
 def test_an_output_that_is_missing_is_said_to_be(probe: ModelProbe) -> None:
     model = nn.Sequential(Code(lambda self, x: self.fc(x) if torch.rand(()) > 0.5 else x, fc=nn.Linear(3, 3)))
     texts = [checks.eval_stable.outcome(ModelProbe(seed=seed), model, probe.randn(2, 3)).text for seed in range(9)]
-    assert any("0.fc is random in evaluation mode: output is not given out with another seed" in text for text in texts)
+    assert any("0.fc is random in evaluation mode: output is not returned with another seed" in text for text in texts)
     assert not any("changed by not" in text for text in texts)
 
 

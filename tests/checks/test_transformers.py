@@ -89,7 +89,7 @@ CASES = [
         labeled,
         xfail={
             "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
-            "padding_invariant": "the state that it gives out goes on through padding behind the last word",
+            "padding_invariant": "the state that it returns goes on through padding behind the last word",
         },
     ),
     case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labeled),
@@ -118,7 +118,7 @@ CASES = [
         },
         xfail={
             "gradient_accumulation": "its CTC loss is a sum over the batch unless it is configured otherwise",
-            "checkpoint_parity": "it writes in place into what a layer gave out, which a reentrant checkpoint forbids",
+            "checkpoint_parity": "it writes in place into what a layer returned, which a reentrant checkpoint forbids",
         },
     ),
     case("vit", made("ViTForImageClassification", "ViTConfig", **IMAGE, image_size=32, patch_size=8), image),

@@ -1,4 +1,4 @@
-"""Pull requests that try to change a model unseen, and what the gate makes of each: behind ``docs/explanation/the-gate.md``."""
+"""Pull requests that try to change a model unseen, and the verdict on each: behind ``docs/explanation/the-gate.md``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,327 @@
+"""`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pytest_modelprobe.capture import assemble, content_key, read_parameters
+from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
+from pytest_modelprobe.models import (
+    ModelState,
+    attributes,
+    autocast_states,
+    flatten,
+    has_lazy,
+    map_tensors,
+    preserved,
+    seeding,
+    unseen,
+)
+from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, nearest
+
+from . import noise
+from .isolation import Key, isolate, noisy
+from .loss import Loss, loss_of
+from .origin import find_gradient_origin, find_origin
+from .rerun import IsolationRequest, modules_of, responses_of, with_note, with_responses_of_one_forward
+from .watch import Watch
+
+Mode = Literal["train", "eval"]
+
+_REPEATS = 3
+
+
+class Run:
+    """One `ModelProbe.run`: a forward, and a backward, that can be repeated; the model is restored after each.
+
+    It references its model weakly. Only the probe keeps it, and with it the inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss | None,
+        mode: Mode | None,
+        *,
+        device: torch.device,
+        seed: int,
+        layers: Selector,
+        functionals: bool,
+        attention: bool,
+        isolate: bool,
+    ) -> None:
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            raise UnsupportedModelError(
+                "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
+                "give it memory with model.to_empty(device=...) and weights"
+            )
+        self.args, self.kwargs, self.loss, self.mode = args, kwargs, loss, mode
+        self.device, self.seed = device, seed
+        self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
+        self._model = weakref.ref(model)
+        # Repeats use the contexts of the first run.
+        self._grad_enabled = torch.is_grad_enabled()
+        self._autocast = autocast_states((device.type, "cpu"))
+        self._settings: list[Any] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which the caller keeps alive."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record and the tensors kept."""
+        __tracebackhide__ = True
+        record, kept = self._observed(keep=keep)
+        record = self._with_origins(record)
+        self._settings = self._settings_now()
+        return record, kept
+
+    # --- repeated for a record ------------------------------------------------------------------------------------
+
+    def isolated(self, record: Record, request: IsolationRequest) -> Record:
+        """Fill in the `IsolatedResponse` of each call, see `Rerun`."""
+        if not self.isolate:
+            return record
+        model = self._model()  # held until the end
+        # For a few layers no noise is measured, so weights do not matter, and reading them all would take longest.
+        reason = self._obstacle(None if request.only else record, model)
+        if reason is not None:
+            return with_note(record, f"no layer was called alone: {reason}")
+        return with_responses_of_one_forward(record, self._isolate(record, request))
+
+    def measured(self, record: Record) -> Record:
+        """Fill in the noise of each reading and response, see `noise`."""
+        model = self._model()
+        reason = self._obstacle(record, model)
+        if reason is None:
+            try:
+                return self._measured(record)
+            except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
+                reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return with_note(record, f"no noise was measured: {reason}")
+
+    def _measured(self, record: Record) -> Record:
+        again, _ = self._observed(repeat=1)
+        where = noise.first_difference(record, again)
+        if where is not None:
+            repeats = [again, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
+            return with_note(
+                noise.with_nondeterminism(record, repeats),
+                f"not repeatable: {where} differs when the run is repeated with the same seed",
+            )
+        near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
+        measured = noise.with_noise(
+            record, near=[self._observed(move)[0] for move in near], far=[self._observed(move)[0] for move in far]
+        )
+        responses = responses_of(record)
+        if not responses:
+            return measured
+        request = IsolationRequest(record)
+        handed, gradients = (
+            noisy(responses, [self._isolate(record, request, move) for move in moves]) for moves in (near, far)
+        )
+        return with_responses_of_one_forward(
+            measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}
+        )
+
+    def _isolate(
+        self, record: Record, request: IsolationRequest, move: noise.Perturbation | None = None
+    ) -> dict[Key, IsolatedResponse]:
+        with self._prepared(values=False):
+            return isolate(
+                self.model,
+                self._forward,
+                layers=modules_of(record),
+                only=request.only,
+                recipes={key: response.recipes for key, response in responses_of(request.like).items()},
+                names=request.names,
+                gradient=self.loss is not None,
+                perturb=move,
+            )
+
+    def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:
+        """Return why the run cannot be repeated; None if it can. Without a record, parameters may have changed."""
+        if model is None:
+            return "the model is gone: keep it in a variable until the record is compared"
+        if self._settings != self._settings_now() or not (record is None or self._has_parameters_of(record)):
+            return "the model or an input was changed after the run: compare the record before that"
+        return None
+
+    def _settings_now(self) -> list[Any]:
+        """Return all that determines the run, except the contents of parameters and buffers."""
+        inputs = (*flatten("args", self.args).tensors, *flatten("kwargs", self.kwargs).tensors)
+        return [
+            [(id(tensor), content_key(tensor)) for _, tensor in inputs],
+            [(id(m), type(m), self.mode is None and m.training, attributes(m)) for m in self.model.modules()],
+            [(id(p), p.requires_grad) for p in self.model.parameters()],
+        ]
+
+    def _has_parameters_of(self, record: Record) -> bool:
+        """Whether parameters and buffers are those of the record. They are read, as ``.data`` changes no version."""
+        with self._prepared(values=False), self._watch() as watch:
+            now = assemble(watch._capture.observations())
+        return all(
+            [p.reading for p in (*layer.parameters, *layer.buffers)]
+            == [p.reading for p in (*now.layers[name].parameters, *now.layers[name].buffers)]
+            for name, layer in record.layers.items()
+            if not layer.functional
+        )
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def _observed(
+        self, move: noise.Perturbation | None = None, keep: Selector = (), *, repeat: int = 0
+    ) -> tuple[Record, Mapping[str, list[Any]]]:
+        """Return the record of one step, perturbed by ``move``, and the tensors kept.
+
+        In repeat ``repeat``, the model's own random generators start in another state, as in another process.
+        """
+        __tracebackhide__ = True
+        with self._prepared(repeat) as state, self._watch(keep) as watch:
+            watch._capture.notes.update(dict.fromkeys(state.notes))
+            before = read_parameters(watch._capture.layers, watch._capture.selected)
+            if move is not None:
+                move.parameters(self.model)
+            self._step(move)
+            watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
+            record = assemble(watch._capture.observations(), seed=self.seed, loss=_loss_name(self.loss), before=before)
+        return record, watch.kept
+
+    def _watch(self, keep: Selector = ()) -> Watch:
+        return Watch(
+            self.model,
+            layers=self.layers,
+            keep=keep,
+            functionals=self.functionals,
+            attention=self.attention,
+            isolate=False,
+            seed=self.seed,
+        )
+
+    @contextmanager
+    def _prepared(self, repeat: int = 0, *, values: bool = True) -> Iterator[ModelState]:
+        """Prepare the model for a run: seed, contexts, mode, device, no gradients; restore everything afterwards.
+
+        Without ``values`` the contents of parameters and buffers are not restored, for code that does not change them.
+        """
+        __tracebackhide__ = True
+        with ExitStack() as contexts:
+            state = contexts.enter_context(preserved(self.model, values=values))
+            for _ in range(repeat):
+                state.draw()
+            contexts.enter_context(self._seeded())
+            contexts.enter_context(torch.set_grad_enabled(self._grad_enabled))
+            for autocast in self._autocast:
+                contexts.enter_context(torch.autocast(*autocast))
+            if self.mode is not None:
+                self.model.train(self.mode == "train")
+            if any(not is_same_device(p.device, self.device) for p in self.model.parameters()):
+                self.model.to(self.device)
+            if has_lazy(self.model):
+                self._give_shapes()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            yield state
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        return seeding.seeded(seeding.derive(self.seed, "run"))
+
+    def _give_shapes(self) -> None:
+        """Initialize lazy modules by a forward, of which everything else is restored."""
+        with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
+            self.model.eval()
+            with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
+                self._forward()
+
+    def _forward(self, move: noise.Perturbation | None = None) -> Any:
+        __tracebackhide__ = True
+        number = itertools.count()
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:
+                raise UsageError("an input is on the meta device and has no numbers: give modelprobe.randn(...), say")
+            copy = tensor.detach().clone()
+            if move is not None:
+                copy = move.input(copy, f"input {next(number)}")
+            return copy.to(self.device).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = map_tensors(copied, (self.args, self.kwargs))
+        try:
+            output = self.model(*args, **kwargs)
+        except TypeError as error:
+            self._note_misspelt(error)
+            raise
+        if hidden := unseen(flatten("output", output)):
+            raise UsageError(hidden)
+        return output
+
+    def _note_misspelt(self, error: TypeError) -> None:
+        """Add a note to an error about an unknown keyword that resembles an option of `ModelProbe.run`."""
+        options = ("loss", "mode", "layers", "keep", "functionals", "attention", "isolate", "kwargs")
+        for name in self.kwargs:
+            if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
+                error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
+
+    def _step(self, move: noise.Perturbation | None = None) -> None:
+        __tracebackhide__ = True
+        if self.loss is None:
+            self._forward(move)
+        elif move is None or move.far:
+            self._loss(move).backward()
+        else:  # too small a perturbation for gradients
+            with torch.enable_grad():
+                self._forward(move)
+
+    def _loss(self, move: noise.Perturbation | None = None) -> torch.Tensor:
+        __tracebackhide__ = True
+        assert self.loss is not None
+        with torch.enable_grad():
+            return loss_of(self._forward(move), self.loss, seed=self.seed)
+
+    def _with_origins(self, record: Record) -> Record:
+        """Fill in the origin of values that are not finite, by running once more."""
+        __tracebackhide__ = True
+        forward, backward = _nonfinite(record)
+        if not (forward or backward):
+            return record
+        with self._prepared():
+            if forward:
+                return dataclasses.replace(record, origin=find_origin(self._forward))
+            return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
+
+
+def _nonfinite(record: Record) -> tuple[bool, bool]:
+    """Return whether an activation, and whether a gradient, is not finite."""
+    values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
+    gradients = [value.backward for value in values]
+    gradients += [p.gradient for layer in record.layers.values() for p in layer.parameters]
+
+    def bad(reading: Reading | None) -> bool:
+        return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
+
+    return any(bad(value.forward) for value in values), any(map(bad, gradients))
+
+
+def _loss_name(loss: Loss | None) -> str | None:
+    if loss is None or isinstance(loss, str):
+        return loss
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def is_same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are the same; ``cuda`` without an index is any of them."""
+    return a.type == b.type and (b.index is None or a.index == b.index)

@@ -1,0 +1,197 @@
+"""`Watch`: observes a model that the test runs itself."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Mapping
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from pytest_modelprobe._torch import next_hook
+from pytest_modelprobe.capture import Capture, Which, assemble
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
+
+from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
+from .rerun import (
+    IsolationRequest,
+    Place,
+    WeakRerun,
+    modules_of,
+    with_note,
+    with_responses,
+)
+
+_GONE = "the watch is gone: keep it in a variable until the record is compared"
+
+
+class Watch:
+    """Observes the forwards and backwards of a model until it is closed.
+
+    It never moves or changes the model, and closes itself when it is garbage collected. Made by `ModelProbe.watch`.
+
+    Args:
+        model: The model; wrappers (DDP, compiled modules) are removed.
+        layers: Which layers to record, see `selection`.
+        name: Name in messages; the class of the model by default.
+        keep: Which layers' output tensors of the newest forward to keep.
+        functionals: Whether to record functional calls (``F.relu``) too.
+        attention: Whether to record attention weights.
+        isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
+            code changed. This copies the inputs of the first forwards.
+        seed: Stored in the record.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with Watch(model) as watch:
+    ...     _ = model(torch.ones(4, 2))
+    >>> watch.record.layers["1"].calls[0].outputs[0].shape
+    (4, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        /,
+        *,
+        layers: Selector = "**",
+        name: str | None = None,
+        keep: Selector = (),
+        functionals: bool = False,
+        attention: bool = False,
+        isolate: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        found = Layers(model)
+        self.model = model
+        self.name = name or type(next(iter(found.modules.values()))).__name__
+        self.closed = False
+        self.first_hook = next_hook()
+        """Id of the first hook that torch assigned since the watch began; None if it is not known."""
+        self._seed = seed
+        self._loss: str | None = None
+        self._records: dict[Which, tuple[Hashable, Record]] = {}
+        self._forwards = KeptForwards(found) if isolate else None
+        self._capture = Capture(
+            found,
+            select(found.modules, layers),
+            keep=() if _is_empty(keep) else select(found.modules, keep),
+            functionals=functionals,
+            attention=attention,
+            on_forward=self._forwards.begins if self._forwards else None,
+        )
+        self._capture.attach()
+        self._finalizer = weakref.finalize(self, self._capture.detach)
+
+    @property
+    def record(self) -> Record:
+        """All forwards so far, merged."""
+        return self._record("all")
+
+    @property
+    def first(self) -> Record:
+        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
+
+        They are read before the first step of an optimizer. Those that changed before that, or in a watch without an
+        optimizer, have no numbers.
+        """
+        return self._record("first")
+
+    @property
+    def last(self) -> Record:
+        """The newest forward alone, with the gradients that reached it."""
+        return self._record("last")
+
+    @property
+    def kept(self) -> Mapping[str, list[Any]]:
+        """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
+
+        None stands for tensors inside a `torch.func` transform.
+        """
+        return self._capture.kept
+
+    def close(self) -> None:
+        """Remove all hooks. The record stays. Safe to repeat."""
+        self.closed = True
+        self._finalizer()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
+
+    def _record(self, which: Which) -> Record:
+        # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        now = self._capture.changes, tuple((id(t), not t.is_inference() and t._version) for t in tensors)
+        then, record = self._records.get(which, (None, None))
+        if record is None or then != now:
+            record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)
+            if self._forwards is not None:
+                with_rerun(record, WeakRerun(self, _GONE, functools.partial(Watch.isolated, which=which)))
+            self._records[which] = now, record
+        return record
+
+    def isolated(self, record: Record, request: IsolationRequest, *, which: Which) -> Record:
+        """Fill in the `IsolatedResponse` of each call in the kept forwards, with the model as it is now."""
+        assert self._forwards is not None
+        one = {"first": self._forwards.first, "last": self._forwards.newest}
+        kept = self._forwards.kept.values() if which == "all" else [[again] for again in [one[which]] if again]
+        reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
+        if reason is not None:
+            return with_note(record, f"no layer was called alone: {reason}")
+        found: dict[Place, dict[int, IsolatedResponse]] = {}
+        for number, again in (pair for forwards in kept for pair in enumerate(forwards, 1)):
+            recipes = {
+                (layer.name, call.index): recipes_of(call.response, number)
+                for layer, call in request.like.calls
+                if call.response is not None and (call.root, call.root_training) == again.kind
+            }
+            try:
+                responses = self._alone(again, record, recipes, request)
+            except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
+                what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                record = with_note(record, f"no layer was called alone in forward {number} of {again.kind[0]}: {what}")
+                continue
+            for key, response in responses.items():
+                found.setdefault((*again.kind, *key), {})[number] = response
+        return with_responses(record, {place: merged(numbered) for place, numbered in found.items()})
+
+    def _alone(
+        self,
+        again: KeptForward,
+        record: Record,
+        recipes: Mapping[Key, Mapping[str, str]],
+        request: IsolationRequest,
+    ) -> dict[Key, IsolatedResponse]:
+        assert self._forwards is not None
+        changed = self._forwards.changed()
+        with self._forwards.prepared(self.model, again):
+            responses = isolate(
+                self.model,
+                functools.partial(self._forwards.run, again),
+                layers=modules_of(record),
+                only=request.only,
+                recipes=recipes,
+                names=request.names,
+                gradient=bool(record.backwards),
+            )
+        return {
+            key: IsolatedResponse(reason="tensors that it keeps were changed since") if key[0] in changed else response
+            for key, response in responses.items()
+        }
+
+
+def _is_empty(selector: Selector) -> bool:
+    return isinstance(selector, (tuple, list)) and not selector
