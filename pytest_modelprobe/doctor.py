@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,8 @@ def _versions() -> Section:
 
 
 def _version(name: str) -> str:
-    try:
-        return metadata.version(name) or "unknown"
-    except metadata.PackageNotFoundError:
-        return _NOT_INSTALLED
+    found = _attempt(lambda: metadata.version(name) or "unknown")
+    return _NOT_INSTALLED if found.startswith("PackageNotFoundError") else found
 
 
 def _git() -> str:
@@ -281,8 +279,8 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
     problem = _torch_problem()
     if problem:
         yield f"running models: {problem}"
-    yield from _unmet_requirements()
-    yield from _reasons_without_plugin(settings)
+    yield from _guarded(_unmet_requirements())
+    yield from _guarded(_reasons_without_plugin(settings))
     if not problem:
         missing = [name for name, why in (("cuda", _cuda), ("mps", _mps)) if _attempt(why).startswith("not available")]
         if missing:
@@ -293,6 +291,14 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
         yield "--snapshot-update of model snapshots: CI is set; --modelprobe-allow-update-in-ci permits it"
     if shutil.which("git") is None:
         yield "modelprobe check, declare, log and REF:PATH: git is not on PATH"
+
+
+def _guarded(lines: Iterable[str]) -> Iterator[str]:
+    found: list[str] = []
+    error = _error_of(lambda: found.extend(lines))
+    yield from found
+    if error:
+        yield f"unknown: {error}"
 
 
 def _unmet_requirements() -> Iterator[str]:

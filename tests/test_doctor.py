@@ -128,7 +128,13 @@ def test_json_has_the_same_sections(project: Path, capsys: pytest.CaptureFixture
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_error_of", lambda _: "ModuleNotFoundError: No module named 'torch'")
+    class WithoutTorch:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch":
+                raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "meta_path", [WithoutTorch(), *sys.meta_path])
     found = doctor.report()
     assert found["devices"] == {"cpu": "x86_64", "cuda": "unknown without torch", "mps": "unknown without torch"}
     assert found["switched off"] == ["running models: torch is not installed"]
@@ -291,6 +297,17 @@ def test_a_plugin_that_is_not_loaded_says_why(tmp_path: Path, monkeypatch: pytes
         "the plugin: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set; -p pytest_modelprobe.plugin loads it",
         "the plugin: addopts has -p no:modelprobe",
     ]
+
+
+def test_damaged_metadata_of_packages_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> Any:
+        raise KeyError("Version")
+
+    monkeypatch.setattr(doctor.metadata, "version", fails)
+    monkeypatch.setattr(doctor.metadata, "entry_points", fails)
+    found = doctor.report()
+    assert found["versions"]["torch"] == "KeyError: 'Version'"
+    assert "unknown: KeyError: 'Version'" in found["switched off"]
 
 
 def test_without_git_the_gate_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
