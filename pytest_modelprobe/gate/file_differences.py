@@ -78,7 +78,7 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
         if x != y:
             yield Difference(layer=ROOT, kind="run", what=what, actual=str(x or None), expected=str(y or None))
     for (layer, _, side, path), moved in comparison.changes.items():
-        if moved.differs:  # as of an input, whose difference is reported at its source
+        if moved.differs:  # as of an input, which is told of the output that it is
             yield Difference(layer=layer, kind="run", what=f"{side} {path}", change=moved.change)
     for pair in comparison.calls:
         make = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)

@@ -45,7 +45,8 @@ from pytest_modelprobe.files import (
 )
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
 from pytest_modelprobe.gate import verdict as gate
-from pytest_modelprobe.record.records import (
+from pytest_modelprobe.gate.file_differences import run_differences
+from pytest_modelprobe.record import (
     ROOT,
     Call,
     EmittedTensor,
@@ -1428,7 +1429,7 @@ def test_a_run_agrees_with_its_own_file_in_all_numbers(name: str) -> None:
     record, kept = model_record(name), there_and_back(model_record(name))
     for actual, expected in ((record, kept), (kept, record), (kept, kept)):
         assert compare(actual, expected).same
-        assert not list(gate.run_differences(compare(kept, kept)))
+        assert not list(run_differences(compare(kept, kept)))
 
 
 # --- on disk ------------------------------------------------------------------------------------------------------
