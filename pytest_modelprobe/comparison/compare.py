@@ -28,7 +28,7 @@ from pytest_modelprobe.record import (
 
 from . import tolerance as _tolerance
 from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
-from .matching import match_layers
+from .matching import match
 from .pairing import comparable, has_both_modes, paired_emitted, paired_values
 from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
 
@@ -68,7 +68,7 @@ def compare(
     """
     __tracebackhide__ = True
     renames = resolve_rename(actual, expected, rename) if rename else {}
-    found = match_layers(actual, expected, renames)
+    found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
     # Another layer may have the name of a removed one.
     names = found | {name: f"{name} (removed)" for name in removed}

@@ -14,7 +14,7 @@ from typing import Any
 from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, qualified
 
 
-def match_layers(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the layers of ``expected`` that are also in ``actual``: expected name → actual name.
 
     Declared renames come first, then equal names. The other children of one container match if they have the same types
@@ -24,7 +24,7 @@ def match_layers(actual: Record, expected: Record, declared: Mapping[str, str] |
 
     >>> old = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("fc", "Linear"), ("act", "ReLU")]})
     >>> new = Record(model="Net", layers={n: Layer(name=n, type=t) for n, t in [("head", "Linear"), ("act", "ReLU")]})
-    >>> match_layers(new, old)
+    >>> match(new, old)
     {'act': 'act', 'fc': 'head'}
     """
     declared = declared or {}

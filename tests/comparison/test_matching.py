@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.comparison.matching import match_layers
+from pytest_modelprobe.comparison.matching import match
 from pytest_modelprobe.exceptions import SelectionError
 from pytest_modelprobe.record import Call, EmittedTensor, IsolatedResponse, Layer, Parameter, Record, Value
 from pytest_modelprobe.record.renames import applicable_rename, infer_rename, renamed, resolve_rename
@@ -31,60 +31,57 @@ def structure(model: nn.Module) -> Record:
 
 
 def test_layers_of_one_name_are_one() -> None:
-    assert match_layers(record(a="Linear", b="ReLU"), record(b="ReLU", a="Linear")) == {"a": "a", "b": "b"}
+    assert match(record(a="Linear", b="ReLU"), record(b="ReLU", a="Linear")) == {"a": "a", "b": "b"}
 
 
 def test_a_layer_of_another_type_is_still_the_one_of_its_name() -> None:
-    assert match_layers(record(act="GELU"), record(act="ReLU")) == {"act": "act"}
+    assert match(record(act="GELU"), record(act="ReLU")) == {"act": "act"}
 
 
 def test_the_root_is_the_root_whatever_its_class() -> None:
-    assert match_layers(structure(nn.Linear(2, 2)), structure(nn.Sequential())) == {"(root)": "(root)"}
+    assert match(structure(nn.Linear(2, 2)), structure(nn.Sequential())) == {"(root)": "(root)"}
 
 
 def test_two_empty_records_have_nothing_to_match() -> None:
-    assert match_layers(record(), record()) == {}
+    assert match(record(), record()) == {}
 
 
 # --- by what it is made of ----------------------------------------------------------------------------------------
 
 
 def test_a_renamed_layer_is_found_by_its_type() -> None:
-    assert match_layers(record(head="Linear", act="ReLU"), record(fc="Linear", act="ReLU")) == {
-        "act": "act",
-        "fc": "head",
-    }
+    assert match(record(head="Linear", act="ReLU"), record(fc="Linear", act="ReLU")) == {"act": "act", "fc": "head"}
 
 
 def test_a_renamed_layer_is_not_found_among_others_of_another_shape() -> None:
     old = structure(nn.ModuleDict({"fc": nn.Linear(2, 3)}))
-    assert match_layers(structure(nn.ModuleDict({"head": nn.Linear(2, 4)})), old) == {"(root)": "(root)"}
+    assert match(structure(nn.ModuleDict({"head": nn.Linear(2, 4)})), old) == {"(root)": "(root)"}
 
 
 def test_a_renamed_container_takes_all_inside_it_along() -> None:
     old = structure(nn.ModuleDict({"h": nn.Sequential(nn.Linear(2, 3), nn.ReLU())}))
     new = structure(nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 3), nn.ReLU())}))
-    assert match_layers(new, old) == {"(root)": "(root)", "h": "blocks", "h.0": "blocks.0", "h.1": "blocks.1"}
+    assert match(new, old) == {"(root)": "(root)", "h": "blocks", "h.0": "blocks.0", "h.1": "blocks.1"}
 
 
 def test_a_layer_renamed_inside_a_renamed_container_is_found() -> None:
     old = structure(nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(2, 3)})}))
     new = structure(nn.ModuleDict({"blocks": nn.ModuleDict({"proj": nn.Linear(2, 3)})}))
-    assert match_layers(new, old)["h.fc"] == "blocks.proj"
+    assert match(new, old)["h.fc"] == "blocks.proj"
 
 
 def test_layers_renamed_that_are_made_alike_keep_their_order() -> None:
     old, new = record(q="Linear", k="Linear", v="Linear"), record(query="Linear", key="Linear", value="Linear")
-    assert match_layers(new, old) == {"q": "query", "k": "key", "v": "value"}
+    assert match(new, old) == {"q": "query", "k": "key", "v": "value"}
 
 
 def test_layers_made_alike_that_have_another_order_by_their_names_are_not_paired() -> None:
     old, new = record(query="Linear", key="Linear"), record(k_proj="Linear", q_proj="Linear")
-    assert match_layers(new, old) == {}
+    assert match(new, old) == {}
 
 
 def test_layers_made_alike_with_other_numbers_are_not_paired() -> None:
-    assert match_layers(record(c2="Conv", c1="Conv"), record(conv1="Conv", conv2="Conv")) == {}
+    assert match(record(c2="Conv", c1="Conv"), record(conv1="Conv", conv2="Conv")) == {}
 
 
 def test_layers_made_alike_that_are_called_in_another_order_are_not_paired() -> None:
@@ -94,16 +91,16 @@ def test_layers_made_alike_that_are_called_in_another_order_are_not_paired() -> 
         return Record(model="Net", layers={layer.name: layer for layer in layers})
 
     old = two("a", "b", starts=(0, 1))
-    assert match_layers(two("x", "y", starts=(0, 1)), old) == {"a": "x", "b": "y"}
-    assert match_layers(two("x", "y", starts=(1, 0)), old) == {}
+    assert match(two("x", "y", starts=(0, 1)), old) == {"a": "x", "b": "y"}
+    assert match(two("x", "y", starts=(1, 0)), old) == {}
 
 
 def test_of_two_made_alike_that_went_none_is_the_one_that_came() -> None:
-    assert match_layers(record(c="Linear"), record(a="Linear", b="Linear")) == {}
+    assert match(record(c="Linear"), record(a="Linear", b="Linear")) == {}
 
 
 def test_a_layer_without_parameters_that_moved_to_another_container_is_another() -> None:
-    assert match_layers(record(a="Block", a__fc="Linear", b="Block"), record(a="Block", b="Block", b__fc="Linear")) == {
+    assert match(record(a="Block", a__fc="Linear", b="Block"), record(a="Block", b="Block", b__fc="Linear")) == {
         "a": "a",
         "b": "b",
     }
@@ -111,11 +108,11 @@ def test_a_layer_without_parameters_that_moved_to_another_container_is_another()
 
 def test_a_layer_that_took_the_name_of_a_removed_one_is_paired_by_that_name() -> None:
     old, new = record(act="ReLU", norm="LayerNorm"), record(act="LayerNorm")
-    assert match_layers(new, old) == {"act": "act"}
+    assert match(new, old) == {"act": "act"}
 
 
 def test_layers_inside_containers_that_were_not_recorded_are_matched_too() -> None:
-    assert match_layers(record(a__b__fc="Linear"), record(a__b__fc="Linear")) == {"a.b.fc": "a.b.fc"}
+    assert match(record(a__b__fc="Linear"), record(a__b__fc="Linear")) == {"a.b.fc": "a.b.fc"}
 
 
 # --- in other containers ------------------------------------------------------------------------------------------
@@ -142,7 +139,7 @@ def blocks(container: str, *own: str, types: str = "Linear") -> dict[str, str | 
 def test_blocks_that_moved_out_of_a_container_are_found_with_all_inside_them() -> None:
     old = made(encoder="Encoder", **blocks("encoder__layer", "fc"), head=("Linear", 9))
     new = made(**blocks("layers", "fc"), head=("Linear", 9))
-    found = match_layers(new, old)
+    found = match(new, old)
     assert found["encoder.layer.2.fc"] == "layers.2.fc"
     assert "encoder" not in found
     moved = {before: after for before, after in found.items() if before != after}
@@ -152,7 +149,7 @@ def test_blocks_that_moved_out_of_a_container_are_found_with_all_inside_them() -
 def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_and_order() -> None:
     old = made(**blocks("layer", "attention__query", "attention__key", "attention__dense"))
     new = made(**blocks("layer", "q_proj", "k_proj", "o_proj"))
-    found = match_layers(new, old)
+    found = match(new, old)
     assert found["layer.1.attention.key"] == "layer.1.k_proj"
     moved = {before: after for before, after in found.items() if before != after}
     assert infer_rename(new, old, moved) == {
@@ -165,12 +162,12 @@ def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_an
 def test_layers_of_blocks_in_another_order_are_not_paired() -> None:
     old = made(**blocks("layer", "attention__query", "attention__key"))
     new = made(**blocks("layer", "k_proj", "q_proj"))
-    assert not {name for name in match_layers(new, old) if "attention." in name}
+    assert not {name for name in match(new, old) if "attention." in name}
 
 
 def test_of_layers_of_which_one_went_none_is_paired() -> None:
     old = made(a="A", a__fc1=("Linear", 4), a__fc2=("Linear", 4), b="B")
-    assert set(match_layers(made(a="A", b="B", b__fc=("Linear", 4)), old)) == {"a", "b"}
+    assert set(match(made(a="A", b="B", b__fc=("Linear", 4)), old)) == {"a", "b"}
 
 
 @pytest.mark.parametrize("wrapped_now", [True, False])
@@ -178,37 +175,37 @@ def test_a_layer_is_found_inside_what_has_its_name_now_and_the_reverse(wrapped_n
     plain = made(head=("Linear", 4))
     wrapped = made(head="ClassifierHead", head__pool="Pool", head__fc=("Linear", 4))
     if wrapped_now:
-        assert match_layers(wrapped, plain) == {"head": "head.fc"}
+        assert match(wrapped, plain) == {"head": "head.fc"}
         assert infer_rename(wrapped, plain, {"head": "head.fc"}) == {"head.fc": "head"}
     else:
-        assert match_layers(plain, wrapped) == {"head.fc": "head"}
+        assert match(plain, wrapped) == {"head.fc": "head"}
 
 
 def test_a_layer_is_not_found_where_two_inside_are_made_like_it() -> None:
     new = made(head="Head", head__a=("Linear", 4), head__b=("Linear", 4))
-    assert match_layers(new, made(head=("Linear", 4))) == {"head": "head"}
+    assert match(new, made(head=("Linear", 4))) == {"head": "head"}
 
 
 def test_a_layer_that_came_in_another_block_is_not_the_one_that_went() -> None:
     both = {"h__0": "Block", "h__1": "Block"}
-    found = match_layers(made(**both, h__1__norm=("Norm", 4)), made(**both, h__0__norm=("Norm", 4)))
+    found = match(made(**both, h__1__norm=("Norm", 4)), made(**both, h__0__norm=("Norm", 4)))
     assert found == {"h.0": "h.0", "h.1": "h.1"}
 
 
 def test_a_single_layer_elsewhere_with_nothing_in_its_name_is_another() -> None:
-    found = match_layers(made(a="A", b="B", b__out=("Linear", 4)), made(a="A", a__fc=("Linear", 4), b="B"))
+    found = match(made(a="A", b="B", b__out=("Linear", 4)), made(a="A", a__fc=("Linear", 4), b="B"))
     assert found == {"a": "a", "b": "b"}
 
 
 def test_a_single_layer_that_kept_its_name_elsewhere_is_found() -> None:
-    found = match_layers(made(enc="E", norm=("Norm", 4)), made(enc="E", enc__norm=("Norm", 4)))
+    found = match(made(enc="E", norm=("Norm", 4)), made(enc="E", enc__norm=("Norm", 4)))
     assert found["enc.norm"] == "norm"
 
 
 def test_what_the_rules_say_is_what_was_found() -> None:
     old = made(encoder="Encoder", **blocks("encoder__layer", "attn__query", "attn__key"))
     new = made(**blocks("layers", "attn__query", "attn__key"))
-    found = match_layers(new, old)
+    found = match(new, old)
     assert resolve_rename(new, old, {"layers": "encoder.layer"}).items() <= found.items()
 
 
@@ -230,37 +227,37 @@ def test_a_record_with_the_new_names_needs_no_rename() -> None:
 
 
 def test_a_block_added_to_blocks_of_one_type_is_the_last() -> None:
-    assert match_layers(numbered("Block", "Block", "Block"), numbered("Block", "Block")) == {"0": "0", "1": "1"}
+    assert match(numbered("Block", "Block", "Block"), numbered("Block", "Block")) == {"0": "0", "1": "1"}
 
 
 def test_a_block_taken_from_blocks_of_one_type_is_the_last() -> None:
-    assert match_layers(numbered("Block"), numbered("Block", "Block")) == {"0": "0"}
+    assert match(numbered("Block"), numbered("Block", "Block")) == {"0": "0"}
 
 
 def test_a_layer_inserted_into_a_sequential_moves_those_after_it() -> None:
     old, new = numbered("Linear", "ReLU", "Linear"), numbered("Linear", "LayerNorm", "ReLU", "Linear")
-    assert match_layers(new, old) == {"0": "0", "1": "2", "2": "3"}
+    assert match(new, old) == {"0": "0", "1": "2", "2": "3"}
 
 
 def test_a_layer_taken_out_of_a_sequential_moves_those_after_it() -> None:
     old, new = numbered("Linear", "LayerNorm", "ReLU", "Linear"), numbered("Linear", "ReLU", "Linear")
-    assert match_layers(new, old) == {"0": "0", "2": "1", "3": "2"}
+    assert match(new, old) == {"0": "0", "2": "1", "3": "2"}
 
 
 def test_many_layers_are_aligned_at_both_ends() -> None:
     middle = ["Conv", "Norm"] * 1000
     old, new = numbered("Linear", *middle, "Head"), numbered("Linear", "Pool", *middle, "Head")
-    found = match_layers(new, old)
+    found = match(new, old)
     assert (found["0"], found["1"], found["2001"]) == ("0", "2", "2002")
 
 
 def test_very_many_layers_that_all_changed_are_paired_by_number() -> None:
     old, new = (numbered(*(f"L{i * step % 7}" for i in range(2000))) for step in (1, 3))
-    assert match_layers(new, old) == {str(i): str(i) for i in range(2000)}
+    assert match(new, old) == {str(i): str(i) for i in range(2000)}
 
 
 def test_a_layer_of_another_type_in_a_sequential_keeps_its_place() -> None:
-    assert match_layers(numbered("Linear", "GELU", "Linear"), numbered("Linear", "ReLU", "Linear")) == {
+    assert match(numbered("Linear", "GELU", "Linear"), numbered("Linear", "ReLU", "Linear")) == {
         "0": "0",
         "1": "1",
         "2": "2",
@@ -270,12 +267,12 @@ def test_a_layer_of_another_type_in_a_sequential_keeps_its_place() -> None:
 def test_a_layer_inserted_before_all_others_moves_them() -> None:
     old = structure(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     new = structure(nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.ReLU()))
-    assert match_layers(new, old) == {"(root)": "(root)", "0": "1", "1": "2"}
+    assert match(new, old) == {"(root)": "(root)", "0": "1", "1": "2"}
 
 
 def test_children_that_are_not_all_numbered_are_matched_by_name() -> None:
     old, new = record(fc="Linear", act="ReLU"), record(fc="ReLU", act="Linear", other="Tanh")
-    assert match_layers(new, old) == {"fc": "fc", "act": "act"}
+    assert match(new, old) == {"fc": "fc", "act": "act"}
 
 
 # --- what the user says -------------------------------------------------------------------------------------------
@@ -332,18 +329,18 @@ def test_a_rename_with_other_wildcards_on_the_right_is_refused(right: str) -> No
 
 def test_what_the_user_says_leaves_the_other_names_to_the_rest() -> None:
     old, new = record(a="ReLU", b="Linear"), record(a="Linear", c="ReLU")
-    assert match_layers(new, old, {"b": "a"}) == {"b": "a", "a": "c"}
+    assert match(new, old, {"b": "a"}) == {"b": "a", "a": "c"}
 
 
 def test_inside_a_layer_that_the_user_renamed_the_rest_is_found() -> None:
     old, new = record(h="Block", h__fc="Linear"), record(b="Block", b__proj="Linear")
-    assert match_layers(new, old, resolve_rename(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
+    assert match(new, old, resolve_rename(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
 
 
 def test_a_root_that_the_user_calls_another_layer_is_that_alone() -> None:
     old = Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("(root)", "core")})
     new = Record(model="Net", layers={"(root)": Layer(name="(root)", type="A")})
-    assert match_layers(new, old, {"core": "(root)"}) == {"core": "(root)"}
+    assert match(new, old, {"core": "(root)"}) == {"core": "(root)"}
 
 
 # --- a record under other names -----------------------------------------------------------------------------------
@@ -421,7 +418,7 @@ def test_a_container_is_found_under_another_name_whatever_the_order_its_children
         record(**{at: "Block"} | {f"{at}.{name}": kinds[name] for name in names})
         for at, names in (("block", ran), ("unit", made))
     )
-    assert match_layers(new, old)["block"] == "unit"
+    assert match(new, old)["block"] == "unit"
 
 
 def test_a_container_with_another_name_is_found_though_one_layer_in_it_is_another() -> None:
@@ -435,5 +432,5 @@ def test_a_container_with_another_name_is_found_though_one_layer_in_it_is_anothe
 
     old = listed("blocks", nn.ReLU(), nn.ReLU(), nn.ReLU())
     new = listed("layers", nn.ReLU(), nn.ELU(), nn.ReLU())
-    found = match_layers(new, old)
+    found = match(new, old)
     assert found == {name: name.replace("blocks", "layers") for name in old.layers}
