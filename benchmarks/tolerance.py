@@ -221,7 +221,7 @@ def pairs(measured: Record, variant: Record) -> Iterator[tuple[str, Pair]]:
             found += [("response", a.reading, b.reading) for a, b in handed]
             found.append(("response gradient", mine.response.gradient, theirs.response.gradient))
     for direction, a, b in found:
-        change = None if a is None else noise.change(a, b)
+        change = None if a is None else noise.relative_change(a, b)
         if a is not None and change is not None:
             yield direction, (change, a.noise or 0.0)
 

@@ -20,20 +20,20 @@ __all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_MODELS = 2  # kept for `Record.rerun` where the test keeps none: run(build(Net), x) == snapshot
-_REMEMBERED = 8  # sources kept for `record` and the summary, inputs for `Record.rerun`: a test may run a thousand times
+_MODELS = 2  # kept alive for `Record.rerun` if the test keeps none: run(build(Net), x) == snapshot
+_REMEMBERED = 8  # newest runs and watches, whose inputs are kept for `Record.rerun`
 _FORGOTTEN = (
     f"the probe of the record is closed or gone, or made {_REMEMBERED} runs since: compare the record before that"
 )
 
 
 class ModelProbe:
-    """Runs and watches models on a device, under a seed; the fixture ``modelprobe`` is one.
+    """Runs and watches models on a device with a seed; the fixture ``modelprobe`` is one.
 
     Args:
-        device: Where `run` runs and the inputs are made: ``"cpu"``, ``"cuda"``, a `torch.device`.
-        seed: Base of every random number that the probe draws.
-        device_required: Refuse to watch a model that is elsewhere. Set where the device was asked for by name.
+        device: Device of runs and generated inputs: ``"cpu"``, ``"cuda"``, a `torch.device`.
+        seed: Seed of all random numbers of the probe.
+        device_required: Whether to reject watches of models on other devices. Set if the user named the device.
 
     >>> from torch import nn
     >>> with ModelProbe(seed=0) as probe:
@@ -53,7 +53,7 @@ class ModelProbe:
         self._device_required = device_required
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
-        self._told = 0
+        self._reported = 0
         self._open: list[Watch] = []
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
@@ -75,26 +75,26 @@ class ModelProbe:
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Record:
-        """Run the model once on the device, backward too if there is a loss, and return what was seen.
+        """Run the model once on the device, with a backward if there is a loss, and return the record.
 
-        It leaves no trace: it starts without gradients, from the probe's seed, on copies of the inputs; afterwards
-        parameters, buffers, gradients, mode, device and random states are what they were, and so are the settings of
-        torch and all that the model's attributes lead to. What cannot be put back stands in the record's notes.
+        The run starts without gradients, with the seed of the probe, on copies of the inputs. Afterwards parameters,
+        buffers, gradients, mode, device, random states, the settings of torch and everything that attributes of the
+        model refer to are restored. The notes of the record name what cannot be restored.
 
         Args:
             model: The model.
-            *args: Its positional arguments; tensors in them are moved to the device.
+            *args: Its positional arguments; tensors in them are copied to the device.
             loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
-                output but a cache, which no normalization makes constant. None: no backward.
-            mode: ``"train"`` or ``"eval"``; None: as the model is.
+                output but a cache, which is not constant after a normalization. None: no backward.
+            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
             functionals: Whether to record functional calls (``F.relu``) as layers too.
-            attention: Whether to look at attention weights too, for `assert_attention_mask` and the like. Those of
-                fused attention are computed again.
-            isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to tell whose
-                own code changed. The run itself costs the same.
-            kwargs: Keyword arguments for the model whose names `run` uses itself.
+            attention: Whether to record attention weights, for `assert_attention_mask` and the like. Weights of fused
+                attention are recomputed.
+            isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to find whose
+                own code changed. The run itself takes no longer.
+            kwargs: Keyword arguments for the model whose names are options of `run`.
             **model_kwargs: Keyword arguments for the model.
 
         Raises:
@@ -145,12 +145,12 @@ class ModelProbe:
         attention: bool = False,
         isolate: bool = True,
     ) -> Watch:
-        """Observe whatever the test does with the model, until the watch or the probe is closed.
+        """Observe the model until the watch or the probe is closed.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The model is not on the device that was asked for.
+            UsageError: The model is not on the required device.
 
         >>> from torch import nn
         >>> with ModelProbe() as probe:
@@ -181,8 +181,8 @@ class ModelProbe:
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.
 
-        With inputs, one forward runs on fake tensors, which have shapes but no contents: a model on the meta device
-        will do. Where that cannot be done the record tells the structure alone, and why.
+        With inputs, one forward runs on fake tensors, which have shapes but no contents; the model may be on the meta
+        device. If this fails, the record has the structure alone and a note with the reason.
 
         >>> from torch import nn
         >>> with torch.device("meta"):
@@ -198,9 +198,9 @@ class ModelProbe:
     # --- models and inputs from the seed --------------------------------------------------------------------------
 
     def build(self, factory: Callable[[], M], *, rename: Mapping[str, str] | None = None) -> M:
-        """Return the model that ``factory`` makes, each weight seeded by its own name, on the device.
+        """Return the model of ``factory`` on the device, each weight seeded by its name.
 
-        The model is the same in every run and order of tests, and a layer added leaves the others' weights alone.
+        The model does not depend on the order of tests, and an added layer does not change the weights of others.
 
         >>> from torch import nn
         >>> a = ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2)))
@@ -209,8 +209,8 @@ class ModelProbe:
         True
 
         Args:
-            factory: Makes the model; called once.
-            rename: Glob of layers → glob of the names that they had: their weights are drawn by these, and stay.
+            factory: Returns the model; called once.
+            rename: Glob of layers → glob of their former names, by which their weights are drawn.
         """
         model = initialization.build(factory, seed=self.seed, rename=rename)
         if any(p.is_meta for p in model.parameters()):
@@ -218,7 +218,7 @@ class ModelProbe:
         return model.to(self.device)
 
     def randn(self, *shape: int | Sequence[int], name: str = "x") -> torch.Tensor:
-        """Return normally distributed numbers that depend on ``name``, the shape and the seed alone, on the device.
+        """Return normally distributed numbers on the device, drawn from ``name``, the shape and the seed.
 
         Two calls with one name and shape give the same numbers: name the inputs of a model that takes several.
 
@@ -229,7 +229,7 @@ class ModelProbe:
         return seeding.randn(_sizes(shape), seed=self.seed, name=name, device=self.device)
 
     def randint(self, low: int, high: int, shape: int | Sequence[int], name: str = "ids") -> torch.Tensor:
-        """Return integers from ``low`` to ``high`` - 1 that depend on ``name``, the shape and the seed alone.
+        """Return integers from ``low`` to ``high`` - 1 on the device, drawn from ``name``, the shape and the seed.
 
         Two calls with one name and shape give the same numbers, as with `randn`.
 
@@ -239,7 +239,7 @@ class ModelProbe:
         """
         return seeding.randint(low, high, _sizes([shape]), seed=self.seed, name=name, device=self.device)
 
-    # --- what was seen --------------------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------------------
 
     @property
     def record(self) -> Record:
@@ -269,13 +269,13 @@ class ModelProbe:
         return self._sources[0][1]
 
     def take_unreported(self) -> list[tuple[str, Watch | Record]]:
-        """Return the newest runs and watches that were not told before, each with its name."""
-        new = list(self._sources)[-(self._seen - self._told) :] if self._seen > self._told else []
-        self._told = self._seen
+        """Return the newest runs and watches that no earlier call returned, each with its name."""
+        new = list(self._sources)[-(self._seen - self._reported) :] if self._seen > self._reported else []
+        self._reported = self._seen
         return new
 
     def close(self) -> None:
-        """Close every watch, and let go of the models and inputs of runs. Safe to repeat."""
+        """Close all watches, and release the models and inputs of runs. Safe to repeat."""
         for watch in self._open:
             watch.close()
         self._open.clear()

@@ -1,4 +1,4 @@
-"""Runs: noise, origin of what is not finite, structure without computing, each module alone."""
+"""Runs of a model: watched, repeated, with noise, on fake tensors, and of each layer in isolation."""
 
 from __future__ import annotations
 

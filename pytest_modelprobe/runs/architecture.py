@@ -32,7 +32,7 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     layers = Layers(model)
     if not (args or kwargs):
         return assemble(Capture(layers, layers.modules))
-    for cached in (True, False):  # torch's cache fails on what it cannot compare (packed weights); without, it is slow
+    for cached in (True, False):  # torch's cache fails on packed weights, which it cannot compare; it is slow without
         capture = Capture(layers, layers.modules)
         with preserved(model, values=False), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs, cached)
@@ -52,7 +52,7 @@ def _run_on_fakes(
     products = _GroupedProducts()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:  # as if it were on the CPU: models make their masks and positions there
+        if tensor.is_meta:  # as if on the CPU, where models create masks and positions
             with mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
@@ -65,7 +65,7 @@ def _run_on_fakes(
         state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
         with mode, products:
             functional_call(model, state, args, kwargs, tie_weights=False)
-    except Exception as error:  # noqa: BLE001 - whatever a model does with contents that are not there
+    except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
         capture.detach()
@@ -73,7 +73,7 @@ def _run_on_fakes(
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
-    """Gives grouped matrix products their shape in every dtype, as on the CPU: those of fakes take bfloat16 alone."""
+    """Supports grouped matrix products in every dtype, as on the CPU; on fake tensors torch supports bfloat16 alone."""
 
     supports_higher_order_operators = True
 
@@ -90,7 +90,7 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return an empty product. Both with an axis of groups or both without: so has the product."""
+    """Return an empty product, which has an axis of groups if both or neither of the inputs have one."""
     shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
     if a.dim() == b.dim():
         shape = (len(a) if offs is None else len(offs), *shape)
@@ -99,7 +99,7 @@ def _grouped_product(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging what a fake forward cannot do: the record says so."""
+    """Silence torch's log of operations that fake tensors do not support: the record has a note."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

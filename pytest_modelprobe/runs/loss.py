@@ -14,7 +14,7 @@ from pytest_modelprobe.models import as_real, flatten, parts, seeding
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 
 _CACHE = re.compile(r"past_key_values?|(\w+_)?cache(_params)?|\w*Cache")
-"""Names of fields, and of types, that hold what a decoder keeps for its next call."""
+"""Names of fields, and of types, that are caches of a decoder."""
 
 
 class NoGradientError(UsageError):
@@ -64,11 +64,11 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
 
 
 def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
-    """Return the sum of every floating output times numbers seeded by its position, over the root of its size.
+    """Return a random projection of all floating outputs, each divided by the square root of its size.
 
-    Its position among the floating outputs, and not its path: the same tensors weigh the same in a tuple, a dict or
-    alone. A cache beside other outputs does not count, for a model gives out one or not as it is asked. A complex
-    output counts as its real and imaginary parts. None: no floating output requires a gradient.
+    The weights are drawn from the position among the floating outputs, not from the path: the same tensors have the
+    same loss in a tuple, a dict or alone. A cache is ignored if there are other outputs, since models return it on
+    request only. A complex output counts as its real and imaginary parts. None: no floating output requires a gradient.
 
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> bool(random_loss(x, seed=0) == random_loss({"logits": x, "past_key_values": (x, x)}, seed=0))
@@ -86,7 +86,7 @@ def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
 
 
 def _weighed(output: Any) -> list[torch.Tensor]:
-    """Return the floating outputs in their order, without those of a cache unless there are no others."""
+    """Return the floating outputs in order, without those of a cache unless there are no others."""
     named = parts(output) or [("", output)]
     return _floating([part for name, part in named if not _is_cache(name, part)]) or _floating(output)
 
@@ -97,5 +97,5 @@ def _floating(output: Any) -> list[torch.Tensor]:
 
 
 def _is_cache(name: str, part: Any) -> bool:
-    """Whether a part of the output is a cache, by the name of its field or of its type."""
+    """Whether a part of the output is a cache, by the name of its field or type."""
     return bool(_CACHE.fullmatch(name.removeprefix(".")) or _CACHE.fullmatch(type(part).__name__))

@@ -1,9 +1,9 @@
-"""Noise: how far harmless changes move each number of a run, measured by running it again a little beside itself.
+"""Noise: the change of each number of a run when it is repeated with ulp-perturbed parameters and inputs.
 
-What other threads, instruction sets and memory layouts do to a result is of the size of a rounding in each parameter
-and input: `moved` makes one. Gradients need more. Where a ReLU gate or the choice of a max-pool lies within rounding
-of the other side, one flip moves every gradient below by a hundredth, and a move by one unit mostly misses it; a move
-by `BACKWARD_ULPS` units finds it, and moves smooth models by no more than it says.
+Other threads, instruction sets and memory layouts change a result about as much as rounding each parameter and input
+does, which `perturbed` imitates. Gradients need larger perturbations: where the input of a ReLU is zero up to rounding,
+or two candidates of a max-pool are equal, one flip changes all gradients below by about 1 %. One ulp rarely causes such
+a flip; `BACKWARD_ULPS` do, and change smooth models in proportion only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pytest_modelprobe.record import (
 )
 
 FORWARD_ULPS = 1
-"""Units in the last place by which repeats of the forward move each element."""
+"""Perturbation of each element for the noise of the forward, in units in the last place."""
 
 BACKWARD_ULPS = {torch.float32: 84, torch.float64: 84}
-"""Units in the last place by which repeats of the backward move each element, 1e-5 in float32.
+"""Perturbation of each element for the noise of the backward, in units in the last place: 1e-5 in float32.
 
 Other dtypes: `FORWARD_ULPS`.
 """
@@ -46,53 +46,53 @@ Key = tuple[Hashable, ...]
 """Address of a reading: layer, which call, path, direction."""
 
 
-# --- moving numbers -----------------------------------------------------------------------------------------------
+# --- perturbing numbers -------------------------------------------------------------------------------------------
 
 
-def moved(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
-    """Return a copy of ``tensor``, each element moved up or down by so many units in the last place of its dtype.
+def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
+    """Return a copy of ``tensor``, each element increased or decreased by some units in the last place of its dtype.
 
-    A coin that belongs to ``name`` says which way. Zeros stay, for they are exact; so does what is not finite or too
-    large to be a quantity.
+    The signs are drawn from ``name``. Zeros, which are exact, and elements that are not finite or above half the
+    largest number stay unchanged.
 
-    >>> x = moved(torch.tensor([1.0, 0.0, -torch.inf, 3.0e38]), "x", 1)
+    >>> x = perturbed(torch.tensor([1.0, 0.0, -torch.inf, 3.0e38]), "x", 1)
     >>> x[1:].tolist() == [0.0, -torch.inf, torch.tensor(3.0e38).item()], abs(x[0] - 1).item() < 2e-7, x[0] != 1
     (True, True, tensor(True))
     """
     plain = as_real(tensor.detach())
-    bits = plain.view(_BITS[plain.element_size()])  # of one sign, numbers lie in the order of their bits
+    bits = plain.view(_BITS[plain.element_size()])  # numbers of one sign are ordered as their bits
     magnitude = bits & torch.iinfo(bits.dtype).max
     most = int(torch.tensor(torch.finfo(plain.dtype).max / 2, dtype=plain.dtype).view(bits.dtype))
-    way = _coins(plain.numel(), name).to(plain.device, bits.dtype).view(plain.shape) * 2 - 1
-    result = torch.where((magnitude > units) & (magnitude < most), bits + way * units, bits).view(plain.dtype)
+    signs = _signs(plain.numel(), name).to(plain.device, bits.dtype).view(plain.shape) * 2 - 1
+    result = torch.where((magnitude > units) & (magnitude < most), bits + signs * units, bits).view(plain.dtype)
     return torch.view_as_complex(result) if tensor.is_complex() else result
 
 
-def _coins(count: int, name: str) -> torch.Tensor:
+def _signs(count: int, name: str) -> torch.Tensor:
     drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-count // 8))
     return torch.from_numpy(numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8), count=count).view(numpy.int8))
 
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """One way to move all numbers of a run.
+    """One random perturbation of all numbers of a run.
 
     Args:
-        name: Tells repeats apart.
-        far: Whether by `BACKWARD_ULPS` units in the last place; else by `FORWARD_ULPS`.
+        name: Seed of the signs.
+        far: Whether by `BACKWARD_ULPS`; else by `FORWARD_ULPS`.
     """
 
     name: str
     far: bool
 
     def parameters(self, model: nn.Module) -> None:
-        """Move every floating parameter of ``model`` in place; what is no plain memory stays as it is."""
+        """Perturb every floating parameter of ``model`` in place, except those without plain memory."""
         for path, parameter in model.named_parameters():
             if has_bytes(parameter) and 0 not in parameter.stride():
                 parameter.data.copy_(self(parameter, path))
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return an input moved, if it is a quantity: masks, lengths, targets and one-hot codes stay as they are.
+        """Return an input perturbed; masks, lengths, targets and one-hot codes stay unchanged.
 
         >>> mask = torch.tensor([0.5, torch.finfo(torch.float32).min])
         >>> Perturbation("repeat 1", far=False).input(mask, "mask") is mask
@@ -101,10 +101,10 @@ class Perturbation:
         return self(tensor, name) if has_bytes(tensor) and _is_quantity(tensor) else tensor
 
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a copy of ``tensor`` moved; the same tensor if it is not of floats."""
+        """Return a perturbed copy of a floating tensor; any other tensor itself."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        return moved(
+        return perturbed(
             tensor, f"{self.name} {name}", BACKWARD_ULPS.get(tensor.dtype, FORWARD_ULPS) if self.far else FORWARD_ULPS
         )
 
@@ -113,7 +113,7 @@ def _is_quantity(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     plain = as_real(tensor.detach())
-    plain = plain if plain.element_size() > 1 else plain.float()  # which has no arithmetic of its own
+    plain = plain if plain.element_size() > 1 else plain.float()  # 1-byte dtypes have no arithmetic
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # False of NaN
     return bool(usual.all()) and not bool((plain == plain.round()).all())
 
@@ -122,22 +122,23 @@ def _is_quantity(tensor: torch.Tensor) -> bool:
 
 
 def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ()) -> Record:
-    """Return ``base`` with the noise of each reading: the most that it moved in any repeat.
+    """Return ``base`` with the noise of each reading: its largest relative change in any repeat.
 
-    Infinite where a repeat has no such value, or one of another size. What was never read has no noise, nor have
-    parameters and buffers as they were before: nothing computed them.
+    Infinite if a repeat has no such value, or one of another size. Readings without statistics have no noise, nor have
+    parameters and buffers before the run, which are not computed.
 
     Args:
         base: The record.
-        near: Repeats with all numbers moved by `FORWARD_ULPS`: the noise of the forward.
-        far: Repeats with all numbers moved by `BACKWARD_ULPS`: that of gradients, and of integers and bools, which stay
-            the same until something tips over.
+        near: Repeats perturbed by `FORWARD_ULPS`: the noise of the forward.
+        far: Repeats perturbed by `BACKWARD_ULPS`: the noise of gradients, and of integers and bools, which change in
+            steps.
     """
     near_readings, far_readings = [readings(repeat) for repeat in near], [readings(repeat) for repeat in far]
 
     def measured(key: Key, reading: Reading) -> Reading:
-        tips = reading.digest is not None or key[-1] not in ("forward", "after")
-        changes = [change(reading, repeat.get(key)) for repeat in (far_readings if tips else near_readings)]
+        discrete = reading.digest is not None or key[-1] not in ("forward", "after")
+        repeats = far_readings if discrete else near_readings
+        changes = [relative_change(reading, repeat.get(key)) for repeat in repeats]
         known = [c for c in changes if c is not None]
         return dataclasses.replace(reading, noise=max(known)) if known else reading
 
@@ -145,18 +146,18 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
 
 
 def with_nondeterminism(base: Record, repeats: Sequence[Record]) -> Record:
-    """Return ``base`` with the noise that plain repeats show, where they differ; it is *not repeatable*."""
+    """Return ``base``, marked as *not repeatable*, with the noise of unperturbed repeats where they differ."""
     again = [readings(repeat) for repeat in repeats]
 
     def measured(key: Key, reading: Reading) -> Reading:
-        noise = max((change(reading, repeat.get(key)) or 0.0 for repeat in again), default=0.0)
+        noise = max((relative_change(reading, repeat.get(key)) or 0.0 for repeat in again), default=0.0)
         return dataclasses.replace(reading, noise=noise) if noise else reading
 
     return dataclasses.replace(_mapped(base, measured), noise="not repeatable")
 
 
-def change(reading: Reading, other: Reading | None) -> float | None:
-    """Return by how much another reading of the same value differs, relative to its norm; integers: what share does."""
+def relative_change(reading: Reading, other: Reading | None) -> float | None:
+    """Return the change of a reading relative to its norm; for integers, the fraction of elements that differ."""
     numbers = reading.statistics
     if numbers is None or reading.fingerprint is None:
         return None
@@ -174,7 +175,7 @@ def change(reading: Reading, other: Reading | None) -> float | None:
 
 
 def first_difference(base: Record, repeat: Record) -> str | None:
-    """Return the address of the first value, in the order of computation, that a repeat has otherwise; None: none."""
+    """Return the address of the first value, in the order of computation, that differs in a repeat; None: none."""
     again = readings(repeat)
     for where, key, reading in _in_order(base):
         other = again.get(key)
@@ -184,12 +185,12 @@ def first_difference(base: Record, repeat: Record) -> str | None:
 
 
 def _same(a: Reading, b: Reading) -> bool:
-    # by their text, in which NaN is like NaN
+    # as text, in which NaN equals NaN
     return repr((a.statistics, a.fingerprint, a.digest)) == repr((b.statistics, b.fingerprint, b.digest))
 
 
 def _in_order(record: Record) -> Iterator[tuple[str, Key, Reading]]:
-    """Yield every computed reading as it came about: forwards by start and end of calls, gradients backwards."""
+    """Yield every computed reading in the order of computation: forwards by start and end of calls, then gradients."""
     events: list[tuple[int, str, Layer, Call, Value]] = []
     for layer in record.layers.values():
         for call in layer.calls:

@@ -1,4 +1,4 @@
-"""Where something non-finite began: the operation and the line of the model's source."""
+"""The origin of values that are not finite: the operation and the line of the model's source."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _is_model_code(path: str) -> bool:
 
 
 class OriginMode(TorchFunctionMode):
-    """Finds the first torch operation that gives a NaN, or an infinity of a new sign, which no input of it has.
+    """Finds the first torch operation that returns a NaN, or an infinity of some sign, that none of its inputs has.
 
-    A constant is an input too: ``masked_fill(mask, -inf)`` begins nothing. Where an infinity comes first, the operation
-    that makes a NaN is looked for besides.
+    A constant is an input too, as in ``masked_fill(mask, -inf)``. If an infinity comes first, the first operation that
+    returns a NaN is added.
     """
 
     def __init__(self) -> None:
@@ -68,36 +68,35 @@ class OriginMode(TorchFunctionMode):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """What a NaN or an infinity that a model gives out comes from."""
+    """The source of a NaN or an infinity in the output of a model."""
 
     layer: str
-    """The innermost layer that was running, or what held it."""
+    """The innermost layer that was running, or the owner of the tensor."""
     text: str
-    """As it stands after "from": the operation, or ``fc1.weight, which holds NaN``."""
+    """The operation, or ``fc1.weight, which holds NaN``."""
     given: bool = False
-    """Whether it is an infinity that the model was given and did not compute."""
+    """Whether it is an infinity that the model did not compute."""
 
 
 class SourceMode(TorchFunctionMode):
-    """Follows what is not finite through all that it goes into, from the operation that made it or what held it.
+    """Follows values that are not finite through all operations, from the operation or tensor that they come from.
 
-    An infinity counts as given if it is a constant, as of ``masked_fill(mask, -inf)``, if it was held so, or if it is
-    negative and made of zeros and ones alone, as ``mask.log()`` is.
+    An infinity counts as given if it is a constant, as in ``masked_fill(mask, -inf)``, if a tensor held it before the
+    run, or if it is negative and computed from zeros and ones alone, as in ``mask.log()``.
 
     Args:
-        held: Address in memory → what is known to hold something, with the layer to name and whether an infinity of it
-            counts as given.
+        held: Address in memory → source for the values that a tensor held before the run.
         running: Returns the innermost layer that is running.
     """
 
     def __init__(self, held: Mapping[int, Source], running: Callable[[], str]) -> None:
         super().__init__()
         self._held, self._running = held, running
-        # By address, as views share it; each with a tensor, so that the memory stays its own.
+        # By address, which views share; each with a tensor, so that the address is not reused.
         self._known: dict[int, tuple[torch.Tensor, dict[str, Source | None]]] = {}
 
     def sources(self, tensor: torch.Tensor) -> dict[str, Source | None]:
-        """Return which kinds are in a tensor, each with what it comes from; None where no torch call shows it."""
+        """Return which kinds are in a tensor, each with its source; None if it is not known."""
         kinds = _kinds(flatten("", tensor))
         if not kinds:
             return {}
@@ -121,7 +120,7 @@ class SourceMode(TorchFunctionMode):
         }
         for _, tensor in before.tensors:
             for kind, source in self.sources(tensor).items():
-                coming[kind] = min(source, coming.get(kind, source), key=_innocence)
+                coming[kind] = min(source, coming.get(kind, source), key=_source_rank)
         of_mask = _is_mask(before)
         output = func(*args, **kwargs)
         for _, tensor in (*flatten("", output).tensors, *before.tensors):  # it may have written in place
@@ -133,19 +132,19 @@ class SourceMode(TorchFunctionMode):
         return output
 
 
-def _innocence(source: Source | None) -> int:
+def _source_rank(source: Source | None) -> int:
     return 1 if source is None else 2 * source.given
 
 
 def _is_mask(flat: Flat) -> bool:
-    """Return whether there are zeros and ones in the tensors, and nothing else."""
+    """Return whether the tensors hold zeros and ones, and nothing else."""
     tensors = [values for _, values in _floating(flat)]
     bounds = {bound.item() for values in tensors for bound in values.aminmax()}
     return bounds == {0.0, 1.0} and all(bool(((values == 0) | (values == 1)).all()) for values in tensors)
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:
-    """Run ``forward`` and return the operation in which the first non-finite value began, if a torch call shows it."""
+    """Run ``forward`` and return the first operation that made a value not finite; None if no torch call did."""
     mode = OriginMode()
     with mode:
         forward()
@@ -153,28 +152,28 @@ def find_origin(forward: Callable[[], Any]) -> Operation | None:
 
 
 def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | None:
-    """Run forward and backward; return the operation whose backward first made something that is not finite.
+    """Run forward and backward; return the operation whose backward first made a gradient not finite.
 
-    Every node of the graph is looked at, for anomaly detection sees a NaN but not the infinity that became one. It is
-    used for the lines of the forward alone, which it keeps with the nodes.
+    All nodes of the graph are hooked, as anomaly detection reports a NaN but not the infinity before it. It is used
+    only to keep the lines of the forward with the nodes.
     """
     found: list[Operation] = []
 
-    def looking(node: Node) -> Callable[..., None]:
-        def look(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
+    def hook_of(node: Node) -> Callable[..., None]:
+        def hook(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
             made = frozenset() if found else _kinds(flatten("", given))
-            if made:  # for the first time, so what it took was finite
+            if made:  # for the first time, so its own gradient was finite
                 kinds = " and ".join(sorted(kind.replace("nan", "NaN") for kind in made))
                 detail = f"which made {kinds} of a finite gradient"
                 found.append(Operation(name=node.name(), location=_forward_line(node), detail=detail))
 
-        return look
+        return hook
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
         with torch.autograd.detect_anomaly(check_nan=False):
             loss = make_loss()
-    handles = [node.register_hook(looking(node)) for node in _nodes(loss.grad_fn)]
+    handles = [node.register_hook(hook_of(node)) for node in _nodes(loss.grad_fn)]
     try:
         loss.backward()
     finally:
@@ -211,7 +210,7 @@ def _model_line(frame: FrameType | None) -> str | None:
     for caller, line in traceback.walk_stack(frame):
         path = caller.f_code.co_filename
         if path.startswith(_OURS):
-            return None  # all of it torch's own modules: what calls us is no part of the model
+            return None  # torch's own modules alone: our callers are no part of the model
         if _is_model_code(path):
             return f"{Path(path).name}:{line}"
     return None
@@ -222,7 +221,7 @@ def _name(function: Any) -> str:
 
 
 def _kinds(flat: Flat) -> frozenset[str]:
-    """Return which non-finite kinds are among the tensors and the plain numbers."""
+    """Return which of NaN, inf and -inf occur in the tensors and the plain numbers."""
     kinds = {_kind(value) for value in flat.plain.values() if isinstance(value, float)}
     for _, values in _floating(flat):
         if values.isfinite().all():
@@ -249,7 +248,7 @@ def _ranges(flat: Flat) -> str:
 
 
 def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what has floating elements to look at: nothing sparse, quantized or without contents."""
+    """Yield the floating tensors as real ones, except sparse, quantized, nested, meta and empty ones."""
     for path, tensor in flat.tensors:
         looked_into = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
         if not looked_into or not tensor.numel():

@@ -41,9 +41,9 @@ _REPEATS = 3
 
 
 class Run:
-    """One `ModelProbe.run`: the same step, repeatable, that leaves no trace.
+    """One `ModelProbe.run`: a forward, and a backward, that can be repeated; the model is restored after each.
 
-    It knows its model weakly. The probe alone keeps it, and so the inputs.
+    It references its model weakly. Only the probe keeps it, and with it the inputs.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Run:
         self.device, self.seed = device, seed
         self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
         self._model = weakref.ref(model)
-        # As they are when the run is made: it may be repeated elsewhere.
+        # Repeats use the contexts of the first run.
         self._grad_enabled = torch.is_grad_enabled()
         self._autocast = autocast_states((device.type, "cpu"))
         self._settings: list[Any] = []
 
     @property
     def model(self) -> nn.Module:
-        """The model; whoever runs it holds it."""
+        """The model, which the caller keeps alive."""
         model = self._model()
         assert model is not None
         return model
@@ -90,27 +90,27 @@ class Run:
         self._settings = self._settings_now()
         return record, kept
 
-    # --- asked of the record later --------------------------------------------------------------------------------
+    # --- repeated for a record ------------------------------------------------------------------------------------
 
     def isolated(self, record: Record, request: IsolationRequest) -> Record:
         """Fill in the `IsolatedResponse` of each call, see `Rerun`."""
         if not self.isolate:
             return record
         model = self._model()  # held until the end
-        # Of a few layers no noise is measured, and weights do not matter: to read them all would be most of the time.
+        # For a few layers no noise is measured, so weights do not matter, and reading them all would take longest.
         reason = self._obstacle(None if request.only else record, model)
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
         return with_responses_of_one_forward(record, self._isolate(record, request))
 
     def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response; see `noise`."""
+        """Fill in the noise of each reading and response, see `noise`."""
         model = self._model()
         reason = self._obstacle(record, model)
         if reason is None:
             try:
                 return self._measured(record)
-            except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
+            except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
                 reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
@@ -154,7 +154,7 @@ class Run:
             )
 
     def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:
-        """Return why the run cannot be repeated, if so; without a record, but for what parameters are now."""
+        """Return why the run cannot be repeated; None if it can. Without a record, parameters may have changed."""
         if model is None:
             return "the model is gone: keep it in a variable until the record is compared"
         if self._settings != self._settings_now() or not (record is None or self._has_parameters_of(record)):
@@ -162,7 +162,7 @@ class Run:
         return None
 
     def _settings_now(self) -> list[Any]:
-        """Return what would make another run of it, all but the contents of parameters and buffers."""
+        """Return all that determines the run, except the contents of parameters and buffers."""
         inputs = (*flatten("args", self.args).tensors, *flatten("kwargs", self.kwargs).tensors)
         return [
             [(id(tensor), identity(tensor)) for _, tensor in inputs],
@@ -171,7 +171,7 @@ class Run:
         ]
 
     def _has_parameters_of(self, record: Record) -> bool:
-        """Whether parameters and buffers are those that the record was made with: read again, for ``.data`` is mute."""
+        """Whether parameters and buffers are those of the record. They are read, as ``.data`` changes no version."""
         with self._prepared(values=False), self._watch() as watch:
             now = assemble(watch._capture)
         return all(
@@ -186,10 +186,9 @@ class Run:
     def _observed(
         self, move: noise.Perturbation | None = None, keep: Selector = (), *, repeat: int = 0
     ) -> tuple[Record, Mapping[str, list[Any]]]:
-        """Return the record of one step, its numbers moved by ``move``, and the tensors kept.
+        """Return the record of one step, perturbed by ``move``, and the tensors kept.
 
-        A ``repeat`` begins with the model's own random generators in another state: what draws from them does not
-        repeat from process to process, though each run puts them back.
+        In repeat ``repeat``, the model's own random generators start in another state, as in another process.
         """
         __tracebackhide__ = True
         with self._prepared(repeat) as state, self._watch(keep) as watch:
@@ -215,9 +214,9 @@ class Run:
 
     @contextmanager
     def _prepared(self, repeat: int = 0, *, values: bool = True) -> Iterator[ModelState]:
-        """The model as a run finds it, from the seed; everything is put back afterwards.
+        """Prepare the model for a run: seed, contexts, mode, device, no gradients; restore everything afterwards.
 
-        Without ``values``, but for what parameters and buffers hold: for what does not change it, or puts it back.
+        Without ``values`` the contents of parameters and buffers are not restored, for code that does not change them.
         """
         __tracebackhide__ = True
         with ExitStack() as contexts:
@@ -242,7 +241,7 @@ class Run:
         return seeding.seeded(seeding.derive(self.seed, "run"))
 
     def _give_shapes(self) -> None:
-        """Show lazy modules an input, so that the step finds a model like any other; nothing else stays of it."""
+        """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
             with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
@@ -271,7 +270,7 @@ class Run:
         return output
 
     def _note_misspelt(self, error: TypeError) -> None:
-        """Tell on the model's own error if a keyword that it does not know looks like one of `ModelProbe.run`."""
+        """Add a note to an error about an unknown keyword that resembles an option of `ModelProbe.run`."""
         options = ("loss", "mode", "layers", "keep", "functionals", "attention", "isolate", "kwargs")
         for name in self.kwargs:
             if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
@@ -283,7 +282,7 @@ class Run:
             self._forward(move)
         elif move is None or move.far:
             self._loss(move).backward()
-        else:  # for gradients it is too little
+        else:  # too small a perturbation for gradients
             with torch.enable_grad():
                 self._forward(move)
 
@@ -294,7 +293,7 @@ class Run:
             return loss_of(self._forward(move), self.loss, seed=self.seed)
 
     def _with_origins(self, record: Record) -> Record:
-        """Look up the operation where something non-finite began, by running once more."""
+        """Fill in the origin of values that are not finite, by running once more."""
         __tracebackhide__ = True
         forward, backward = _nonfinite(record)
         if not (forward or backward):
@@ -324,5 +323,5 @@ def _loss_name(loss: Loss | None) -> str | None:
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one: ``cuda`` means any of them, by name."""
+    """Whether two devices are the same; ``cuda`` without an index is any of them."""
     return a.type == b.type and (b.index is None or a.index == b.index)

@@ -1,4 +1,4 @@
-"""`Watch`: hooks on a model that the test runs itself."""
+"""`Watch`: observes a model that the test runs itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_modelprobe.capture import Capture, Which, assemble
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
-from .isolation import Again, Forwards, Key, isolate, merged, recipes_of
+from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
 from .rerun import (
     IsolationRequest,
     Place,
@@ -29,21 +29,22 @@ _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
 
 class Watch:
-    """Observes whatever is done with a model until it is closed.
+    """Observes the forwards and backwards of a model until it is closed.
 
-    It never moves or changes the model, and closes itself when it is forgotten. Made by `ModelProbe.watch`.
+    It never moves or changes the model, and closes itself when it is garbage collected. Made by `ModelProbe.watch`.
 
     Args:
-        model: The model; its wrappers (DDP, compiled modules) are looked through.
+        model: The model; wrappers (DDP, compiled modules) are removed.
         layers: Which layers to record, see `selection`.
-        name: What messages call it; the model's class by default.
+        name: Name in messages; the class of the model by default.
         keep: Which layers' output tensors of the newest forward to keep.
         functionals: Whether to record functional calls (``F.relu``) too.
-        attention: Whether to look at attention weights.
-        isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to tell whose own
-            code changed. For that the inputs of the first forwards are copied.
+        attention: Whether to record attention weights.
+        isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
+            code changed. This copies the inputs of the first forwards.
         seed: Stored in the record.
 
+    >>> import torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with Watch(model) as watch:
@@ -70,11 +71,11 @@ class Watch:
         self.name = name or type(next(iter(found.modules.values()))).__name__
         self.closed = False
         self.first_hook = next_hook()
-        """Number of the first hook that torch gave out since the watch began; None where it cannot be told."""
+        """Id of the first hook that torch assigned since the watch began; None if it is not known."""
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}
-        self._forwards = Forwards(found) if isolate else None
+        self._forwards = KeptForwards(found) if isolate else None
         self._capture = Capture(
             found,
             select(found.modules, layers),
@@ -95,7 +96,8 @@ class Watch:
     def first(self) -> Record:
         """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
 
-        They are read before the first step of an optimizer. What had changed by then, or without one, has no numbers.
+        They are read before the first step of an optimizer. Those that changed before that, or in a watch without an
+        optimizer, have no numbers.
         """
         return self._record("first")
 
@@ -113,7 +115,7 @@ class Watch:
         return self._capture.kept
 
     def close(self) -> None:
-        """Take every hook off. What was recorded stays. Safe to repeat."""
+        """Remove all hooks. The record stays. Safe to repeat."""
         self.closed = True
         self._finalizer()
 
@@ -130,7 +132,7 @@ class Watch:
         return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
 
     def _record(self, which: Which) -> Record:
-        # Writing into a parameter is a change too, as an optimizer's step does, and putting another in its place.
+        # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.
         tensors = (*self.model.parameters(), *self.model.buffers())
         now = self._capture.changes, tuple((id(t), not t.is_inference() and t._version) for t in tensors)
         then, record = self._records.get(which, (None, None))
@@ -142,7 +144,7 @@ class Watch:
         return record
 
     def isolated(self, record: Record, request: IsolationRequest, *, which: Which) -> Record:
-        """Call each layer alone, in the forwards that are kept, as the model is by now."""
+        """Fill in the `IsolatedResponse` of each call in the kept forwards, with the model as it is now."""
         assert self._forwards is not None
         one = {"first": self._forwards.first, "last": self._forwards.newest}
         kept = self._forwards.kept.values() if which == "all" else [[again] for again in [one[which]] if again]
@@ -168,7 +170,7 @@ class Watch:
 
     def _alone(
         self,
-        again: Again,
+        again: KeptForward,
         record: Record,
         recipes: Mapping[Key, Mapping[str, str]],
         request: IsolationRequest,

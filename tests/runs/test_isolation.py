@@ -22,7 +22,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record.records import IsolatedResponse, Reading
 from pytest_modelprobe.runs.isolation import Key, fits, isolate, kind_of, noisy, synthetic
-from pytest_modelprobe.runs.noise import Perturbation, change
+from pytest_modelprobe.runs.noise import Perturbation, relative_change
 
 Responses = dict[Key, IsolatedResponse]
 
@@ -48,7 +48,7 @@ def respond(
 def differs(a: Reading | None, b: Reading | None) -> bool:
     if a is None or b is None:
         return a is not b
-    moved = change(b, a)
+    moved = relative_change(b, a)
     return moved is None or moved > 1e-5
 
 

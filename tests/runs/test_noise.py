@@ -17,10 +17,10 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.record.records import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs.noise import (
     Perturbation,
-    change,
     first_difference,
-    moved,
+    perturbed,
     readings,
+    relative_change,
     with_noise,
     with_nondeterminism,
 )
@@ -45,7 +45,7 @@ def measured(record: Record) -> Record:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) -> None:
     x = torch.linspace(-2, 2, 64).to(dtype)[:, None].expand(64, 2)[:63]
-    change = (moved(x, "x", 1).to(torch.complex128) - x.to(torch.complex128)).abs()
+    change = (perturbed(x, "x", 1).to(torch.complex128) - x.to(torch.complex128)).abs()
     units = change / x.to(torch.complex128).abs() / torch.finfo(dtype).eps
     assert units.min() > 0.4
     assert units.max() <= 1.0
@@ -53,19 +53,19 @@ def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) ->
 
 def test_a_name_tells_moves_apart_and_repeats_them() -> None:
     x = torch.ones(1000)
-    assert torch.equal(moved(x, "a", 1), moved(x, "a", 1))
-    assert 400 < int((moved(x, "a", 1) != moved(x, "b", 1)).sum()) < 600
+    assert torch.equal(perturbed(x, "a", 1), perturbed(x, "a", 1))
+    assert 400 < int((perturbed(x, "a", 1) != perturbed(x, "b", 1)).sum()) < 600
 
 
 @pytest.mark.parametrize("units", [1, 84, 300])
 def test_zeros_and_what_is_not_finite_or_huge_stays(units: int) -> None:
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(torch.float32).min, 3e38])
-    assert moved(x, "x", units).numpy().tobytes() == x.numpy().tobytes()
+    assert perturbed(x, "x", units).numpy().tobytes() == x.numpy().tobytes()
 
 
 def test_an_element_of_any_layout_moves_in_its_place() -> None:
     x = torch.arange(1.0, 7.0).view(2, 3).t()
-    assert torch.allclose(moved(x, "x", 1), x)
+    assert torch.allclose(perturbed(x, "x", 1), x)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_harmless_changes_stay_within_a_few_times_the_noise(
     with harmless():
         other = readings(probe.run(model, loss="random", mode="train", kwargs=inputs))
     for key, reading in readings(record).items():
-        moved_by = change(reading, other[key])
+        moved_by = relative_change(reading, other[key])
         assert moved_by is None or moved_by <= max(4 * (reading.noise or 0.0), 2e-6), key
 
 
@@ -334,8 +334,8 @@ def test_a_value_that_is_missing_or_of_another_size_in_a_repeat_has_infinite_noi
 
 def test_integers_that_differ_have_a_share_of_at_least_one_element() -> None:
     a, b = reading(1.0, digest="0" * 16), reading(1.0, digest="f" * 16)
-    assert change(a, a) == 0.0
-    assert change(a, b) == 0.25
+    assert relative_change(a, a) == 0.0
+    assert relative_change(a, b) == 0.25
 
 
 def test_what_has_no_numbers_has_no_noise() -> None:

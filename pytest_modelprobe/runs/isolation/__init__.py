@@ -1,12 +1,13 @@
-"""Each layer called alone, on synthetic tensors: what its own code does, whatever the layers around it do.
+"""Call each layer alone on synthetic tensors, so that its output depends only on its own forward code.
 
-The model runs once, and of each call is noted what went in and out: structure, shapes and a coarse *recipe* of the
-numbers, no tensor. Then each call runs again by itself. Its inputs and its weights are synthetic; the calls that it
-makes are answered by synthetic outputs. What its code hands to those calls, and what it returns, is its response.
+The model runs once. Of each call, the structure and shapes of inputs and output and a coarse *recipe* of their numbers
+are noted, but no tensor. Then each call is repeated by itself: with synthetic inputs and weights, while the calls that
+it makes return synthetic outputs. The arguments that its code passes to those calls, and its output, are its *isolated
+response*.
 
-A synthetic tensor depends on its recipe, its shape and its place in the call: ``input``, the output of the second call
-of the child ``attn``, the parameter's own name. It depends neither on the name of the layer itself, nor on the order of
-its calls, nor on real numbers. So two models respond alike where their code is alike, whatever their weights are.
+A synthetic tensor depends on its recipe, its shape and its role in the call: ``input``, the output of the second call
+of the child ``attn``, the name of the parameter. It depends neither on the name of the layer, nor on the order of its
+calls, nor on real numbers. So the responses of two models are equal where their code is, whatever their weights are.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from torch import nn
 from pytest_modelprobe.capture import run_eagerly
 from pytest_modelprobe.models import Layers, preserved, seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import change
+from pytest_modelprobe.runs.noise import relative_change
 
 from .alone import Key, Perturb, Session
-from .contexts import is_ours, quietly, without_hooks
-from .forwards import Again, Forwards, merged, recipes_of
+from .contexts import is_ours, without_hooks, without_warnings
+from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "Again", "Forwards", "Key", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
+    "Key", "KeptForward", "KeptForwards", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of",
+    "synthetic",
 ]  # fmt: skip
 
 
@@ -45,22 +47,21 @@ def isolate(
     gradient: bool = False,
     perturb: Perturb | None = None,
 ) -> dict[Key, IsolatedResponse]:
-    """Return how each called layer responds to synthetic tensors; of a layer called again alike, the first call only.
+    """Return the response of each called layer to synthetic tensors; of equal calls of a layer, the first one only.
 
-    It costs a few forwards. The model is left as it was, bit for bit, and so are the random states; whoever calls puts
-    back what ``forward`` does elsewhere.
+    It takes as long as a few forwards. The model and the random states are restored bit for bit; the caller restores
+    what else ``forward`` changes.
 
     Args:
-        model: The model, in the mode in which it is to be judged.
+        model: The model, in the mode to compare.
         forward: Runs it once.
         layers: Names of those to call; None: all.
-        only: Names of some of these, to leave the others out; their responses are the same as with the others.
-        recipes: How synthetic tensors were made for other responses, `IsolatedResponse.recipes`: they are made alike
-            where shape and dtype allow it.
-        names: Names of layers → those that they had when these recipes were made, where they are others.
+        only: Names of some of these, to skip the others; their responses do not depend on it.
+        recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
+        names: Names of layers → different names that they had when these recipes were made.
         gradient: Whether to run backward through each call too.
-        perturb: Takes a synthetic tensor and its name, returns it a little moved; to see how much of a response is
-            rounding. Masks, integers and the like are left alone.
+        perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
+            not applied to masks, integers and the like.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -81,13 +82,13 @@ def isolate(
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
-        notes = stack.enter_context(Tracer(found, layers, only))
+        traced = stack.enter_context(Tracer(found, layers, only))
         with torch.set_grad_enabled(gradient):
             forward()
-        calls = [call for call in notes.finish() if call.alone]
-        stack.enter_context(quietly(gradient))
+        calls = [call for call in traced.finish() if call.alone]
+        stack.enter_context(without_warnings(gradient))
         session = stack.enter_context(
-            Session(found, notes, recipes or {}, calls, names=names or {}, gradient=gradient, perturb=perturb)
+            Session(found, traced, recipes or {}, calls, names=names or {}, gradient=gradient, perturb=perturb)
         )
         return {(call.layer, call.index): session.response(call) for call in calls}
 
@@ -95,7 +96,7 @@ def isolate(
 def noisy(
     responses: Mapping[Key, IsolatedResponse], repeats: Sequence[Mapping[Key, IsolatedResponse]]
 ) -> dict[Key, IsolatedResponse]:
-    """Return the responses with the noise of each reading: the most that it moved in any of the repeats.
+    """Return the responses with the noise of each reading: its largest relative change in any of the repeats.
 
     >>> model = nn.Linear(4, 4)
     >>> def respond(perturb=None):
@@ -108,8 +109,8 @@ def noisy(
 
 
 _OF_A_UNIT = 1 / 32
-"""What a response in half precision moves by on its own, of what it does where each input moves by a unit: what it is
-given is the same to the last bit, and kernels sum in float32 and round once, which hardly ever falls otherwise."""
+"""Noise of a response in half precision, relative to its change when each input changes by one ulp: its inputs are
+equal bit for bit, and kernels sum in float32 and round once, which rarely gives another result."""
 
 
 def _is_narrow(recipe: str) -> bool:
@@ -121,7 +122,7 @@ def _with_noise(response: IsolatedResponse, repeats: Sequence[IsolatedResponse |
     share = _OF_A_UNIT if any(map(_is_narrow, response.recipes.values())) else 1.0
 
     def measured(reading: Reading | None, again: Iterable[Reading | None], share: float = 1.0) -> Reading | None:
-        known = [c for c in (change(reading, other) for other in again) if c is not None] if reading else []
+        known = [c for c in (relative_change(reading, other) for other in again) if c is not None] if reading else []
         return dataclasses.replace(reading, noise=share * max(known)) if reading and known else reading
 
     handed = (

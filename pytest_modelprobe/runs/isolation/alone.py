@@ -1,4 +1,4 @@
-"""One call alone: the layer's own code on synthetic tensors, and what it hands to its calls and returns."""
+"""One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_bytes
 from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse
 
-from .contexts import left_as_it_was, seeder, unfused, without_hooks
+from .contexts import attributes_restored, fixed_seed, fused_paths_disabled, without_hooks
 from .gradients import combined, projected
-from .own import ATOMIC, buffers_of, same, weights_of
+from .own import ATOMIC, buffers_of, is_equal, weights_of
 from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, fits, head_of, kind_of, synthetic
 from .signatures import defaults_of
 from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
 
 Key = tuple[str, int]
-"""Which call: its layer, and its index among the layer's calls, from 0."""
+"""A call: its layer, and its index among the calls of the layer, from 0."""
 
 Perturb = Callable[[Tensor, str], Tensor]
 
 
 class Session:
-    """Calls layers alone, one after the other, with doors before all of them."""
+    """Calls layers alone, one after the other; `module.forward` of all layers is replaced meanwhile."""
 
     def __init__(
         self,
         layers: Layers,
-        notes: Tracer,
+        traced: Tracer,
         recipes: Mapping[Key, Mapping[str, str]],
         calls: Iterable[TracedCall],
         *,
@@ -48,19 +48,19 @@ class Session:
     ) -> None:
         self.layers = layers
         self.names = names
-        self.modules = notes.modules
-        self.called = notes.called
+        self.modules = traced.modules
+        self.called = traced.called
         self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.recipes = recipes
         self.gradient = gradient
         self.perturb = perturb
         self.draws = Draws()
         self.current: _IsolatedCall | None = None
-        self.seed = seeder()
+        self.seed = fixed_seed()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
-        """Recipes of each layer's own weights, and of those below it that have no response of their own."""
+        """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
-        # Of all that a call may use, also in a layer inside that it does not call.
+        # The tensors that a call may use, also in a layer inside that it does not call.
         modules = {id(call.module): call.module for call in calls}.values()
         self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         self._exit = contextlib.ExitStack()
@@ -72,10 +72,10 @@ class Session:
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    home = self._home(name)
-                    inside = "" if home in (None, name) else f"{_relative(name, home or ROOT)}."
-                    self._give_weights(home, inside, module, by_layer.get(home or "", {}))
-                    self._put_door(name, module)
+                    response_layer = self._response_layer(name)
+                    inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
+                    self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
+                    self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
         return self
 
@@ -83,12 +83,12 @@ class Session:
         self._exit.close()
 
     def response(self, call: TracedCall) -> IsolatedResponse:
-        """Return how the call responds."""
+        """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
         self.current = alone = _IsolatedCall(self, call)
         try:
-            with left_as_it_was(call.module), contextlib.ExitStack() as stack:
+            with attributes_restored(call.module), contextlib.ExitStack() as stack:
                 for state in call.autocast:
                     stack.enter_context(torch.autocast(*state))
                 return alone.run()
@@ -102,8 +102,8 @@ class Session:
             tensor = self.perturb(tensor, name)
         return tensor
 
-    def _home(self, layer: str) -> str | None:
-        """Return the layer whose response tells of the weights of ``layer``: itself, or the nearest that is called.
+    def _response_layer(self, layer: str) -> str | None:
+        """Return the layer whose response has the recipes of the weights: itself, or the nearest called one around it.
 
         Code may use the weights of a child without calling it.
         """
@@ -111,11 +111,13 @@ class Session:
         names = (".".join(above[:n]) for n in range(len(above), 0, -1))
         return next((name for name in (*names, ROOT) if name in self.called), None)
 
-    def _give_weights(self, home: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]) -> None:
-        """Put synthetic parameters in the place of the layer's own: the real ones are not even written to."""
+    def _replace_weights(
+        self, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
+    ) -> None:
+        """Replace the parameters of the layer by synthetic ones; the real ones are not written to."""
         inside = module.named_modules() if isinstance(module, ATOMIC) else [("", module)]
         for path, owner in inside:
-            # Running statistics are learnt too; other buffers are tables and masks, which have to be right.
+            # Running statistics are learned too; other buffers are tables and masks, whose values matter.
             buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
@@ -124,13 +126,13 @@ class Session:
                     if not (tensor.is_floating_point() or tensors is buffers):
                         continue
                     if type(tensor) not in (Tensor, nn.Parameter):
-                        continue  # a shard of a whole that no process has
+                        continue  # a shard of a distributed tensor
                     name = f"{path}.{own}" if path else own
                     if id(tensor) not in self._weights:
                         self._weights[id(tensor)] = self._weight(name, tensor, recipes.get(prefix + name, ""))
                     weight: Any = self._weights[id(tensor)]
-                    if home is not None:
-                        self.owned[home][prefix + name] = weight._modelprobe_kind
+                    if response_layer is not None:
+                        self.owned[response_layer][prefix + name] = weight._modelprobe_kind
                     self._exit.callback(_put, owner, own, tensor)
                     _put(owner, own, weight)
 
@@ -146,19 +148,19 @@ class Session:
         weight._modelprobe_kind = kind
         return weight  # type: ignore[no-any-return]
 
-    def _put_door(self, name: str, module: nn.Module) -> None:
+    def _replace_forward(self, name: str, module: nn.Module) -> None:
         attributes = vars(module)
-        door = _ForwardStub(self, name, module.forward)
+        stub = _ForwardStub(self, name, module.forward)
         if "forward" in attributes:
             self._exit.callback(attributes.__setitem__, "forward", attributes["forward"])
         else:
             self._exit.callback(attributes.pop, "forward", None)
-        attributes["forward"] = door
+        attributes["forward"] = stub
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
     if isinstance(owner, nn.RNNBase):
-        setattr(owner, name, tensor)  # it has a list of them besides
+        setattr(owner, name, tensor)  # it has a list of its weights too
     elif name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
     else:
@@ -166,18 +168,18 @@ def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class _ForwardStub:
-    """Stands before a layer's ``forward``, and decides who answers: the layer itself, or we in its place."""
+    """Replaces `module.forward`: runs it for the isolated call; returns synthetic outputs for calls inside."""
 
     def __init__(self, session: Session, name: str, forward: Callable[..., Any]) -> None:
         self._session = session
         self._name = name
-        self.__wrapped__ = forward  # whoever looks at the signature finds this one's
+        self.__wrapped__ = forward  # `inspect.signature` follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         alone = self._session.current
         if alone is not None and sys._getframe(1).f_globals.get("__name__") == "torch.nn.modules.module":
             return alone.enter(self._name, self.__wrapped__, args, kwargs)
-        return self.__wrapped__(*args, **kwargs)  # `child.forward(x)` is no call: it was not noted as one
+        return self.__wrapped__(*args, **kwargs)  # `child.forward(x)` runs no hooks and was not traced as a call
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -189,7 +191,7 @@ class _Leaf:
 
 
 class _IsolatedCall:
-    """One call, run alone."""
+    """One call, run in isolation."""
 
     def __init__(self, session: Session, call: TracedCall) -> None:
         self._session = session
@@ -202,8 +204,8 @@ class _IsolatedCall:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
         # By id, with what keeps the id its own.
-        self._given: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
-        self._handed: list[tuple[str, str | None]] = []
+        self._inputs: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
+        self._emitted: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduced] = []
         self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
@@ -212,49 +214,49 @@ class _IsolatedCall:
         self._cut: list[str] = []
 
     def run(self) -> IsolatedResponse:
-        """Call it, and return how it responds."""
+        """Run it, and return its response."""
         try:
             for name, weight in weights_of(self._call.module):
-                self._give(weight, name, self._leaf(name, name, weight))
+                self._register_input(weight, name, self._leaf(name, name, weight))
             assert self._call.inputs is not None
             args, kwargs = self._made(self._call.inputs, "", "", None)
             buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._call.module)}
-            inputs = list(self._given.values())
+            inputs = list(self._inputs.values())
             self._session.seed()
             module = self._call.module
-            with without_hooks(m for m in self._session.hooked if m is not module), unfused(module):
+            with without_hooks(m for m in self._session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
-            self._hand_state(buffers, inputs, returned)
-            self._hand("", "", returned)
+            self._emit_state(buffers, inputs, returned)
+            self._emit("", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
             return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
 
     def enter(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call itself, the first time that its layer is called; answer the calls that it makes."""
+        """Run the call itself the first time that its layer is called; return synthetic outputs for other calls."""
         if not self._entered and name == self._call.layer:
             self._entered = True
             return forward(*args, **kwargs)
-        noted = self._children.get(name)
-        if noted is None:
+        calls = self._children.get(name)
+        if calls is None:
             raise CannotTellError(f"calls {name}, which it did not call in the run")
         again = graph_task() != -1
         if again and self._counts[name] > 1:
             raise CannotTellError(f"calls {name} again in the backward pass, for activation checkpointing")
         number = 0 if again else self._counts[name]
-        child = noted[min(number, len(noted) - 1)]
+        child = calls[min(number, len(calls) - 1)]
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
         label = _relative(name, self._call.layer) + call
-        # By name and never by order: a child more or a line moved leaves what the others are said to give out.
+        # By name and not by order: another child, or a moved line, does not change the outputs of the others.
         names = self._session.names
         role = _relative(names.get(name, name), names.get(self._call.layer, self._call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
-            self._hand(label, role, flat, defaults_of(forward))
+            self._emit(label, role, flat, defaults_of(forward))
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
         return self._made(child.outputs, role, label, (child.shape, actual))
 
@@ -262,41 +264,41 @@ class _IsolatedCall:
 
     def _made(self, template: ArgumentTemplate, role: str, label: str, shapes: _Shapes) -> Any:
         def make(placeholder: Any) -> Tensor:
-            slot = placeholder._modelprobe_slot
+            spec = placeholder._modelprobe_spec
             with statistics.ambient_modes_disabled(), torch.no_grad():
-                return self._tensor(slot, role + slot.name, label + slot.name, _followed(slot.shape, shapes))
+                return self._tensor(spec, role + spec.name, label + spec.name, _followed(spec.shape, shapes))
 
         return copied(template.value, make, {} if template.known else self._session.modules)
 
-    def _tensor(self, slot: TensorSpec, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
-        if slot.value is not None:
-            return slot.value.clone()
-        stride = slot.stride if shape == slot.shape else None
-        if not slot.name:
-            drawn = self._session.synthetic("2^0", shape, "inside", slot.dtype)
-            return _laid_out(drawn.to(slot.device), stride)
-        kind, single = self._recipe(slot, label, shape, stride)
-        leaf = self._session.synthetic(kind, single, role, slot.dtype).to(slot.device)
+    def _tensor(self, spec: TensorSpec, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
+        if spec.value is not None:
+            return spec.value.clone()
+        stride = spec.stride if shape == spec.shape else None
+        if not spec.name:
+            drawn = self._session.synthetic("2^0", shape, "inside", spec.dtype)
+            return _laid_out(drawn.to(spec.device), stride)
+        kind, single = self._recipe(spec, label, shape, stride)
+        leaf = self._session.synthetic(kind, single, role, spec.dtype).to(spec.device)
         with torch.set_grad_enabled(self._session.gradient):
             entry = None
-            if slot.dtype.is_floating_point:
+            if spec.dtype.is_floating_point:
                 leaf.requires_grad_(self._session.gradient)
                 entry = self._leaf(role, label, leaf)
-            # Code may write into what it gets, but not into a leaf of the graph.
+            # Code may write to its inputs, but not to a leaf of the graph.
             tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
             if tuple(tensor.shape) != tuple(shape):
                 tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
-        self._give(tensor, label, entry)
+        self._register_input(tensor, label, entry)
         return tensor
 
     def _recipe(
-        self, slot: TensorSpec, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
+        self, spec: TensorSpec, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
     ) -> tuple[str, tuple[int, ...]]:
-        """Return the recipe of a tensor, and the shape of those elements that are not one with others.
+        """Return the recipe of a tensor, and the shape of its distinct elements: 1 along axes of stride 0.
 
-        Along an axis of stride 0 all elements are one: in each run, however that one lays them out.
+        The shape is part of the recipe, so that other runs repeat elements along the same axes.
         """
-        head = head_of(shape, slot.dtype)
+        head = head_of(shape, spec.dtype)
         single = (
             shape
             if stride is None
@@ -305,8 +307,8 @@ class _IsolatedCall:
         wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
         wanted, _, apart = wanted.partition(" of ")
         most = getattr(self._call.module, "num_embeddings", None)
-        kind = slot.kind
-        if wanted_head == head and fits(wanted, slot.dtype, most):
+        kind = spec.kind
+        if wanted_head == head and fits(wanted, spec.dtype, most):
             kind, single = wanted, _parsed(apart, shape)
         self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
         return kind, single
@@ -314,53 +316,53 @@ class _IsolatedCall:
     def _leaf(self, role: str, label: str, tensor: Tensor) -> _Leaf:
         return self._leaves.setdefault(role, _Leaf(label, tensor))
 
-    def _give(self, tensor: Tensor, label: str, leaf: _Leaf | None) -> None:
-        self._given[id(tensor)] = tensor, label, tensor._version, leaf
+    def _register_input(self, tensor: Tensor, label: str, leaf: _Leaf | None) -> None:
+        self._inputs[id(tensor)] = tensor, label, tensor._version, leaf
 
     # --- what comes out -------------------------------------------------------------------------------------------
 
-    def _hand(self, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})) -> None:
+    def _emit(self, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
             name = self._passed(tensor)
             if name is None:
                 self._computed(label + path, tensor)
             else:
-                self._handed.append((label + path, name))
+                self._emitted.append((label + path, name))
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._cut.append(label + path)
             self._add_term(role + path, tensor)
         for path, value in flat.plain.items():
             if value is not None:
                 other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
-                self._handed.append((label + path, f"={value!r}"[:80] + other))
+                self._emitted.append((label + path, f"={value!r}"[:80] + other))
 
     def _passed(self, tensor: Tensor) -> str | None:
-        """Return which synthetic tensor another one is, or a view or a copy of, untouched; None if it was computed."""
-        given, name, version, _ = self._given.get(id(tensor), (None, "", 0, None))
+        """Return the name of the synthetic tensor that is equal to a tensor; None if it was computed."""
+        given, name, version, _ = self._inputs.get(id(tensor), (None, "", 0, None))
         if given is tensor:
             return name if tensor._version == version else None
         if type(tensor) is not Tensor or not has_bytes(tensor):
             return None
-        for given, name, version, _ in self._given.values():
+        for given, name, version, _ in self._inputs.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
             if alike and given._version == version:
                 with statistics.ambient_modes_disabled(), torch.no_grad():
-                    # A constant is equal to others by chance.
+                    # Constants may be equal by chance.
                     if torch.equal(given, tensor) and not bool((given == given.reshape(-1)[:1]).all()):
                         return name
         return None
 
-    def _hand_state(
+    def _emit_state(
         self,
         buffers: Mapping[str, Tensor],
         inputs: Iterable[tuple[Tensor, str, int, _Leaf | None]],
         returned: Flat,
     ) -> None:
-        """Take what the code leaves behind for what it hands on: buffers and inputs that it wrote into."""
+        """Emit the buffers and inputs that the code wrote to."""
         for name, buffer in buffers_of(self._call.module):
             before = buffers.get(name)
-            if before is not None and not same(buffer, before):  # batch_norm writes without a new version
+            if before is not None and not is_equal(buffer, before):  # batch_norm does not increase the version
                 self._computed(f"{name} after", buffer)
         seen = self._seen | {id(tensor) for _, tensor in returned.tensors}
         for tensor, label, version, _ in inputs:
@@ -368,11 +370,11 @@ class _IsolatedCall:
                 self._computed(f"{label} after", tensor)
 
     def _computed(self, where: str, tensor: Tensor) -> None:
-        self._handed.append((where, None))
+        self._emitted.append((where, None))
         self._reduced.append(statistics.reduce(tensor, small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
-        """Add to the loss a random projection, now: the code may yet write into the tensor."""
+        """Add a random projection to the loss at once, as the code may write to the tensor later."""
         if not (self._session.gradient and tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
@@ -386,7 +388,7 @@ class _IsolatedCall:
         computed = iter(readings)
         handed = tuple(
             EmittedTensor(where=where, passed=passed, reading=next(computed) if passed is None else None)
-            for where, passed in self._handed
+            for where, passed in self._emitted
         )
         unreached = {leaf.label: None for role, leaf in self._leaves.items() if role not in roles}
         return IsolatedResponse(
@@ -398,7 +400,7 @@ class _IsolatedCall:
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:
-        """Return the names of what a gradient reached, the gradients, and why there are none."""
+        """Return the names of leaves with a gradient, the gradients, and the reason if there are none."""
         wanted = {role: leaf.tensor for role, leaf in self._leaves.items() if leaf.tensor.requires_grad}
         if not self._terms or not wanted:
             return [], [], None
@@ -413,11 +415,11 @@ class _IsolatedCall:
 
 
 _Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None
-"""Of a child's first tensor: in the run, and now."""
+"""Shapes of the first tensor of a child, in the run and now."""
 
 
 def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
-    """Return the shape of a child's output where it gets other tokens than in the run, as an expert does."""
+    """Return the shape of the output of a child that gets another number of tokens than in the run, as experts do."""
     before, now = shapes or (None, None)
     if before is None or now is None or before == now or len(before) != len(now):
         return shape
@@ -426,21 +428,21 @@ def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
 
 
 def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that a recipe names, if a tensor of it can be expanded to another shape; else that one."""
+    """Return the shape in a recipe if it can be expanded to ``shape``; else ``shape``."""
     sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
     fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
     return sizes if fit else shape
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """Return a copy with these strides, or contiguous: kernels and ``view`` depend on them."""
+    """Return a copy with these strides, or a contiguous one: kernels and ``view`` depend on them."""
     if stride is None:
         return tensor.clone()
     kept = [step if n > 1 or step else 1 for n, step in zip(tensor.shape, stride, strict=True)]
     dense = 1
     for step, n in sorted((step, n) for step, n in zip(kept, tensor.shape, strict=True) if n > 1):
         if step != dense:
-            return tensor.clone()  # there are gaps, or elements that are one
+            return tensor.clone()  # there are gaps, or repeated elements
         dense *= n
     return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""Under what a layer is called alone: without hooks, quietly, from the same seed, and left as it was."""
+"""Contexts of an isolated call: without hooks and warnings, with a fixed seed, attributes restored."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import nn
 
 from pytest_modelprobe.models import has_bytes, seeding
 
-from .own import buffers_of, same, weights_of
+from .own import buffers_of, is_equal, weights_of
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of an open watch."""
+    """Whether a hook belongs to an open watch."""
     return getattr(hook, "is_modelprobe", False)
 
 
 @contextlib.contextmanager
 def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = lambda hook: True) -> Iterator[None]:
-    """Take hooks off meanwhile: those of open watches, as what is run here is no use of the model; those of stubs."""
+    """Remove some hooks of the modules within the block."""
     removed = []
     for module in modules:
         hooks: Any
@@ -44,8 +44,8 @@ def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = l
 
 
 @contextlib.contextmanager
-def unfused(module: nn.Module) -> Iterator[None]:
-    """Put a hook on that does nothing: torch's fused paths, which call no child, are not for modules with hooks."""
+def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
+    """Disable the fused paths of torch, which call no children, by a hook that does nothing."""
     handle = module.register_forward_pre_hook(lambda module, args: None)
     try:
         yield
@@ -54,8 +54,8 @@ def unfused(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quietly(gradient: bool) -> Iterator[None]:
-    """Run code on numbers it was not made for: what it warns of is no news."""
+def without_warnings(gradient: bool) -> Iterator[None]:
+    """Run code on synthetic numbers, without the warnings that these cause."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.set_grad_enabled(gradient):
         warnings.simplefilter("ignore")
         yield
@@ -65,15 +65,19 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
 @contextlib.contextmanager
-def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Put back a module's own attributes, what they contain, and its own tensors: caches, running statistics."""
+def attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Restore a module's own attributes, their direct contents, and its own tensors: caches, running statistics.
+
+    `models.ModelState` also follows objects and children, which takes too long for each isolated call; it restores the
+    model once, after all of them.
+    """
     attributes = vars(module)
     before = attributes.copy()
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
-    weights = [(p, p._version) for _, p in weights_of(module)]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_bytes(v))]
     tensors = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_inference()]
-    kept = [(p, p.detach().clone()) for p, _ in weights] if getattr(module, "max_norm", None) is not None else []
+    if getattr(module, "max_norm", None) is not None:  # an embedding that renormalizes its weight
+        tensors += [(p, p.detach().clone()) for _, p in weights_of(module)]
     try:
         yield
     finally:
@@ -84,13 +88,13 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
         with torch.no_grad():
-            for tensor, content in (*tensors, *kept):
-                if not same(tensor, content):
+            for tensor, content in tensors:
+                if not is_equal(tensor, content):
                     tensor.copy_(content)
 
 
-def seeder() -> Callable[[], None]:
-    """Return what seeds all generators alike each time: by their states, for a seed is dear and CUDA queues them up."""
+def fixed_seed() -> Callable[[], None]:
+    """Return a function that sets all generators to one state, which is cheaper than to seed them."""
     seeding.seed_everything(0)
     states = [
         functools.partial(random.setstate, random.getstate()),

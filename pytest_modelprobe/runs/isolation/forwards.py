@@ -1,4 +1,4 @@
-"""Forwards of a watch that can be run again, to call each of their layers alone: the first two of each kind."""
+"""Copies of the inputs of the first two forwards of each kind in a watch, to run these again."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from pytest_modelprobe.record import IsolatedResponse
 from .reasons import CannotTellError, reason_of
 
 Kind = tuple[str, bool]
-"""The layer whose call a forward is, and whether it is in training mode."""
+"""The outermost layer of a forward, and whether it is in training mode."""
 
 _OF_A_KIND = 2
-"""Forwards that differ in shapes or plain arguments and are each looked at: a decoder's first call, and a later one."""
+"""Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module has of itself."""
+"""Attributes of every module."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
-"""What can be put back, by exact type; see `restoring`."""
+"""Containers that can be restored, by exact type."""
 
 _MOST_BYTES = 1 << 26
-"""Of buffers that are copied: some hold quantized weights in them."""
+"""Limit for buffers that are copied, in bytes; some models keep quantized weights in buffers."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Again:
-    """One forward, as it can be run again."""
+class KeptForward:
+    """What is needed to run a forward again."""
 
     kind: Kind
     inputs: Any
-    """Its positional and its keyword arguments, copied."""
+    """Copies of its positional and keyword arguments."""
     modes: tuple[bool, ...]
     """Whether each layer is in training mode, in the order of the layers."""
     autocast: tuple[Autocast, ...]
@@ -62,14 +62,14 @@ class Again:
     """Why it cannot be run again."""
 
 
-class Forwards:
-    """Copies what the first forwards of each kind are given, for them to be run again where that is asked for.
+class KeptForwards:
+    """Copies the inputs of the first forwards of each kind.
 
     Args:
         layers: The layers of the model.
 
     >>> model = nn.Linear(2, 2)
-    >>> forwards = Forwards(Layers(model))
+    >>> forwards = KeptForwards(Layers(model))
     >>> x = torch.ones(1, 2)
     >>> forwards.begins(("(root)", True), (x,), {})
     >>> _ = x.zero_()
@@ -79,33 +79,33 @@ class Forwards:
     """
 
     def __init__(self, layers: Layers) -> None:
-        self.first: Again | None = None
-        self.newest: Again | None = None
-        """What the newest forward is like; None: nothing that is kept."""
+        self.first: KeptForward | None = None
+        self.newest: KeptForward | None = None
+        """The kept forward with the shapes and arguments of the newest one; None if none is kept."""
         self._layers = layers
-        self._kinds: dict[Kind, dict[object, Again]] = defaultdict(dict)
+        self._kinds: dict[Kind, dict[object, KeptForward]] = defaultdict(dict)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._held: dict[str, list[tuple[ReferenceType[Tensor], int]]] = {}
 
     @property
-    def kept(self) -> dict[Kind, list[Again]]:
-        """All that can be run again."""
+    def kept(self) -> dict[Kind, list[KeptForward]]:
+        """The kept forwards, by kind."""
         return {kind: list(known.values()) for kind, known in self._kinds.items()}
 
     def begins(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take note of a forward, before it runs."""
+        """Keep the inputs of a forward that is about to run, if it is new."""
         flat = flatten_call(args, kwargs)
-        # One that is nested, with strides, has no shape.
+        # Strided nested tensors have no shape.
         tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
         like, known = (tensors, tuple(flat.plain.items())), self._kinds[kind]
         if self.first is None:
             self._note_state()
         if like not in known and len(known) < _OF_A_KIND:
-            known[like] = self._again(kind, args, kwargs)
+            known[like] = self._kept_forward(kind, args, kwargs)
         self.newest = known.get(like)
         self.first = self.first or self.newest
 
-    def run(self, again: Again) -> object:
+    def run(self, again: KeptForward) -> object:
         """Run a forward again; `prepared` comes first."""
         args, kwargs = self._copied(again.inputs)
         with contextlib.ExitStack() as stack:
@@ -114,10 +114,10 @@ class Forwards:
             return self._layers.modules[again.kind[0]](*args, **kwargs)
 
     @contextlib.contextmanager
-    def prepared(self, model: nn.Module, again: Again) -> Iterator[None]:
-        """The model in the modes of a forward, with the buffers of the first; everything is put back afterwards.
+    def prepared(self, model: nn.Module, again: KeptForward) -> Iterator[None]:
+        """Set the modes of a forward and the buffers as before the first one; restore them afterwards.
 
-        But for what a forward writes into parameters and buffers: `isolate` puts that back.
+        Writes to parameters and buffers within the block are not undone: `isolate` restores these.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved(model, values=False))
@@ -133,14 +133,14 @@ class Forwards:
             yield
 
     def changed(self) -> set[str]:
-        """Return the layers that hold other tensors than before the first forward, besides parameters and buffers.
+        """Return the layers whose attributes hold other tensors than before the first forward.
 
-        A cache that a layer keeps has numbers of the layers before it: its answer would tell of those.
+        Parameters and buffers do not count. A cache depends on other layers, and would make a response depend on them.
         """
         return {name for name, now in _held(self._layers).items() if not _is_same(self._held[name], now)}
 
     def obstacle(self) -> str | None:
-        """Return why no forward can be run again without changing what the model holds, if so."""
+        """Return why no forward can be run again without changing the state of the model; None if it can."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
         known: set[int] = set()
@@ -159,9 +159,9 @@ class Forwards:
             with statistics.ambient_modes_disabled(), torch.no_grad():
                 self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
 
-    def _again(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Again:
+    def _kept_forward(self, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeptForward:
         modes = tuple(module.training for module in self._layers.modules.values())
-        again = Again(kind=kind, inputs=None, modes=modes, autocast=active_autocast())
+        again = KeptForward(kind=kind, inputs=None, modes=modes, autocast=active_autocast())
         try:
             again.inputs = self._copied((args, dict(kwargs)))
         except Exception as error:  # noqa: BLE001 - whatever objects do that do not like to be copied
@@ -169,7 +169,10 @@ class Forwards:
         return again
 
     def _copied(self, inputs: Any) -> Any:
-        """Return a deep copy, without the graphs that tensors are part of; the model itself is no part of it."""
+        """Return a deep copy, detached from graphs, except for modules of the model.
+
+        Unlike `map_tensors`, it copies every object: the model may change a cache before the forward is run again.
+        """
         root = next(iter(self._layers.modules.values()))
         known: dict[int, Any] = {id(module): module for module in root.modules()}
         with statistics.ambient_modes_disabled(), torch.no_grad():
@@ -181,9 +184,9 @@ class Forwards:
 
 
 def merged(responses: Mapping[int, IsolatedResponse]) -> IsolatedResponse:
-    """Return the responses of one call in several forwards, by their numbers from 1, as one.
+    """Merge the responses of one call in several forwards, by their numbers from 1.
 
-    Those after the first forward have recipes of their own.
+    Forwards after the first have recipes of their own.
 
     >>> first, later = (IsolatedResponse(recipes={"input": f"{n}x4 2^0"}) for n in (3, 1))
     >>> merged({1: first, 2: later}).recipes
@@ -202,7 +205,7 @@ def merged(responses: Mapping[int, IsolatedResponse]) -> IsolatedResponse:
 
 
 def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
-    """Return the recipes of a forward, from 1, in a response that was merged.
+    """Return the recipes of a forward, from 1, in a merged response.
 
     >>> recipes_of(IsolatedResponse(recipes={"input": "3x4 2^0", "input (forward 2)": "1x4 2^0"}), 2)
     {'input': '1x4 2^0'}
@@ -216,19 +219,19 @@ def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
 
 
 def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a layer itself that its code may learn; those of norms are synthetic anyway."""
+    """Yield the floating buffers of a layer itself, except those of norms, which are synthetic."""
     for name, buffer in () if isinstance(module, BatchOrInstanceNorm) else module._buffers.items():
         if has_bytes(buffer) and buffer.is_floating_point():
             yield name, buffer
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer holds that may have tensors in it."""
+    """Yield the attributes of a layer that may contain tensors."""
     return ((key, v) for key, v in vars(module).items() if key not in _OWN and type(v) not in _PLAIN)
 
 
 def _held(layers: Layers) -> dict[str, list[Tensor]]:
-    """Return the tensors among the attributes of each layer, also in containers and objects."""
+    """Return the tensors in the attributes of each layer, also in containers and objects."""
     found: dict[int, list[Tensor]] = {}  # layers share a configuration, which may be large
 
     def inside(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a call sends back: the loss that asks for its gradients, and one reading for all of them."""
+"""The gradients of an isolated call: its loss, and one reading for all gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pytest_modelprobe.record import Reading, Statistics
 
 
 def projected(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of a tensor times weights, over the root of how many there are."""
+    """Return the sum of a tensor times weights, divided by the square root of its size."""
     project: Any = _Projection.apply
     return project(tensor, weights, 1 / math.sqrt(tensor.numel()))  # type: ignore[no-any-return]
 
 
 class _Projection(torch.autograd.Function):
-    """What `projected` returns. It saves no tensor, where activation checkpointing counts those saved."""
+    """The function of `projected`. It saves no tensor, as activation checkpointing counts the saved ones."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -34,7 +34,7 @@ class _Projection(torch.autograd.Function):
 
 
 def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
-    """Return one reading for all gradients, in which none drowns: of each norm only the fourth root is left."""
+    """Return one reading for all gradients, each scaled to the fourth root of its norm so that small ones count."""
     fingerprint: list[float] | None = None
     deviations, count, nonfinite = 0.0, 0, 0
     for role, reading in gradients:

@@ -1,4 +1,4 @@
-"""Why a call cannot be looked at alone, in one line."""
+"""Reasons why a call cannot be isolated, in one line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _LONGEST = 200
 
 
 class CannotTellError(Exception):
-    """A call that cannot be looked at alone; its text is the reason."""
+    """A call that cannot be isolated; the text is the reason."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says; of one that is not ours, its type too."""
+    """Return the message of an error, with its type unless it is a `CannotTellError`."""
     return line(str(error) if isinstance(error, CannotTellError) else f"{type(error).__name__}: {error}")
 
 

@@ -1,6 +1,6 @@
-"""Recipes, and the synthetic tensors that are made after them: numbers like those of a tensor, none of them its own.
+"""Recipes: coarse descriptions of the numbers of a tensor, and synthetic tensors generated from them.
 
-A recipe, behind the shape and a dtype that is not the usual one (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
+A recipe, after the shape and an unusual dtype (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
 
 =====================  ==============================================================================================
 ``2^-3``               normal numbers of that root mean square; ``2^-3+`` and ``2^-3-`` their magnitudes with that
@@ -28,7 +28,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe.models import seeding
 
 _EXTREME = -1e4
-"""Floats from here down are what masks are made of."""
+"""Floats up to this number are taken for entries of masks."""
 
 _FLOATS = re.compile(
     r"2\^(?P<exponent>-?\d{1,3})(?P<sign>[+*-]?)(?P<capped>(?<=\+) to 1)?"
@@ -43,15 +43,15 @@ _BOOLS = ("bool", "true", "false")
 _PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
 
 _LARGE = 3
-"""Exponent of one row of a synthetic tensor: among small numbers alone a cap or a clamp is the identity."""
+"""Exponent of one row of a synthetic tensor, as a clamp would not change small numbers."""
 
 
 def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
-    """Return the recipe for numbers like those of a tensor: coarse, so that other numbers of the kind have the same.
+    """Return the recipe of a tensor; it is coarse, so that similar tensors have the same one.
 
     Args:
         tensor: Any tensor of floats, complex numbers, integers or bools.
-        weight: Whether it is a parameter, of which no element is to be the same as the others.
+        weight: Whether it is a parameter, whose synthetic elements have to differ from each other.
 
     >>> kind_of(torch.randn(100) / 9), kind_of(torch.rand(100)), kind_of(torch.arange(8)), kind_of(torch.ones(3))
     ('2^-3', '2^-1+ to 1', '0..7 sorted', 'const 1')
@@ -77,7 +77,7 @@ def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
 
 
 def _kind_of_padded(x: Tensor) -> str | None:
-    """Return the recipe of tokens or of a mask, a row for each sample, of which some begin or end with one mark."""
+    """Return the recipe of tokens or a mask with padding: rows that begin or end with one repeated value."""
     if x.dim() < 2 or x.shape[-1] < 3 or x.numel() != x.shape[0] * x.shape[-1]:
         return None
     rows = x.reshape(x.shape[0], -1).to(torch.int64)
@@ -109,13 +109,13 @@ def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
         low, high = (bound.item() for bound in x.aminmax())
     scale = max(-low, high)
     if scale == 0:
-        return "2^0"  # zero by chance of the weights, as a gate is at the start
+        return "2^0"  # zero by initialization, as gates are at first
     if low == high and x.numel() > 1:
         return f"{'near' if weight else 'const'} {low:.3g}"
     if low == 0 and high == 1 and not weight and bool(((x == 0) | (x == 1)).all()):
         return "0 or 1"
     if not 1e-15 < scale < 1e15:
-        x = x / scale  # its squares leave the dtype
+        x = x / scale  # squares would overflow
     else:
         scale = 1.0
     rms = torch.linalg.vector_norm(x).item() / math.sqrt(x.numel())
@@ -141,12 +141,12 @@ def _kind_of_integers(x: Tensor) -> str:
 
 
 def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
-    """Whether a recipe, from a file perhaps, is one for tensors of this dtype.
+    """Whether a recipe, which may come from a file, is valid for a dtype.
 
     Args:
         kind: The recipe.
-        dtype: Of the tensor to be made.
-        most: Integers have to be smaller than this.
+        dtype: Dtype of the tensor to generate.
+        most: Upper bound of integers, exclusive.
 
     >>> (
     ...     fits("2^-3+", torch.float16),
@@ -179,14 +179,14 @@ Draw = Callable[[Sequence[int], str], Tensor]
 
 
 def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draw: Draw | None = None) -> Tensor:
-    """Return the tensor of a recipe, on the CPU; it depends on the arguments alone.
+    """Return the synthetic tensor of a recipe, on the CPU. It depends on the arguments alone.
 
     Args:
-        kind: The recipe; one that `fits`.
-        shape: Of the tensor.
-        name: Its place in the call.
-        dtype: Of the tensor.
-        draw: Where normal numbers come from, by shape and name.
+        kind: The recipe, for which `fits` is true.
+        shape: Shape of the tensor.
+        name: Its role in the call.
+        dtype: Dtype of the tensor.
+        draw: Source of normal numbers by shape and name.
 
     >>> synthetic("const 3", (2,), "input", torch.float32)
     tensor([3., 3.])
@@ -248,7 +248,7 @@ def _integers(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
 
 
 def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
-    """Return the numbers with one row so many times larger; which one depends on the name: two meet small ones."""
+    """Return the numbers with one row multiplied; the row depends on the name, as two large rows may cancel."""
     if numbers.dim() < 2 or not numbers.numel():
         return numbers
     rows = numbers.view(-1, numbers.shape[-1])
@@ -273,7 +273,7 @@ def _padded(tensor: Tensor, mark: bool | int, *, first: bool) -> Tensor:
 
 
 def _coins(numbers: Tensor) -> Tensor:
-    """Return coins, of which the first in each row is true and the second false: no row of a mask is empty."""
+    """Return random bools; the first in each row is true and the second false, so that no mask row is constant."""
     coins = numbers > 0
     if coins.dim():
         coins[..., :1] = True
@@ -281,11 +281,11 @@ def _coins(numbers: Tensor) -> Tensor:
     return coins
 
 
-_PERIOD = 131_101  # of numbers drawn
+_PERIOD = 131_101  # numbers drawn; a prime, so that rows do not repeat
 
 
 class Draws:
-    """Normal numbers by shape and name, not to be written to: layers of one kind ask for the same ones."""
+    """A cache of normal numbers by shape and name, shared by equal layers; they must not be written to."""
 
     _MOST = 1 << 28  # bytes
 
@@ -307,10 +307,7 @@ class Draws:
 
 
 def _drawn(shape: Sequence[int], name: str) -> Tensor:
-    """Return normal numbers; from some number on they come again a little larger: to draw on would take too long.
-
-    The period is a prime, so that no rows are alike, and no two numbers are equal by it.
-    """
+    """Return normal numbers; after `_PERIOD` they repeat, each time slightly larger, to save time."""
     count = math.prod(shape)
     if count <= _PERIOD:
         return seeding.randn(shape, seed=0, name=name, device="cpu", dtype=torch.float32)
@@ -320,6 +317,6 @@ def _drawn(shape: Sequence[int], name: str) -> Tensor:
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Return what stands before a recipe: the shape, and the dtype if it is not the usual one."""
+    """Return the prefix of a recipe: the shape, and the dtype if it is unusual."""
     usual = dtype in (torch.float32, torch.int64, torch.bool)
     return ("x".join(map(str, shape)) or "scalar") + ("" if usual else f":{str(dtype).removeprefix('torch.')}")

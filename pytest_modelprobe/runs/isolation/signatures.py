@@ -1,4 +1,4 @@
-"""What a layer takes for an argument that it is not given."""
+"""Default values of the arguments of a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
-    """Return the defaults of a function's parameters by name; none where it does not tell.
+    """Return the defaults of a function's parameters by name; empty if it has no signature.
 
     >>> defaults_of(lambda x, is_causal=True: x)
     {'is_causal': True}

@@ -1,4 +1,4 @@
-"""What is noted of the real run: of each call what went in and out, and whose call it was."""
+"""Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from .reasons import CannotTellError, line
 from .recipes import kind_of
 
 _MOST_CALLS = 4
-"""Calls of one layer that differ in shapes or arguments and are each looked at: a decoder makes one at each length."""
+"""Number of isolated calls of a layer; they differ in shapes or arguments, as the steps of a decoder do."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TensorSpec:
-    """Where a tensor stood in a call, and what it was like."""
+    """Name, layout and recipe of a tensor in a call."""
 
     name: str
-    """Path in the call; empty where it lay inside an object that cannot be looked into."""
+    """Path in the call; empty inside an object that cannot be flattened."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     kind: str
     value: Tensor | None = None
-    """Of integers inside such objects: lengths and positions, which have to be right."""
+    """A copy, for integers inside such objects: lengths and positions, whose values matter."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ArgumentTemplate:
-    """A nested value with a placeholder for each tensor; everything else in it is a copy."""
+    """A copy of a nested value with a placeholder for each tensor."""
 
     value: Any
     known: bool
@@ -147,17 +147,17 @@ class Tracer:
         names = {id(tensor): path for path, tensor in reversed(flat.tensors)}
         made: dict[int, Tensor] = {}
 
-        def noted(tensor: Tensor) -> Tensor:
+        def placeholder_for(tensor: Tensor) -> Tensor:
             if id(tensor) not in made:
                 made[id(tensor)] = self._placeholder(tensor, names.get(id(tensor), ""))
             return made[id(tensor)]
 
         try:
-            value = map_tensors(noted, value)
-            return ArgumentTemplate(value if flat.known else copied(value, noted, self.modules), flat.known)
+            value = map_tensors(placeholder_for, value)
+            return ArgumentTemplate(value if flat.known else copied(value, placeholder_for, self.modules), flat.known)
         except CannotTellError as error:
             what = str(error)
-        except Exception as error:  # noqa: BLE001 - whatever objects do that do not like to be copied
+        except Exception as error:  # noqa: BLE001 - any `__deepcopy__` may raise
             what = f"an object that cannot be copied ({type(error).__name__}: {error})"
         if does == "takes":
             call.reason = line(f"takes {what}")
@@ -166,12 +166,12 @@ class Tracer:
         return None
 
     def _placeholder(self, tensor: Tensor, name: str) -> Tensor:
-        if hasattr(tensor, "_modelprobe_slot"):
+        if hasattr(tensor, "_modelprobe_spec"):
             return tensor
         if type(tensor) not in (Tensor, nn.Parameter) or not has_bytes(tensor) or tensor.is_quantized:
             raise CannotTellError(f"a {_tensor_type(tensor)}")
         floating = tensor.is_floating_point() or tensor.is_complex()
-        slot = TensorSpec(
+        spec = TensorSpec(
             name=name,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
@@ -180,8 +180,8 @@ class Tracer:
             kind=self._kind(tensor) if name else "2^0",
             value=None if name or floating else tensor.detach().clone(),
         )
-        placeholder: Any = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
-        placeholder._modelprobe_slot = slot
+        placeholder: Any = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        placeholder._modelprobe_spec = spec
         return placeholder  # type: ignore[no-any-return]
 
     def _kind(self, tensor: Tensor) -> str:
@@ -194,7 +194,7 @@ class Tracer:
 
 
 class _Replacing(TorchFunctionMode):
-    """Lets `copy.deepcopy` put something else in the place of each tensor."""
+    """Lets `copy.deepcopy` replace each tensor by the result of a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class _Replacing(TorchFunctionMode):
 
 
 def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, Any]) -> Any:
-    """Return a deep copy, ``function`` applied to each tensor; ``kept`` holds objects, by id, that are not copied."""
+    """Return a deep copy with ``function`` applied to each tensor; ``kept`` are objects, by id, that are not copied."""
     with _Replacing(function):
         return copy.deepcopy(value, dict(kept))
 
