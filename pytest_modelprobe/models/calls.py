@@ -37,8 +37,6 @@ C = TypeVar("C", bound=Call)
 class CallTracer(Generic[C]):
     """Follows the calls of modules within a `with` block.
 
-    Calls that activation checkpointing repeats in a backward pass are not followed.
-
     `capture.Capture` has hooks of its own: they stay on the user's model, so they survive copying, pickling, several
     threads and hooks that are registered later, none of which happens within one block.
 
@@ -50,6 +48,7 @@ class CallTracer(Generic[C]):
             the output, unless it is None.
         failed: Called with each call that raised.
         prepend: Whether these hooks run before all others of a module.
+        skip_recomputed: Whether to ignore calls in a backward pass, which activation checkpointing repeats.
 
     >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
     >>> names = []
@@ -68,12 +67,14 @@ class CallTracer(Generic[C]):
         after: Callable[[C, tuple[Any, ...], Any], object] | None = None,
         failed: Callable[[C], None] | None = None,
         prepend: bool = False,
+        skip_recomputed: bool = False,
     ) -> None:
         self.running: list[C] = []
         """Calls that have not ended, the outermost first."""
         self.raised_in = ROOT
         """The innermost layer that raised the newest exception."""
         self._modules, self._kind, self._prepend = modules, kind, prepend
+        self._skip_recomputed = skip_recomputed
         self._before, self._after, self._failed = before, after, failed
         self._counts = Counter[str]()
         self._error: BaseException | None = None
@@ -85,7 +86,8 @@ class CallTracer(Generic[C]):
         return self.running[-1].layer if self.running else ROOT
 
     def __enter__(self) -> CallTracer[C]:
-        graph_task()  # a torch that cannot answer is refused here, not in the hooks
+        if self._skip_recomputed:
+            graph_task()  # a torch that cannot answer is refused here, not in the hooks
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 begin = functools.partial(self._begin, name)
@@ -103,7 +105,7 @@ class CallTracer(Generic[C]):
         self._exit.close()
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if graph_task() != -1:
+        if self._skip_recomputed and graph_task() != -1:
             return
         call = self._kind(
             layer=name,
@@ -118,7 +120,7 @@ class CallTracer(Generic[C]):
         self.running.append(call)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> object:
-        if graph_task() != -1:
+        if self._skip_recomputed and graph_task() != -1:
             return None
         # The innermost one of the module; those inside it that are still listed ended without a hook.
         found = next((i for i, call in reversed([*enumerate(self.running)]) if call.module is module), None)

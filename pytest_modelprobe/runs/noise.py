@@ -55,7 +55,7 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
     The signs are drawn from ``name``. Zeros, which are exact, and elements that are not finite or above half the
     largest number stay unchanged.
 
-    >>> x = moved(torch.tensor([1.0, 0.0, -torch.inf, 3.0e38]), "x", 1)
+    >>> x = perturbed(torch.tensor([1.0, 0.0, -torch.inf, 3.0e38]), "x", 1)
     >>> x[1:].tolist() == [0.0, -torch.inf, torch.tensor(3.0e38).item()], abs(x[0] - 1).item() < 2e-7, x[0] != 1
     (True, True, tensor(True))
     """

@@ -66,7 +66,7 @@ class KeptForwards:
         layers: The layers of the model.
 
     >>> model = nn.Linear(2, 2)
-    >>> forwards = Forwards(Layers(model))
+    >>> forwards = KeptForwards(Layers(model))
     >>> x = torch.ones(1, 2)
     >>> forwards.begins(("(root)", True), (x,), {})
     >>> _ = x.zero_()

@@ -97,7 +97,13 @@ class Tracer:
         self._kinds = WeakIdKeyDictionary()
         # Before all other hooks: the user's run again when the layer is called alone.
         self._hooks = CallTracer(
-            layers.modules, TracedCall, before=self._before, after=self._after, failed=self._failed, prepend=True
+            layers.modules,
+            TracedCall,
+            before=self._before,
+            after=self._after,
+            failed=self._failed,
+            prepend=True,
+            skip_recomputed=True,
         )
 
     def __enter__(self) -> Tracer:
