@@ -24,6 +24,7 @@ import pytest
 import torch  # noqa: F401 - once, for all forks
 
 import pytest_modelprobe.probe
+import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401
 from pytest_modelprobe import files
 from pytest_modelprobe.exceptions import SnapshotError
