@@ -33,6 +33,7 @@ import torch  # noqa: F401
 import xdist.plugin  # noqa: F401
 
 import pytest_modelprobe.probe
+import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401
 from pytest_modelprobe import files
 from pytest_modelprobe.exceptions import SnapshotError

@@ -309,12 +309,14 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
     """What a record is compared with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
     __tracebackhide__ = True
-    from .snapshot.snapshot import Comparer, ModelProbeSnapshot, Options
+    from .snapshot.arguments import Arguments
+    from .snapshot.comparer import Comparer
+    from .snapshot.snapshot import ModelProbeSnapshot
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
     request.node.stash[_COMPARER] = comparer
     marked = _marked(request.node)
-    snapshot = ModelProbeSnapshot(comparer, Options())
+    snapshot = ModelProbeSnapshot(comparer, Arguments())
     yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
     _fail_unasserted(request.node)  # what other fixtures compared after the test
 

@@ -21,7 +21,7 @@ from pytest_modelprobe.gate import snapshot_sources
 from pytest_modelprobe.gate.declarations import superseded
 from pytest_modelprobe.gate.git import Repository
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
-from pytest_modelprobe.snapshot.preconditions import structure_of
+from pytest_modelprobe.snapshot.stored import structure_of
 
 PATH = "tests/__modelprobe__/test_net/test_a"
 

@@ -1,4 +1,4 @@
-"""What a test asserts of a model: one room a family, each function checks and then raises."""
+"""Assertions on a probe, a watch or a record: each checks, and raises AssertionError with a message."""
 
 from .activations import assert_finite, assert_no_dead_layers
 from .attention import assert_attention_entropy, assert_attention_mask

@@ -1,4 +1,4 @@
-"""Activations: layers that are dead, values that are not finite."""
+"""Activations: dead layers and units, values that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .sources import Subject, full_name, is_floating, is_zero, newest_of, number
 
 
 def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead_units: float | None = None) -> None:
-    """Assert that no layer gives out nothing but zeros.
+    """Assert that no layer is dead: all of its outputs, or all elements of their gradient, are zero.
 
-    A layer is dead if every output is zero, in all forwards or in the newest one; what a functional activation gives is
-    seen where the next layer receives it. Where no output is, a layer whose gradient is zero throughout is reported. A
-    layer that only passes on the zeros it is given is not, nor is one that starts from zero (its own parameters are all
-    zero, or were and are learning), nor is what lies before such a layer for having no gradient yet. Leave out layers
-    that are meant to give zeros with ``layers=["**", "!name"]``.
+    A layer is dead if every output is zero, in all forwards or in the newest one. The output of a functional activation
+    is checked as the input of the next layer. If no output is zero throughout, gradients are checked. These layers are
+    not reported: those that receive only zeros; those initialized to zero (all of their own parameters are zero, or
+    were and have a gradient); those before a layer initialized to zero, for their gradient. Exclude layers that are
+    meant to return zeros with ``layers=["**", "!name"]``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
-        max_dead_units: How many units (channels or features that are zero in every call) a layer may have: a number
-            of units if an int, a share of the layer's units if a float from 0 to 1. None: units are not looked at.
+        max_dead_units: How many dead units (channels or features that are zero in every call) a layer may have: their
+            number if an int, their share of the layer's units if a float from 0 to 1. None: units are not checked.
 
     Raises:
         AssertionError: A layer is dead, or has more dead units than allowed.
-        NothingObservedError: No selected layer was called or gave out numbers, or no units are known.
-        UsageError: ``max_dead_units`` is neither a number of units nor a share.
+        NothingObservedError: No selected layer was called or returned floating-point values, or no units are known.
+        UsageError: ``max_dead_units`` is neither an int of 0 or more nor a float from 0 to 1.
 
     >>> import torch
     >>> from torch import nn
@@ -55,7 +55,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     >>> assert_no_dead_layers(ModelProbe().run(model, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])))
     """
     __tracebackhide__ = True
-    _check_units_allowed(max_dead_units)
+    _check_max_dead_units(max_dead_units)
     record, newest = record_of(subject), newest_of(subject)
     looked_at = with_numbers(record, layers)
     names = {layer.name for layer in looked_at}
@@ -65,18 +65,18 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
         dead += [d for d in find_dead(newest, names) if d.where not in known]
     if dead:
         raise AssertionError(_dead_text(dead, record, looked_at))
-    silent = find_zero_gradients(record, names)
-    if silent:
-        raise AssertionError(_silent_text(silent, record, looked_at))
+    without_gradient = find_zero_gradients(record, names)
+    if without_gradient:
+        raise AssertionError(_zero_gradient_text(without_gradient, record, looked_at))
     if max_dead_units is not None:
-        crowded = _too_many_dead_units(record, names, max_dead_units)
-        if crowded:
-            raise AssertionError(_units_text(crowded, looked_at, max_dead_units))
+        above_limit = _too_many_dead_units(record, names, max_dead_units)
+        if above_limit:
+            raise AssertionError(_units_text(above_limit, looked_at, max_dead_units))
 
 
 @dataclass(frozen=True)
 class Dead:
-    """A layer that gives out nothing but zeros, or receives nothing else from the code before it."""
+    """A layer whose outputs are all zero, or whose input is, as the code before the layer made it."""
 
     where: str
     step: Step
@@ -84,26 +84,26 @@ class Dead:
     value: Value
     record: Record
     received: bool
-    """It is the input: code between layers made it."""
+    """Whether it is the input that is zero: code between layers made it."""
 
     @property
     def label(self) -> str:
-        """What a sentence calls it."""
+        """Its name in a sentence."""
         return label_of(self.where, self.step.layer.type_name)
 
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
-    """Return what is dead among the layers ``names``, each once, in order of execution."""
-    names, course = set(names), CallTree(record)
-    alive = {s.layer.name for s in course.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
-    fed = {s.layer.name for s in course.returned if any(not is_zero(v) for v in course.untracked_inputs(s))}
+    """Return the dead layers among ``names``, each once, in order of execution."""
+    names, tree = set(names), CallTree(record)
+    alive = {s.layer.name for s in tree.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
+    with_live_input = {s.layer.name for s in tree.returned if any(not is_zero(v) for v in tree.untracked_inputs(s))}
     found: dict[str, Dead] = {}
-    zero_places: set[CallScope] = set()  # where zeros were made: the code there may pass them on
+    zero_places: set[CallScope] = set()  # where zeros were made: code there may return them
     learning_places: set[CallScope] = set()  # where something was made that requires a gradient
-    for step in course.returned:
+    for step in tree.returned:
         name = step.layer.name
-        if name in names and name not in fed and step.previous is not None:
-            for value in filter(is_zero, course.untracked_inputs(step)):
+        if name in names and name not in with_live_input and step.previous is not None:
+            for value in filter(is_zero, tree.untracked_inputs(step)):
                 constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
                 if not (constant or step.place in zero_places or _is_inside_zeros(step)):
                     found.setdefault(f"{name} input", Dead(f"{name} input", step, value, record, received=True))
@@ -118,7 +118,7 @@ def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
 
 
 def starts_from_zero(layer: Layer) -> bool:
-    """Whether a layer gives out zeros because its parameters are zero, or were when it did: they get a gradient."""
+    """Whether the outputs of a layer are zero because its parameters are, or were before they were trained."""
     outputs = [s for s in (numbers(value) for _, value in layer.outputs) if s is not None]
     if not all(s.all_zero for s in outputs):
         return False
@@ -127,28 +127,28 @@ def starts_from_zero(layer: Layer) -> bool:
 
 
 def has_zero_parameters(layer: Layer) -> bool:
-    """Whether the layer has parameters of its own and all of them are zero."""
+    """Whether a layer has parameters of its own and all of them are zero."""
     readings = [parameter.reading.statistics for parameter in layer.parameters]
     return bool(readings) and all(s is not None and s.all_zero for s in readings)
 
 
 def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Layer, Value]]:
-    """Return the layers whose outputs all have a gradient that is zero throughout, the one nearest to the loss first.
+    """Return the layers whose outputs all have a zero gradient, the one nearest to the loss first.
 
-    Those that only a zero-initialized layer follows get theirs when that has learned something.
+    Layers followed only by a zero-initialized layer are left out: they get a gradient after its first step.
     """
-    course = CallTree(record)
-    reached = {s.layer.name for s in course.returned if any(_has_gradient(value) for value in s.call.outputs)}
-    silent = set(names) - reached
-    found: dict[int, tuple[Layer, Value]] = {}  # by tensor: a container gives out that of its child
-    excused = False
-    for step in reversed(course.returned):
+    tree = CallTree(record)
+    reached = {s.layer.name for s in tree.returned if any(_has_gradient(value) for value in s.call.outputs)}
+    without_gradient = set(names) - reached
+    found: dict[int, tuple[Layer, Value]] = {}  # by tensor: a container returns that of its child
+    zero_layer_follows = False
+    for step in reversed(tree.returned):
         values = [v for v in step.call.outputs if v.requires_grad and _gradient(v) is not None]
         if starts_from_zero(step.layer) or (has_zero_parameters(step.layer) and not step.layer.leaf):
-            excused = True  # a leaf, or a container that scales what is inside it
+            zero_layer_follows = True  # a leaf, or a container that scales what is inside it
         elif any(map(_has_gradient, values)):
-            excused = False
-        elif values and step.layer.name in silent and not excused:
+            zero_layer_follows = False
+        elif values and step.layer.name in without_gradient and not zero_layer_follows:
             found[values[0].tensor] = step.layer, values[0]
     return list(found.values())
 
@@ -163,13 +163,13 @@ def _gradient(value: Value) -> Statistics | None:
 
 
 def _was_given_zeros(step: Step) -> bool:
-    """Whether all that a call took in was zero: it merely passes that on."""
+    """Whether all inputs of a call were zero."""
     entered = [value for value in step.call.inputs if is_floating(value)]
     return bool(entered) and all(map(is_zero, entered))
 
 
 def _is_inside_zeros(step: Step) -> bool:
-    """Whether the call around was given zeros, which its code may pass on."""
+    """Whether an input of the enclosing call was zero, which its code may pass on."""
     return step.parent is not None and any(map(is_zero, step.parent.call.inputs))
 
 
@@ -197,7 +197,7 @@ def _zero_values(dead: Dead) -> list[Value]:
 
 
 def _forwards(layer: Layer) -> int:
-    """Return in how many forwards, of all kinds, a layer was called."""
+    """Return the number of forwards in which a layer was called, summed over roots and modes."""
     kinds: dict[tuple[str, bool], int] = {}
     for call in layer.calls:
         kind = call.root, call.root_training
@@ -224,16 +224,16 @@ def _first_numbers(values: Iterable[Value]) -> Statistics | None:
 
 def _dead_hint(dead: Dead) -> str:
     label = dead.step.layer.label
-    meant = f'If that is meant: layers=["**", "!{dead.step.layer.name}"].'
+    intended = f'If this is intended: layers=["**", "!{dead.step.layer.name}"].'
     if dead.received:
-        return f"The zeros are made {dead.step.between()}: look at the function called there. {meant}"
+        return f"The zeros are produced {dead.step.between()}: look at the function called there. {intended}"
     layer, last = dead.step.layer, dead.step.last_child
     if last is not None and not layer.leaf and not layer.parameters:
         left = _first_numbers(last.call.outputs)
         known = left is not None and left.min is not None
-        course = f", whose output goes from {number(left.min)} to {number(left.max)}" if left and known else ""
+        extent = f", whose output ranges from {number(left.min)} to {number(left.max)}" if left and known else ""
         return (
-            f"The zeros are made in {label}'s own code, after {last.label}{course}: look at what it does there. {meant}"
+            f"The zeros are produced in {label}'s own code, after {last.label}{extent}: look at that code. {intended}"
         )
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and is_floating(v)), None)
@@ -243,27 +243,28 @@ def _dead_hint(dead: Dead) -> str:
         feeder = label_of(feeder, "" if fed_by is None else fed_by.type_name)
         return f"{negative}: look at the bias or the scale of {feeder}, which feeds it."
     if "Dropout" in dead.step.layer.type_name and dead.step.layer.attributes.get("p") == 1.0:
-        return f"{label} drops everything (p=1.0). {meant}"
-    return f"Look at the parameters of {label} and at what multiplies its output. {meant}"
+        return f"{label} drops everything (p=1.0). {intended}"
+    return f"Look at the parameters of {label} and at what multiplies its output. {intended}"
 
 
 def _zero_note(record: Record) -> str:
     names = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
-    return f"Zero-initialized, and so not counted as dead: {listed(names)}." if names else ""
+    return f"Not counted as dead, because zero-initialized: {listed(names)}." if names else ""
 
 
-def _silent_text(silent: list[tuple[Layer, Value]], record: Record, looked_at: list[Layer]) -> str:
+def _zero_gradient_text(without_gradient: list[tuple[Layer, Value]], record: Record, looked_at: list[Layer]) -> str:
     rows: list[list[Cell]] = [
-        [layer.name, layer.type_name, value.path, _elements(value), _range(value)] for layer, value in silent
+        [layer.name, layer.type_name, value.path, _elements(value), _range(value)] for layer, value in without_gradient
     ]
-    layer, value = silent[0]
+    layer, value = without_gradient[0]
     return failure(
-        f"{layer.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's are 0 in "
-        f"{count(record.backwards, 'backward')}; {len(silent):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{layer.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
+        f"are 0 in {count(record.backwards, 'backward')}; "
+        f"{len(without_gradient):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "value", "elements", "range of values"],
         rows,
-        f"What comes after {layer.label} does not depend on its output, or is flat there: dead, saturated, multiplied "
-        f'by zero, a loss at its minimum. If that is meant: layers=["**", "!{layer.name}"].',
+        f"The layers after {layer.label} do not depend on its output, or have a zero derivative there: dead, "
+        f'saturated, multiplied by zero, a loss at its minimum. If this is intended: layers=["**", "!{layer.name}"].',
     )
 
 
@@ -280,7 +281,7 @@ def _range(value: Value) -> str:
 # --- dead units ---------------------------------------------------------------------------------------------------
 
 
-def _check_units_allowed(allowed: float | None) -> None:
+def _check_max_dead_units(allowed: float | None) -> None:
     if allowed is None:
         return
     number_or_share = isinstance(allowed, (int, float)) and not isinstance(allowed, bool)
@@ -291,26 +292,26 @@ def _check_units_allowed(allowed: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Crowded:
+class _DeadUnits:
     layer: Layer
     dead: int
     units: int
 
 
-def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_Crowded]:
+def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_DeadUnits]:
     known, found = 0, []
-    said: set[tuple[int, ...]] = set()  # a container gives out the tensors of its children, which come first
+    seen: set[tuple[int, ...]] = set()  # a container returns the tensors of its children, which come first
     for layer in {step.layer.name: step.layer for step in CallTree(record).returned}.values():
         values = _values_with_units(layer)
         tensors = tuple(value.tensor for value in values)
-        if layer.name not in names or not values or tensors in said:
+        if layer.name not in names or not values or tensors in seen:
             continue
         known += 1
-        said.add(tensors)
+        seen.add(tensors)
         dead, units = _dead_units(values), len(_units(values[0]))
         limit = allowed * units if isinstance(allowed, float) else allowed
-        if dead > limit and dead > _inherited(layer, units) and not starts_from_zero(layer):
-            found.append(_Crowded(layer, dead, units))
+        if dead > limit and dead > _dead_inputs(layer, units) and not starts_from_zero(layer):
+            found.append(_DeadUnits(layer, dead, units))
     if not known:
         raise NothingObservedError(
             f"the units of none of the {count(len(names), 'layer')} looked at are known: select layers with channels "
@@ -320,9 +321,9 @@ def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> lis
 
 
 def _values_with_units(layer: Layer) -> list[Value]:
-    """Return the layer's first output in every call, if its units are known in each and the same.
+    """Return the layer's first output in every call, if its units are known in each and their number is equal.
 
-    What draws random numbers is left out: over a small batch dropout zeroes some units by chance.
+    Layers that draw random numbers are left out: in a small batch dropout zeroes some units by chance.
     """
     values = [call.outputs[0] for call in layer.calls if call.outputs]
     by_chance = any(call.random for call in layer.calls)
@@ -336,26 +337,26 @@ def _units(value: Value) -> Units:
 
 
 def _dead_units(values: list[Value]) -> int:
-    """Return how many units are zero in all the values."""
+    """Return how many units are zero in all values."""
     bounds = [bound for value in values for bound in (_units(value).low, _units(value).high)]
     return sum(not any(unit) for unit in zip(*bounds, strict=True))  # NaN is true
 
 
-def _inherited(layer: Layer, units: int) -> int:
-    """Return how many units of an input were dead already."""
+def _dead_inputs(layer: Layer, units: int) -> int:
+    """Return how many units of an input were dead."""
     entered = [v.forward.units for _, v in layer.inputs if v.forward.units is not None]
     return max((e.dead for e in entered if len(e) == units), default=0)
 
 
-def _units_text(crowded: list[_Crowded], looked_at: list[Layer], allowed: float) -> str:
-    worst = crowded[0]
+def _units_text(above_limit: list[_DeadUnits], looked_at: list[Layer], allowed: float) -> str:
+    worst = above_limit[0]
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
         f"{worst.layer.label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
-        f"{len(crowded):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{len(above_limit):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "dead units", "share"],
-        [[c.layer.name, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in crowded],
-        "A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning "
+        [[c.layer.name, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
+        "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
         f"rate of what feeds {worst.layer.label}.",
     )
 
@@ -364,18 +365,18 @@ def _units_text(crowded: list[_Crowded], looked_at: list[Layer], allowed: float)
 
 
 def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
-    """Assert that no output of a layer is NaN or infinite; the failure names where it began.
+    """Assert that no output of a layer is NaN or infinite; the failure names where that began.
 
-    The origin is the first value, in order of execution, with a NaN, or an infinity of a sign, that what it was made
-    from does not have: a mask of ``-inf`` is an input like others.
+    The origin is the first value, in order of execution, with NaN, inf or -inf that its inputs do not have. A mask of
+    ``-inf`` that does not reach an output is not an origin.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers to look at. Leave out what is meant to give infinities: ``["**", "!mask"]``.
+        layers: Which layers to look at. Exclude layers that are meant to return infinities: ``["**", "!mask"]``.
 
     Raises:
         AssertionError: An output is not finite.
-        NothingObservedError: No selected layer was called or gave out numbers.
+        NothingObservedError: No selected layer was called or returned floating-point values.
 
     >>> import torch
     >>> from torch import nn
@@ -385,14 +386,14 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     __tracebackhide__ = True
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    origin = find_origin(record, {layer.name for layer in looked_at})
+    origin = find_nonfinite(record, {layer.name for layer in looked_at})
     if origin is not None:
         raise AssertionError(_finite_text(record, origin, looked_at))
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The value in which something non-finite began."""
+class NonfiniteOrigin:
+    """The first value that is NaN or infinite."""
 
     since: int
     """Index of the forward in which it was first seen."""
@@ -401,42 +402,42 @@ class Origin:
     step: Step
     value: Value
     kind: str
-    """``given``: it went into the model so; ``input``: code between layers made it; ``output``: the layer made it."""
+    """``given``: an input of the model; ``input``: made by code between layers; ``output``: made by the layer."""
 
     @property
     def counts(self) -> str:
-        """What is not finite in the value."""
+        """The counts of NaN, inf and -inf in the value."""
         statistics = numbers(self.value)
         return "" if statistics is None else nonfinite_counts(statistics)
 
 
-def find_origin(record: Record, names: Iterable[str]) -> Origin | None:
-    """Return where what is not finite in the outputs of the layers ``names`` began; None if nothing is."""
-    course, names = CallTree(record), set(names)
-    kinds = _kinds(v for step in course.returned if step.layer.name in names for v in step.call.outputs)
+def find_nonfinite(record: Record, names: Iterable[str]) -> NonfiniteOrigin | None:
+    """Return the first value that is not finite, if an output of the layers ``names`` is not; else None."""
+    tree, names = CallTree(record), set(names)
+    kinds = _kinds(v for step in tree.returned if step.layer.name in names for v in step.call.outputs)
     if not kinds:
         return None
-    # -inf that went into a layer and not out of any is a mask, and no origin of the NaN that came out.
-    origins = [origin for origin, kind in _not_finite(course) if kind != "-inf" or kind in kinds]
+    # -inf that no layer returns is a mask, not the origin of NaN.
+    origins = [origin for origin, kind in _not_finite(tree) if kind != "-inf" or kind in kinds]
     return min(origins, key=lambda origin: (origin.since, origin.position))
 
 
-def _not_finite(course: CallTree) -> Iterator[tuple[Origin, str]]:
-    """Yield every value that went in from outside the layers, or came out of one, with each kind that it has."""
-    for step in course.started:
+def _not_finite(tree: CallTree) -> Iterator[tuple[NonfiniteOrigin, str]]:
+    """Yield each value made outside the layers or by one, once for each of NaN, inf and -inf that it has."""
+    for step in tree.started:
         for value in step.call.inputs:
-            if step.outermost or course.producer(step, value) is None:
+            if step.outermost or tree.producer(step, value) is None:
                 where = "given" if step.outermost else "input"
                 for kind, since in _kinds([value]).items():
-                    yield Origin(since, step.call.started, step, value, where), kind
-    for step in course.returned:
+                    yield NonfiniteOrigin(since, step.call.started, step, value, where), kind
+    for step in tree.returned:
         for value in step.call.outputs:
             for kind, since in _kinds([value]).items():
-                yield Origin(since, step.call.finished, step, value, "output"), kind
+                yield NonfiniteOrigin(since, step.call.finished, step, value, "output"), kind
 
 
 def _kinds(values: Iterable[Value]) -> dict[str, int]:
-    """Return which kinds of non-finite elements are among the values, each with the forward of its first."""
+    """Return which of nan, inf and -inf are among the values, each with the index of the first forward."""
     kinds: dict[str, int] = {}
     for s in filter(None, map(numbers, values)):
         for kind, n, first in (
@@ -455,51 +456,51 @@ def nonfinite_counts(s: Statistics) -> str:
     return f"{listed(parts)} of {count(s.count, 'element')}"
 
 
-def _finite_text(record: Record, origin: Origin, looked_at: list[Layer]) -> str:
+def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]) -> str:
     what, why, hint = _finite_sentence(origin)
     when = f" from forward {origin.since + 1:,} of {record.forwards:,} on" if record.forwards > 1 else ""
     bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
     return failure(
         f"{what} is not finite{when}: {why}; {bad:,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
-        [_frame(step) for step in _frames(record, origin)],
+        [_step_row(step) for step in _steps_before(record, origin)],
         f"It began in {record.origin}." if record.origin else "",
         hint,
     )
 
 
-def _finite_sentence(origin: Origin) -> tuple[str, str, str]:
-    """Return what is not finite, with which numbers, and what to look at."""
+def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
+    """Return the name of the value, the counts and their cause, and the next step."""
     step, layer, counts = origin.step, origin.step.layer, origin.counts
     where = f"{step.label} {origin.value.path}"
     if origin.kind == "given":
-        return "model input", f"{where} has {counts}", "Look at the data: the model was given it so."
+        return "model input", f"{where} has {counts}", "Look at the data that the model is called with."
     if origin.kind == "input":
         return where, f"{counts}, made {step.between()}", f"Look at the code {step.between()}."
-    held = next((p.name for p in (*layer.parameters, *layer.buffers) if _is_bad(p.reading.statistics)), None)
+    held = next((p.name for p in (*layer.parameters, *layer.buffers) if _has_nonfinite(p.reading.statistics)), None)
     if held is not None:
         hint = "Look at what wrote it: loading, the learning rate, its gradient (assert_grad_finite)."
         return full_name(layer, held), f"the output of {step.label} has {counts}", hint
     entered = _first_numbers(step.call.inputs)
     if entered is not None and entered.nonfinite:
         because = f"its input has {nonfinite_counts(entered)}"
-        hint = "A softmax over a row that is -inf throughout gives NaN, and so do inf - inf and 0 * inf."
+        hint = "Softmax over a row of -inf gives NaN, as do inf - inf and 0 * inf."
     elif entered is not None and entered.min is not None:
         because, hint = f"its input is finite from {number(entered.min)} to {number(entered.max)}", ""
     else:
-        because, hint = "its input is no floating tensor", ""
+        because, hint = "its input is not a floating-point tensor", ""
     if step.last_child is not None:
-        because += f", what {step.last_child.label} gave is finite"
+        because += f", the output of {step.last_child.label} is finite"
         hint = f"Look at the code after {step.last_child.label}{forward_of(step) or ' in the forward'}."
     return step.label, f"its output has {counts}, {because}", hint
 
 
-def _is_bad(statistics: Statistics | None) -> bool:
+def _has_nonfinite(statistics: Statistics | None) -> bool:
     return statistics is not None and statistics.nonfinite > 0
 
 
-def _frames(record: Record, origin: Origin) -> list[Step]:
-    """Return the step of the origin after up to five that returned before it, containers left out."""
+def _steps_before(record: Record, origin: NonfiniteOrigin) -> list[Step]:
+    """Return up to five leaf calls that returned before the origin, and the origin."""
     before = [
         step
         for step in CallTree(record).returned
@@ -508,7 +509,7 @@ def _frames(record: Record, origin: Origin) -> list[Step]:
     return [*before[-5:], origin.step]
 
 
-def _frame(step: Step) -> list[Cell]:
+def _step_row(step: Step) -> list[Cell]:
     entered, left = _first_numbers(step.call.inputs), _first_numbers(step.call.outputs)
     bounds: list[Cell] = [getattr(s, bound, None) for s in (entered, left) for bound in ("min", "max")]
     bad = nonfinite_counts(left) if left is not None and left.nonfinite else "-"

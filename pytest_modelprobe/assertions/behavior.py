@@ -1,4 +1,4 @@
-"""Two records against each other: a port and its reference, a model before and after a refactoring."""
+"""Compare two records: a port and its reference, a model before and after a refactoring."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def assert_same_behavior(
     structure: bool = True,
     tolerance: Tolerance = None,
 ) -> None:
-    """Assert that two models did the same, layer by layer; say which module's own code, attribute or weights differ.
+    """Assert that two models compute the same, layer by layer; the failure names the code or weights that differ.
 
-    What a value may differ by is a small multiple of the expected one's noise, measured by running it again slightly
-    perturbed, where the record is that of a `run` and its model still lives; else it is a fixed tolerance (1e-4 of the
-    norm forward, 2e-2 backward).
+    The tolerance of a value is a small multiple of the expected value's noise, which is measured by running the model
+    again with 1-ulp perturbations, if the record is that of a `run` and its model still exists. Otherwise the
+    tolerance is fixed: 1e-4 of the norm forward, 2e-2 backward.
 
     Args:
-        actual: A record, watch or probe with one of either: the port.
-        expected: The same of what it should be like: the reference.
-        rename: Glob of the actual → glob of the expected, for layers with other names; what is inside them goes along.
-            ``{"blocks.*": "transformer.h.*"}``
-        layers: Which layers of the actual to compare.
-        structure: Also compare types, attributes, shapes of parameters; False for another implementation.
-        tolerance: Multiplies what a value may differ by: a number, or a number for each glob of layers.
+        actual: A record, a watch, or a probe with one run or watch: the port.
+        expected: The same for the reference.
+        rename: Dict of glob of the actual names → glob of the expected names, for layers with other names; layers
+            inside them are included. ``{"blocks.*": "transformer.h.*"}``
+        layers: Which layers of ``actual`` to compare.
+        structure: Whether to compare types, attributes and shapes of parameters too; False for another implementation.
+        tolerance: Factor by which every tolerance is multiplied: a number, or a dict of glob of layers → number.
 
     Raises:
         AssertionError: They differ.
-        SelectionError: ``rename``, ``layers`` or ``tolerance`` names no layer.
+        SelectionError: ``rename``, ``layers`` or ``tolerance`` matches no layer.
         NothingObservedError: One of the two was never called.
 
     >>> import torch
@@ -66,7 +66,7 @@ def assert_same_behavior(
             parts="all" if structure else "behavior",
         )
 
-    # To measure the noise takes seven runs: not where all is equal even if there were none.
+    # Measuring the noise takes seven runs: skipped if the records are equal without it.
     again = theirs.rerun if theirs.noise is None else None
     if again is not None and not compared(mine, dataclasses.replace(theirs, noise="measured")).same:
         theirs = again.measured(theirs)

@@ -1,17 +1,17 @@
-"""What is worth saying of a record that nobody asserted on: one line a finding."""
+"""Findings of a record that are shown without an assertion: dead layers, NaN, layers never called, no gradient."""
 
 from __future__ import annotations
 
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.text import count, listed
 
-from .activations import find_dead, find_origin
+from .activations import find_dead, find_nonfinite
 from .sources import full_name
 from .structure import uncalled, weights_in_use
 
 
 def findings(record: Record) -> list[str]:
-    """Return what a reader should know of a record, a line each; none where all is well.
+    """Return one line for each kind of finding; empty if there are none.
 
     >>> findings(Record(model="Net"))
     []
@@ -22,7 +22,7 @@ def findings(record: Record) -> list[str]:
     dead = find_dead(record, record.layers)
     if dead:
         found.append(f"dead: {listed([d.label for d in dead])}")
-    origin = find_origin(record, record.layers)
+    origin = find_nonfinite(record, record.layers)
     if origin is not None:
         found.append(f"not finite: {origin.step.label} {origin.value.path}, {origin.counts}")
     in_use = weights_in_use(record)

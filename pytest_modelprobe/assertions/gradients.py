@@ -1,4 +1,4 @@
-"""Gradients: not finite, missing, vanishing on the way."""
+"""Gradients: not finite, missing, vanishing or exploding."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from pytest_modelprobe.report.text import shape as shape_text
 
-from .activations import find_origin, has_zero_parameters, nonfinite_counts
+from .activations import find_nonfinite, has_zero_parameters, nonfinite_counts
 from .sources import Subject, backward_of, called, full_name, is_floating, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
 
 def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
-    """Assert that no gradient, of an output or a parameter, is NaN or infinite; the failure names where it began.
+    """Assert that no gradient, of an output or a parameter, is NaN or infinite; the failure names where that began.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
@@ -55,7 +55,7 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     if not seen:
         raise NothingObservedError(
             f"no gradient reached {looked_at[0].label} nor any other of the {count(len(looked_at), 'layer')} looked "
-            "at: they are frozen, detached, or no part of the loss"
+            "at: they are frozen, detached, or not part of the loss"
         )
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
@@ -68,7 +68,7 @@ class _Gradient:
 
     layer: Layer
     step: Step | None
-    """The call of the value; of a parameter's layer the first; None if it was never called."""
+    """The call of the value; for a parameter, the first call of its layer; None if it was never called."""
     path: str
     kind: str
     """``output``, ``input`` or ``parameter``."""
@@ -81,19 +81,19 @@ class _Gradient:
 
     @property
     def label(self) -> str:
-        """What a sentence calls it."""
+        """Its name in a sentence."""
         return label_of(self.where, self.layer.type_name)
 
     @property
     def position(self) -> int:
-        """When in the forward the value was there, which a backward pass meets from the end."""
+        """Position of the value in the forward; a backward pass goes from the highest to the lowest."""
         if self.step is None:
             return -1
         return self.step.call.finished if self.kind == "output" else self.step.call.started
 
     @property
     def since(self) -> float:
-        """Index of the first forward in the backward of which it was not finite; infinity if it never was."""
+        """Index of the first forward whose backward had a gradient that was not finite; inf if all were finite."""
         if not self.statistics.nonfinite:
             return math.inf
         firsts = (self.statistics.first_nan, self.statistics.first_posinf, self.statistics.first_neginf)
@@ -101,7 +101,7 @@ class _Gradient:
 
 
 def _gradients(record: Record) -> list[_Gradient]:
-    """Return every gradient in the order in which a backward pass meets them."""
+    """Return all gradients in the order of the backward pass."""
     found: list[_Gradient] = []
     first_steps: dict[str, Step] = {}
     for step in CallTree(record).started:
@@ -126,7 +126,7 @@ def _statistics(*readings: Reading | None) -> Iterator[Statistics]:
 
 
 def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient], looked_at: list[Layer]) -> str:
-    origin = min(gradients, key=lambda g: g.since)  # of those of one forward the first that the backward met
+    origin = min(gradients, key=lambda g: g.since)  # the first of the backward pass, of those of one forward
     what, why, hint = _finite_sentence(origin, gradients)
     activation = _activation_hint(record, origin)
     began = "The first such gradient came from" if activation else "It began in"
@@ -147,23 +147,23 @@ def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient
 
 
 def _activation_hint(record: Record, gradient: _Gradient) -> str:
-    """Return what to say first where an activation was not finite before any gradient was; nothing if none was."""
-    origin = find_origin(record, record.layers)
-    if origin is None or origin.since > gradient.since:  # a weight that the gradient spoilt gives those of later ones
+    """Return a sentence if an activation was not finite before any gradient was; else an empty text."""
+    origin = find_nonfinite(record, record.layers)
+    if origin is None or origin.since > gradient.since:  # caused by a weight that the gradient made NaN
         return ""
     where = f"{origin.step.label}'s {origin.value.path}"
-    return f"An activation is not finite already, from {where} on: assert_finite names where it began."
+    return f"Activations are already not finite, from {where} on: assert_finite names where that began."
 
 
 def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
-    """Return which gradient began not to be finite, where that was made, and what to look at."""
+    """Return the name of the gradient, where it was made, and the next step."""
     step, what = origin.step, f"gradient of {origin.label}"
     if step is None or origin.kind == "parameter":
         return what, "those around it are finite", f"Look at what {origin.layer.label} computes with {origin.path}."
     suspects = "sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them"
     if origin.kind == "input":
         why = f"made in the backward of {step.label}"
-        return what, why, f"Look at the derivative of {step.label} for the inputs it had: {suspects}."
+        return what, why, f"Look at the derivative of {step.label} for the inputs it received: {suspects}."
     later = [g.step for g in gradients if g.kind != "parameter" and g.position > origin.position and g.step]
     if not any(g.position > origin.position and g.since > origin.since for g in gradients if g.kind != "parameter"):
         hint = f"Look at the loss, or at what the test computes from {origin.label} before it: {suspects}."
@@ -178,15 +178,15 @@ def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str
 
 
 def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ignore: str | Iterable[str] = ()) -> None:
-    """Assert that the backward gave every parameter that requires one a gradient.
+    """Assert that every parameter that requires a gradient has one after the backward.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Of which layers to look at the parameters.
-        ignore: Globs on full parameter names that need none, such as ``"*.mask_token"``.
+        layers: Layers whose parameters are checked.
+        ignore: Globs of full names of parameters to exclude, such as ``"*.mask_token"``.
 
     Raises:
-        AssertionError: A parameter has none.
+        AssertionError: A parameter has no gradient.
         NothingObservedError: No backward was seen, or no selected layer has a parameter that requires a gradient.
         SelectionError: ``ignore`` matches no parameter.
 
@@ -229,33 +229,33 @@ def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted
 
 def _missing_hint(record: Record, layer: Layer, what: str) -> str:
     if not layer.calls:
-        return f"{layer.label} was never called in the forward: is it meant to be used, or to be there at all?"
+        return f"{layer.label} was never called in the forward: should it be used, or removed?"
     if any(v.backward is not None for _, v in layer.outputs):
         return f"The output of {layer.label} has a gradient: does its forward use {what}, and not a detached copy?"
     if any(v.overwritten for _, v in layer.outputs):
-        return f"The output of {layer.label} is a view that was overwritten in place: whether it has one is not known."
+        return f"The output of {layer.label} is a view that was overwritten in place: its gradient is unknown."
     return find_cut(record, layer) or (
-        f"The loss does not depend on the output of {layer.label}: is its result used, and the right loss taken?"
+        f"The loss does not depend on the output of {layer.label}: is its result used, and is it the right loss?"
     )
 
 
 def find_cut(record: Record, layer: Layer) -> str | None:
-    """Return where the graph was cut after the first call of ``layer``: what went in there required a gradient."""
-    course = CallTree(record)
-    first = next((step for step in course.started if step.layer is layer), None)
+    """Return a sentence on where the graph was cut after the first call of ``layer``; None if it was not."""
+    tree = CallTree(record)
+    first = next((step for step in tree.started if step.layer is layer), None)
     if first is None:
         return None
     if not (first.call.grad_enabled or any(v.requires_grad for v in first.call.outputs)):
         return f"{layer.label} ran under no_grad."
-    for step in course.started:
+    for step in tree.started:
         if step.place[:2] != first.place[:2] or step.call.started <= first.call.started:
             continue
         if not step.call.grad_enabled and first.call.grad_enabled:
             return f"{step.label} ran under no_grad."
-        cut = _cut_before(course, step)
+        cut = _cut_before(tree, step)
         if cut:
             return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
-    for step in course.returned:
+    for step in tree.returned:
         if (
             step.last_child is None
             or step.call.finished < first.call.finished
@@ -269,12 +269,12 @@ def find_cut(record: Record, layer: Layer) -> str | None:
     return None
 
 
-def _cut_before(course: CallTree, step: Step) -> str | None:
-    """Return where the graph was cut before a call: what it took in needs no gradient, what that is made from does."""
+def _cut_before(tree: CallTree, step: Step) -> str | None:
+    """Return where the graph was cut before a call: its inputs require no gradient, the output they come from does."""
     entered = [value for value in step.call.inputs if is_floating(value)]
     if not entered or _requires(entered):
         return None
-    made = course.producer(step, entered[0])
+    made = tree.producer(step, entered[0])
     if made is not None:
         return f"between {made[0].label} and {step.label}" if made[1].requires_grad else None
     given = step.parent is not None and any(v.tensor == entered[0].tensor for v in step.parent.call.inputs)
@@ -290,31 +290,32 @@ def _requires(values: Iterable[Value]) -> bool:
 
 
 def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: float = 1e6) -> None:
-    """Assert that the gradient reaches every layer with parameters, and does not fade or grow out of bounds on the way.
+    """Assert that the gradient reaches every layer with parameters, and does not vanish or explode.
 
-    The gradient of a layer is the largest rms among those of its own parameters (biases before a normalization have
-    none in exact arithmetic); where no selected layer has parameters that require one, that of its output. It is not
-    finite if one of them is not throughout. A layer with a gradient that has no numbers (a sparse one) is left out.
+    The gradient of a layer is the largest rms among the gradients of its own parameters, or the rms of its output's
+    gradient if no selected layer has parameters that require one. Layers whose gradient cannot be read (a sparse one)
+    are left out.
 
-    A layer has faded out if its gradient, with those of all that ran before it or of all that ran after it, is smaller
-    than the largest by more than ``max_ratio``: the gradient passes by a single small one (a key projection, a scaled
-    residual branch), which may be smaller by the square of that.
+    Gradients vanish at a layer if its gradient, and those of all layers called before it (or of all layers called
+    after it), are more than ``max_ratio`` times smaller than the largest. A single layer with a small gradient (a key
+    projection, a scaled residual branch) may be up to ``max_ratio`` squared times smaller: the gradient reaches the
+    layers before it on another path.
 
-    Gradients of weights can be alike although those of activations explode: outputs that grow from layer to layer as
-    their gradients do on the way back balance in a weight's. So the gradient of each output is also measured, by its
-    norm, against that of what the model gave out last. It may be larger by 100 times ``max_ratio``: a norm over a row
-    of zeros alone makes it up to 1e6 times larger.
+    Gradients of activations can explode while those of weights do not: a weight's gradient is a product of both, and
+    activations may grow from layer to layer as their gradients grow on the way back. So the norm of the gradient of
+    each output is compared with that of the model's last output: it may be 100 times ``max_ratio`` times larger. (A
+    normalization over a row of zeros alone makes it up to 1e6 times larger.)
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
-        max_ratio: How many times smaller than the largest the gradients up to a layer, or from it on, may be; that of
-            one branch may be smaller by the square of it.
+        max_ratio: How many times smaller than the largest gradient those up to a layer, or from it on, may be. The
+            limit for a single layer is its square.
 
     Raises:
-        AssertionError: A layer gets no gradient, a zero one, one that is not finite, or one beyond the ratio; or the
-            gradients of outputs grow beyond 100 times the ratio.
-        NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient has numbers.
+        AssertionError: The gradient of a layer is missing, zero, not finite, or vanishing; or the gradients of outputs
+            explode.
+        NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
     >>> import torch
@@ -328,7 +329,7 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
     looked_at = called(record, layers)
-    every = list(_flow(looked_at))
+    every = list(_layer_gradients(looked_at))
     flow = [f for f in every if f.unknown is None]
     if every and not flow:
         raise NothingObservedError(
@@ -342,18 +343,20 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     bad = _out_of_bounds(flow, max_ratio)
     if bad:
         raise AssertionError(_flow_text(record, bad, flow, max_ratio))
-    grown = [g for g in _growths(record, {layer.name for layer in looked_at}) if g.times > _ROOM * max_ratio]
-    if grown:
-        raise AssertionError(_growth_text(grown, looked_at, max_ratio))
+    exploding = [
+        g for g in _growth_of_calls(record, {layer.name for layer in looked_at}) if g.times > _GROWTH_FACTOR * max_ratio
+    ]
+    if exploding:
+        raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
 
 
-_ROOM = 100
-"""How many times ``max_ratio`` the gradient of an output may grow: healthy models reach 5e5."""
+_GROWTH_FACTOR = 100
+"""Factor of ``max_ratio`` by which the gradient of an output may grow: healthy models reach 5e5 times."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Growth:
-    """The gradient of a call's outputs against that of the last call that gave out a tensor with one."""
+    """The gradient of a call's outputs, relative to that of the last call with a gradient."""
 
     step: Step
     norm: float
@@ -362,46 +365,46 @@ class _Growth:
     times: float
 
 
-def _growths(record: Record, names: set[str]) -> Iterator[_Growth]:
-    """Yield how far gradients have grown in each call of the layers ``names``, the nearest to the loss first.
+def _growth_of_calls(record: Record, names: set[str]) -> Iterator[_Growth]:
+    """Yield the growth of the gradient in each call of the layers ``names``, the nearest to the loss first.
 
-    A single number says nothing of scale: it may be a loss, the gradient of which is 1.
+    Scalars are left out: they may be a loss, whose gradient is 1.
     """
     last: dict[tuple[str, bool], tuple[Step, float]] = {}
-    said: set[int] = set()  # a container gives out what its last child does
+    counted: set[int] = set()  # a container returns the output of its last child
     for step in reversed(CallTree(record).returned):
         arrived = [(v.backward.statistics, v) for v in step.call.outputs if v.backward is not None]
         found = [(g.norm, value) for g, value in arrived if g is not None and g.count > 1 and g.norm]
         if found:
             norm, value = max(found, key=lambda pair: pair[0])
             end, base = last.setdefault(step.place[:2], (step, norm))
-            if step.layer.name in names and (step.layer.leaf or value.tensor not in said):
+            if step.layer.name in names and (step.layer.leaf or value.tensor not in counted):
                 numbers = value.forward.statistics
                 rms = None if numbers is None else numbers.rms
                 yield _Growth(step, norm, rms, end, norm / base)
-            said.add(value.tensor)
+            counted.add(value.tensor)
 
 
-def _growth_text(grown: list[_Growth], looked_at: list[Layer], max_ratio: float) -> str:
-    grown.sort(key=lambda g: -g.times)
-    first = grown[0]
+def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: float) -> str:
+    exploding.sort(key=lambda g: -g.times)
+    first = exploding[0]
     return failure(
         f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
-        f"{first.last.label}, {_ROOM * max_ratio:g} is allowed; {len({g.step.layer.name for g in grown}):,} of "
-        f"{count(len(looked_at), 'layer')} looked at",
+        f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
+        f"{len({g.step.layer.name for g in exploding}):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "gradient norm", "times larger", "output rms"],
-        [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in grown],
-        "It grows from layer to layer on the way back: look at the initialization, and at a missing norm or residual.",
+        [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
+        "Exploding gradients: look at the initialization, and at a missing norm or residual.",
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Flow:
+class _LayerGradient:
     layer: Layer
     rms: float | None
-    """NaN: the gradient was not finite throughout; None: no gradient arrived."""
+    """NaN: the gradient is not finite; None: there is no gradient."""
     unknown: str | None = None
-    """Why there are no numbers of a gradient that did arrive."""
+    """Why a gradient that exists could not be read."""
 
     @property
     def known(self) -> float:
@@ -409,7 +412,7 @@ class _Flow:
         return self.rms if self.rms is not None and math.isfinite(self.rms) else 0.0
 
 
-def _flow(looked_at: list[Layer]) -> Iterator[_Flow]:
+def _layer_gradients(looked_at: list[Layer]) -> Iterator[_LayerGradient]:
     """Yield the gradient of each layer, in order of execution."""
     by_parameters = any(p.requires_grad for layer in looked_at for p in layer.parameters)
     for layer in sorted(looked_at, key=lambda layer: layer.calls[0].started):
@@ -418,23 +421,23 @@ def _flow(looked_at: list[Layer]) -> Iterator[_Flow]:
             [p.gradient for p in layer.parameters if p.requires_grad and 0 not in p.shape] if by_parameters else outputs
         )
         if not own or (layer.leaf and all(0 in value.shape for _, value in layer.outputs)):
-            continue  # frozen, or an expert that no token came to
+            continue  # frozen, or an expert without tokens
         if not layer.leaf and not any(own):
-            own = outputs  # a token or a position that this forward did not need: the gradient came by
-        yield _flow_of(layer, own)
+            own = outputs  # an embedding that this forward did not use: the gradient passes it
+        yield _layer_gradient(layer, own)
 
 
-def _flow_of(layer: Layer, own: Iterable[Reading | None]) -> _Flow:
+def _layer_gradient(layer: Layer, own: Iterable[Reading | None]) -> _LayerGradient:
     arrived = [reading for reading in own if reading is not None]
     known = [s for s in _statistics(*arrived) if s.count]
     if any(s.nonfinite for s in known):
-        return _Flow(layer, math.nan)
-    unknown = next((r.reason or "no numbers of it were kept" for r in arrived if r.statistics is None), None)
-    return _Flow(layer, max((s.rms or 0.0 for s in known), default=None), unknown)
+        return _LayerGradient(layer, math.nan)
+    unknown = next((r.reason or "it has no statistics" for r in arrived if r.statistics is None), None)
+    return _LayerGradient(layer, max((s.rms or 0.0 for s in known), default=None), unknown)
 
 
-def _out_of_bounds(flow: list[_Flow], max_ratio: float) -> list[_Flow]:
-    """Return what has no gradient or too small a one: those with none first, then the smallest."""
+def _out_of_bounds(flow: list[_LayerGradient], max_ratio: float) -> list[_LayerGradient]:
+    """Return the layers without a gradient, then those whose gradient is too small, smallest first."""
     known = [f.known for f in flow]
     before = accumulate(known, max)
     after = reversed(list(accumulate(reversed(known), max)))
@@ -444,26 +447,26 @@ def _out_of_bounds(flow: list[_Flow], max_ratio: float) -> list[_Flow]:
         for f, up_to, on in zip(flow, before, after, strict=True)
         if not f.known or largest > max_ratio * min(up_to, on) or largest / f.known > max_ratio**2
     ]
-    bad.reverse()  # of equals the one nearest to the loss comes first
+    bad.reverse()  # the one nearest to the loss first among equals
     return sorted(bad, key=lambda f: (f.rms is not None, f.known))
 
 
-def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], max_ratio: float) -> str:
+def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradient], max_ratio: float) -> str:
     first, strongest = bad[0], max(flow, key=lambda f: f.known)
     name = first.layer.label
     if first.rms is None:
         what, hint = f"{name} gets no gradient", _missing_hint(record, first.layer, "its parameters")
     elif first.rms != first.known:
-        what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite tells where that began."
+        what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite names where that began."
     elif first.rms == 0:
         what = f"{name} gets a zero gradient"
         zero = [layer.label for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
         reasons = f"zero-initialized ({listed(zero)})" if zero else "dead, saturated, times zero"
-        hint = f"What comes after {name} does not depend on it, or is flat there: {reasons}."
+        hint = f"The layers after {name} do not depend on it, or have a zero derivative there: {reasons}."
     else:
         times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.label}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"
-        hint = "It fades or grows on the way: look at activations, initialization and normalization between the two."
+        hint = "Vanishing or exploding gradients: look at activations, initialization and norms between the two layers."
     rows: list[list[Cell]] = [
         [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
         for f in dict.fromkeys([*bad, *flow])  # the others for comparison
@@ -476,5 +479,5 @@ def _flow_text(record: Record, bad: list[_Flow], flow: list[_Flow], max_ratio: f
     )
 
 
-def _share(flow: _Flow, strongest: _Flow) -> str:
+def _share(flow: _LayerGradient, strongest: _LayerGradient) -> str:
     return f"{flow.known / strongest.known:.1g}" if flow.rms is not None and strongest.known else "-"

@@ -1,4 +1,4 @@
-"""Parameters: how many, where, tied to which, and what training does to them."""
+"""Parameters: their number, devices and ties, and how training changes them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from .sources import Subject, called, full_name, is_watch, not_ignored, record_o
 
 
 @dataclass(frozen=True, slots=True)
-class _Fact:
+class _ParameterInfo:
     name: str
     elements: int
     requires_grad: bool
     same: object
-    """Equal for parameters that are one."""
+    """Equal for tied parameters."""
 
 
 def assert_param_count(
     subject: Subject | Any, expected: int | tuple[int, int], *, trainable: bool | None = None, layers: Selector = "**"
 ) -> None:
-    """Assert how many elements the parameters have; tied ones count once.
+    """Assert the number of elements of the parameters; tied parameters count once.
 
     Args:
         subject: A probe with one run or watch, a watch, a record, or a module.
-        expected: The number, or the least and the most.
-        trainable: True counts those that require a gradient, False the others, None all.
-        layers: Whose own parameters to count; of a module all are counted.
+        expected: The number, or a tuple (minimum, maximum).
+        trainable: True: count those that require a gradient; False: the others; None: all.
+        layers: Layers whose own parameters are counted; with a module, all are counted.
 
     Raises:
-        AssertionError: There are more or fewer.
-        UsageError: ``expected`` is no number and no range; ``layers`` is given with a module.
+        AssertionError: The number differs.
+        UsageError: ``expected`` is neither a number nor a range; ``layers`` is given with a module.
 
     >>> from torch import nn
     >>> assert_param_count(nn.Linear(3, 2), 8)
@@ -58,9 +58,9 @@ def assert_param_count(
     __tracebackhide__ = True
     low, high = expected if isinstance(expected, tuple) and len(expected) == 2 else (expected, expected)
     if type(low) is not int or type(high) is not int or low > high:
-        raise UsageError(f"expected is a number of elements, or the least and the most of them; got {expected!r}")
-    counted: dict[object, _Fact] = {}
-    for fact in _facts(subject, layers):
+        raise UsageError(f"expected is a number of elements, or a tuple (minimum, maximum); got {expected!r}")
+    counted: dict[object, _ParameterInfo] = {}
+    for fact in _parameter_infos(subject, layers):
         if trainable is None or fact.requires_grad == trainable:
             counted.setdefault(fact.same, fact)
     total = sum(fact.elements for fact in counted.values())
@@ -80,14 +80,14 @@ def assert_param_count(
 
 
 def assert_tied(subject: Subject | Any, *names: str) -> None:
-    """Assert that parameters are one and the same.
+    """Assert that parameters are tied: the same `Parameter` under several names.
 
     Args:
         subject: A probe with one run or watch, a watch, a record, or a module.
         *names: Full names of two or more parameters: ``"embed.weight", "head.weight"``.
 
     Raises:
-        AssertionError: One of them is another parameter.
+        AssertionError: One of them is a different parameter.
         UsageError: There is no such parameter, or fewer than two names.
 
     >>> from torch import nn
@@ -98,38 +98,38 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     __tracebackhide__ = True
     if len(set(names)) < max(2, len(names)):
         raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
-    facts = {fact.name: fact for fact in _facts(subject, "**")}
+    facts = {fact.name: fact for fact in _parameter_infos(subject, "**")}
     for name in names:
         if name not in facts:
             near = nearest(name, facts)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise UsageError(f"there is no parameter {name!r}{hint}")
     first, *others = names
-    loose = [name for name in others if facts[name].same != facts[first].same]
-    if loose:
-        rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in loose else "yes"] for name in names]
+    untied = [name for name in others if facts[name].same != facts[first].same]
+    if untied:
+        rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in untied else "yes"] for name in names]
         raise AssertionError(
             failure(
-                f"{loose[0]} is not tied to {first}: they are two parameters",
-                ["parameter", "elements", f"one with {first}"],
+                f"{untied[0]} is not tied to {first}: they are two parameters",
+                ["parameter", "elements", f"tied to {first}"],
                 rows,
-                "A copy, a .to() of one alone or a load that replaces parameters loses a tie: tie them again after it.",
+                "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
             )
         )
 
 
 def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers: Selector = "**") -> None:
-    """Assert on which devices layers give out their tensors, and have their parameters.
+    """Assert the devices of layers' outputs, parameters and buffers.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        devices: One device (``"cuda"`` means any of them), or a dict of devices by a glob on layers.
-        layers: Which layers to look at, where one device is given.
+        devices: One device (``"cuda"`` means any CUDA device), or a dict of glob of layers → device.
+        layers: Which layers to look at, if one device is given.
 
     Raises:
-        AssertionError: A tensor is elsewhere.
-        NothingObservedError: The layers were not called, or gave out no tensor.
-        UsageError: ``layers`` is given besides a dict.
+        AssertionError: A tensor is on another device.
+        NothingObservedError: The layers were not called, or returned no tensor.
+        UsageError: ``layers`` is given with a dict.
 
     >>> import torch
     >>> from torch import nn
@@ -144,13 +144,13 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     rows: list[list[str]] = []
     looked_at = 0
     for selector, device in wanted:
-        for layer in reversed(called(record, selector)):  # what a layer contains before the layer
+        for layer in reversed(called(record, selector)):  # children before their parent
             for where, actual in _places(layer):
                 looked_at += 1
                 if str(device) not in (actual, actual.partition(":")[0]) and (actual, str(device)) != ("cpu", "cpu:0"):
                     rows.append([where, layer.type_name, actual, str(device)])
     if not looked_at:
-        raise NothingObservedError("the selected layers gave out no tensor: nothing was looked at")
+        raise NothingObservedError("the selected layers returned no tensor: nothing was looked at")
     if rows:
         where, kind, actual, expected = rows[0]
         raise AssertionError(
@@ -159,7 +159,7 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
                 f"{len(rows):,} of {count(looked_at, 'tensor')} looked at",
                 ["tensor", "type", "actual", "expected"],
                 rows,
-                "Move the model with .to(), and make tensors in a forward with device=x.device.",
+                "Move the model with .to(), and create tensors in a forward with device=x.device.",
             )
         )
 
@@ -171,56 +171,56 @@ def _places(layer: Layer) -> Iterator[tuple[str, str]]:
         yield address(layer.name, call, value.path), value.device
 
 
-def _facts(subject: Subject | Any, layers: Selector) -> Iterator[_Fact]:
+def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_ParameterInfo]:
     if hasattr(subject, "named_parameters"):
         if layers != "**":
             raise UsageError("layers= goes with a record; of a module all parameters are looked at")
         for name, p in subject.named_parameters(remove_duplicate=False):
             if type(p).__name__ == "UninitializedParameter":
                 raise UsageError(f"{name} has no shape yet: run the model once, then count")
-            yield _Fact(name, p.numel(), p.requires_grad, id(p))
+            yield _ParameterInfo(name, p.numel(), p.requires_grad, id(p))
         return
     source = source_of(subject)
     record = source if isinstance(source, Record) else source.record
     for layer in selected(record, layers):
         for own in layer.parameters:
             name = full_name(layer, own.name)
-            yield _Fact(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
+            yield _ParameterInfo(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
 
 
 # --- what training does -------------------------------------------------------------------------------------------
 
 
 _ROUNDING = 1e-5
-"""Of another gradient of the layer: what is zero in exact arithmetic is not larger."""
-_NO_USE = (
-    "Its gradient is but rounding: a norm after it takes out what it adds. A bias there has no use: leave it out, of "
-    "the model or here with ignore=."
+"""Relative to the largest gradient of the layer: a gradient that is zero in exact arithmetic is below."""
+_CANCELED = (
+    "Its gradient is rounding error: the norm after it cancels it. A bias there has no effect: remove it from the "
+    "model, or exclude it here with ignore=."
 )
-_BEGAN = "assert_grad_finite says where that began."
-_GAUGED = "The learning rate is too {0} for it, or its gradient is."
+_ORIGIN = "assert_grad_finite names where that began."
+_LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _Change:
     """A parameter or buffer before training and now."""
 
     name: str
     layer: Layer
     own: Parameter
     change: float | None
-    """Relative to its norm before; inf from nothing; NaN: it changed, and by how much is not known; None: there are no
-    numbers."""
+    """Relative to its norm before; inf if that was 0; NaN: it changed by an unknown amount; None: it has no
+    statistics."""
     buffer: bool
     bad_before: bool
-    """Whether it was not finite before training already."""
+    """Whether it was not finite before training."""
 
 
 def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
-    """Assert that training leaves layers alone: their parameters, and buffers such as running statistics.
+    """Assert that training does not change the parameters and buffers (running statistics) of layers.
 
-    It looks at what the optimizer did, not at ``requires_grad``: weight decay moves a parameter without a gradient, a
-    BatchNorm in training mode its statistics without an optimizer.
+    Values are compared, not ``requires_grad``: weight decay changes a parameter without a gradient, and BatchNorm in
+    training mode changes its running statistics without an optimizer.
 
     Args:
         subject: A watch, or a probe with one, over one or more steps of an optimizer.
@@ -228,8 +228,8 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
 
     Raises:
         AssertionError: A parameter or buffer changed.
-        NothingObservedError: The model was not called or has not changed at all, or the layers have no parameters.
-        UsageError: The subject is a record, which is of one moment.
+        NothingObservedError: The model was not called, nothing in it changed, or the layers have no parameters.
+        UsageError: The subject is a record, which has no training.
 
     >>> import torch
     >>> from torch import nn
@@ -243,17 +243,17 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     ...     assert_frozen(watch, layers="0")
     """
     __tracebackhide__ = True
-    found = _moved(subject, layers)
+    found = _changes(subject, layers)
     bad = [one for one in found if one.change]
-    statistics = [layer for layer in {one.layer.name: one.layer for one in found}.values() if _gathers(layer)]
+    statistics = [layer for layer in {one.layer.name: one.layer for one in found}.values() if _tracks_statistics(layer)]
     if bad:
         first = bad[0]
         why = (
-            "A BatchNorm in training mode gathers statistics whatever is frozen: put it in evaluation mode."
+            "BatchNorm in training mode updates its running statistics even if it is frozen: call eval() on it."
             if first.buffer
-            else "It is in the optimizer: weight decay and momentum move parameters without a gradient too."
+            else "It is in the optimizer: weight decay and momentum change parameters without a gradient too."
             if not first.own.requires_grad
-            else "It requires a gradient: requires_grad_(False), and leave it out of the optimizer."
+            else "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
         )
         raise AssertionError(
             failure(
@@ -268,10 +268,10 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
         layer = statistics[0]
         raise AssertionError(
             failure(
-                f"{layer.label} is not frozen: it was called in training mode, and gathers running statistics",
+                f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
                 ["layer", "type"],
                 [[one.name, one.type_name] for one in statistics],
-                "Put it in evaluation mode: requires_grad_(False) does not.",
+                "Call eval() on it: requires_grad_(False) is not enough.",
             )
         )
 
@@ -282,13 +282,13 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     Args:
         subject: A watch, or a probe with one, over one or more steps of an optimizer.
         layers: Which layers are trained.
-        ignore: Globs on full names of parameters that need not change: a bias before a norm, say.
+        ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
 
     Raises:
-        AssertionError: A parameter is what it was before the first step, or is not finite.
+        AssertionError: A parameter is unchanged since before the first step, or is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
-        UsageError: The subject is a record, which is of one moment.
+        UsageError: The subject is a record, which has no training.
 
     >>> import torch
     >>> from torch import nn
@@ -303,25 +303,25 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     """
     __tracebackhide__ = True
     found = _finite(_trained(subject, layers, ignore))
-    still = [one for one in found if one.change == 0]
-    if still:
-        first = still[0]
+    unchanged = [one for one in found if one.change == 0]
+    if unchanged:
+        first = unchanged[0]
         gradient = first.own.gradient
         if gradient is None:
-            why = "No gradient arrived: it is detached, unused, or watched too late."
+            why = "It has no gradient: it is detached, unused, or the watch began too late."
         elif _is_bad(gradient):
-            why = f"Its gradient is not finite, and such a step was not taken. {_BEGAN}"
+            why = f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
         elif gradient.statistics is not None and gradient.statistics.all_zero:
-            why = "Its gradient is zero throughout: the layers after it are dead or start from zero."
+            why = "Its gradient is all zero: the layers after it are dead or zero-initialized."
         elif _is_rounding(first):
-            why = _NO_USE
+            why = _CANCELED
         else:
             why = "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
         raise AssertionError(
             failure(
-                f"{first.name} was not updated; {len(still):,} of {count(len(found), 'parameter')} looked at",
+                f"{first.name} was not updated; {len(unchanged):,} of {count(len(found), 'parameter')} looked at",
                 ["parameter", "shape", "gradient rms"],
-                [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in still],
+                [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
                 why,
             )
         )
@@ -335,19 +335,19 @@ def assert_update_ratio(
     layers: Selector = "**",
     ignore: str | Iterable[str] = (),
 ) -> None:
-    """Assert that steps are neither too small nor too large for the parameters: ‖w' − w‖ / ‖w‖.
+    """Assert that the relative change of parameters, ‖w' − w‖ / ‖w‖, is neither too small nor too large.
 
-    Over one step about 1e-3 is usual. The ratio is of all steps since the first forward: watch as many as are meant.
+    About 1e-3 is usual for one step. The change is that of all steps since the first forward.
 
     Args:
         subject: A watch, or a probe with one, over one or more steps of an optimizer.
-        low: The least allowed.
-        high: The most allowed.
-        layers: Which layers to look at. Parameters that were all zero before are left out.
-        ignore: Globs on full names of parameters to leave out: a bias before a norm, say.
+        low: The minimum.
+        high: The maximum.
+        layers: Which layers to look at. Parameters that were all zero before training are left out.
+        ignore: Globs of full names of parameters to exclude, such as a bias before a norm.
 
     Raises:
-        AssertionError: A parameter's ratio is outside, or it is not finite.
+        AssertionError: The ratio of a parameter is out of range, or a parameter is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record; ``low`` is above ``high``.
@@ -387,20 +387,19 @@ def assert_update_ratio(
         )
 
 
-def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Moved]:
+def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
     """Return the parameters that require a gradient."""
-    found = [one for one in _moved(subject, layers, all_still=True) if not one.buffer and one.own.requires_grad]
+    found = [
+        one for one in _changes(subject, layers, may_be_unchanged=True) if not one.buffer and one.own.requires_grad
+    ]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
 
 
-def _finite(found: list[_Moved]) -> list[_Moved]:
-    """Return the parameters, all of which are finite; AssertionError where one is not.
-
-    What is NaN has no norm, and was not trained.
-    """
+def _finite(found: list[_Change]) -> list[_Change]:
+    """Return the parameters; AssertionError if one is not finite, as it has no norm."""
     __tracebackhide__ = True
     bad = [one for one in found if _is_bad(one.own.reading)]
     if bad:
@@ -408,7 +407,7 @@ def _finite(found: list[_Moved]) -> list[_Moved]:
         why = (
             "It was not finite before the first step either: look at the initialization, or at what was loaded."
             if first.bad_before
-            else f"Its gradient was not finite. {_BEGAN}"
+            else f"Its gradient was not finite. {_ORIGIN}"
             if _is_bad(first.own.gradient)
             else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
         )
@@ -436,41 +435,38 @@ def _bad_counts(reading: Reading | None) -> str:
     return nonfinite_counts(statistics) if statistics.nonfinite else "none"
 
 
-def _why_outside(one: _Moved, *, large: bool) -> str:
+def _why_outside(one: _Change, *, large: bool) -> str:
     if not large and _is_bad(one.own.gradient):
-        return f"Its gradient is not finite, and such a step was not taken. {_BEGAN}"
-    return _NO_USE if not large and _is_rounding(one) else _GAUGED.format("large" if large else "small")
+        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
+    return _CANCELED if not large and _is_rounding(one) else _LEARNING_RATE.format("large" if large else "small")
 
 
 def _times_outside(ratio: float, low: float, high: float) -> float:
-    """Return how many times too large or too small a ratio is; infinite for none, and for one that is not known."""
+    """Return the factor by which a ratio is out of range; inf for a ratio of 0 and an unknown one."""
     return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
 
 
-def _is_rounding(one: _Moved) -> bool:
-    """Whether a gradient is nothing beside another of the layer."""
+def _is_rounding(one: _Change) -> bool:
+    """Whether a gradient is negligible relative to the largest of the layer."""
     rms = _rms(one.own.gradient)
     return rms is not None and rms < _ROUNDING * max(_rms(p.gradient) or 0.0 for p in one.layer.parameters)
 
 
-def _moved(subject: Subject, layers: Selector, *, all_still: bool = False) -> list[_Moved]:
-    """Return the parameters and buffers of the layers, and how far they are from what they were before training.
+def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = False) -> list[_Change]:
+    """Return the change of each parameter and buffer of the layers since before training.
 
-    Args:
-        subject: What the user gave.
-        layers: Which layers.
-        all_still: Whether it may be that nothing in the model changed.
+    NothingObservedError if nothing in the model changed, unless ``may_be_unchanged``.
     """
     source = source_of(subject)
     if not is_watch(source):
         raise UsageError(
-            "a record is of one moment: give the watch that was open while the optimizer stepped, "
+            "a record has no training: give the watch that was open while the optimizer stepped, "
             "watch = modelprobe.watch(model)"
         )
     now, before = record_of(source), source.first
     names = {layer.name for layer in selected(now, layers)}
     found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
-    if not all_still and not any(one.change for one in found):
+    if not may_be_unchanged and not any(one.change for one in found):
         raise NothingObservedError(
             "nothing in the model has changed since the first forward: keep the watch open while the optimizer steps"
         )
@@ -484,7 +480,7 @@ def _moved(subject: Subject, layers: Selector, *, all_still: bool = False) -> li
     return wanted
 
 
-def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Moved]:
+def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
     if before is None:
         return
     for kind, mine, theirs in (
@@ -493,40 +489,40 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Moved]:
         was = {own.name: own for own in theirs}
         for own in mine:
             if own.name in was:
-                change = _change(own.reading, was[own.name].reading)
+                change = _relative_change(own.reading, was[own.name].reading)
                 bad_before = _is_bad(was[own.name].reading)
-                yield _Moved(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
+                yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
 
 
-def _change(now: Reading, before: Reading) -> float | None:
-    """Return how far a reading is from another; 0 only where all that is known of them is equal."""
+def _relative_change(now: Reading, before: Reading) -> float | None:
+    """Return the relative change between two readings; 0 only if all that was recorded is equal."""
     if now.digest is not None and before.digest is not None:
         return 0.0 if now.digest == before.digest else 1.0
     if before.reason is not None and now.reason is None:
-        return math.nan  # there were numbers, and they are not those of before any more
+        return math.nan  # unreadable before, readable now: it changed
     if now.fingerprint is None or before.fingerprint is None or before.statistics is None:
         return None
     if now.fingerprint == before.fingerprint and now.statistics == before.statistics:
         return 0.0
     if now.statistics is not None and now.statistics.nonfinite:
-        return math.nan  # in a fingerprint NaN and inf stand as numbers
+        return math.nan  # a fingerprint counts NaN and inf as finite numbers
     return estimated_change(now.fingerprint, before.fingerprint, before.statistics.norm)
 
 
-def _by(one: _Moved) -> str:
+def _by(one: _Change) -> str:
     if _is_bad(one.own.reading):
         return f" to {_bad_counts(one.own.reading)}"
     return "" if one.change is None or math.isnan(one.change) else f" by {percent(one.change)}"
 
 
-def _size(one: _Moved) -> str:
+def _size(one: _Change) -> str:
     if _is_bad(one.own.reading):
         return _bad_counts(one.own.reading)
     return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
 
 
-def _gathers(layer: Layer) -> bool:
-    """Whether a layer was called in training mode with running statistics to keep."""
+def _tracks_statistics(layer: Layer) -> bool:
+    """Whether a layer was called in training mode and has running statistics."""
     keeps = any(buffer.name.startswith("running_") for buffer in layer.buffers)
     return keeps and any(call.training for call in layer.calls)
 

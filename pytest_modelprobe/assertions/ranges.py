@@ -1,4 +1,4 @@
-"""How large activations are: saturated, out of a range, off scale, too large or too small for a dtype."""
+"""Magnitudes: saturated functions, ranges and scales of activations, the range of a dtype."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from .sources import Subject, full_name, numbers, record_of, with_numbers
 
 _AT_BOUNDS = {"Hardtanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0), "Hardsigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0),
               "ReLU6": (0.0, 6.0), "relu6": (0.0, 6.0)}  # fmt: skip
-"""Functions that are flat outside of a range, by the name of the layer, and the range of what they give out."""
+"""Type name of functions that are constant outside an interval → the bounds of their output."""
 
 
 def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope: float = 0.05) -> None:
-    """Assert that no sigmoid, tanh or softmax works where it is flat: no gradient passes there.
+    """Assert that no sigmoid, tanh or softmax is saturated: where its slope is near zero, no gradient passes.
 
-    The slope is averaged over all outputs y, and is given as a share of the greatest that the function has: of sigmoid
-    ``4 mean(y - y²)``, of tanh ``mean(1 - y²)``, of a softmax over n classes ``(1 - sum(y²)) / (1 - 1/n)``, which is 0
-    where every row is one-hot. Of hardtanh, hardsigmoid and ReLU6, flat at their bounds a and b, it is taken as of a
-    sigmoid between them, ``4 mean((y - a)(b - y)) / (b - a)²``. All follow from mean and mean square. Functional calls
-    are seen under ``functionals=True``.
+    The slope is averaged over all outputs y, as a share of the maximum slope of the function: for sigmoid
+    ``4 mean(y - y²)``, for tanh ``mean(1 - y²)``, for a softmax over n classes ``(1 - sum(y²)) / (1 - 1/n)``, which is
+    0 if every row is one-hot. For hardtanh, hardsigmoid and ReLU6 with bounds a and b, that of a sigmoid with these
+    bounds is used, ``4 mean((y - a)(b - y)) / (b - a)²``. Functional calls are recorded with ``functionals=True``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers to look at; others than those named are left out.
-        min_slope: The least share, from 0 to 1.
+        layers: Which layers to look at; other functions than these are left out.
+        min_slope: The minimum share, from 0 to 1.
 
     Raises:
         AssertionError: A layer is saturated.
         NothingObservedError: No selected layer is such a function.
-        UsageError: ``min_slope`` is no share.
+        UsageError: ``min_slope`` is not from 0 to 1.
 
     >>> import torch
     >>> from torch import nn
@@ -48,24 +47,24 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     """
     __tracebackhide__ = True
     if not 0 <= min_slope <= 1:
-        raise UsageError(f"min_slope is a share of the greatest slope, from 0 to 1; got {min_slope!r}")
+        raise UsageError(f"min_slope is a share of the maximum slope, from 0 to 1; got {min_slope!r}")
     record = record_of(subject)
     slopes = [found for layer in with_numbers(record, layers) if (found := _slope(layer)) is not None]
     if not slopes:
         raise NothingObservedError(
-            "none of the selected layers is a sigmoid, tanh or softmax: nothing was looked at (functional calls are "
-            "recorded with functionals=True)"
+            "none of the selected layers is a sigmoid, tanh or softmax: nothing was looked at (functional calls "
+            "are recorded with functionals=True)"
         )
     bad = sorted((s for s in slopes if s.share < min_slope), key=lambda s: s.share)
     if bad:
         first = bad[0]
         raise AssertionError(
             failure(
-                f"{first.layer.label} is saturated: its slope is {first.share:.2%} of the greatest; "
+                f"{first.layer.label} is saturated: its slope is {first.share:.2%} of the maximum; "
                 f"{len(bad):,} of {count(len(slopes), 'layer')} looked at",
                 ["layer", "type", "slope", "outputs", "mean", "min", "max"],
                 [_slope_row(s) for s in bad],
-                f"What {first.layer.label} takes in is too large: look at the scale of the layer before it, "
+                f"The input of {first.layer.label} is too large: look at the scale of the layer before it, "
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
@@ -79,7 +78,7 @@ class _Slope:
 
 
 def _slope(layer: Layer) -> _Slope | None:
-    """Return the mean slope of a layer as a share of the greatest, over all of its calls; None if it is none such."""
+    """Return the mean slope of a layer over all of its calls; None if it is none of the functions."""
     kind = layer.type_name.lower()
     found: list[tuple[float, int]] = []
     merged: Statistics | None = None
@@ -119,14 +118,14 @@ def _number(value: object, default: float) -> float:
 
 
 def _classes(kind: str, layer: Layer, call: Call, value: Value) -> int | None:
-    """Return how many a softmax shares 1 among."""
+    """Return the number of classes of a softmax; None if its axis or size is unknown."""
     if kind == "softmax2d":
         axis: object = -3
     else:
         arguments = call.arguments
         axis = layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
         if axis is None:
-            axis = 0 if len(value.shape) in (0, 1, 3) else 1  # as torch does
+            axis = 0 if len(value.shape) in (0, 1, 3) else 1  # torch's default
     if type(axis) is not int or not -len(value.shape) <= axis < len(value.shape):
         return None
     size = value.shape[axis]
@@ -142,17 +141,17 @@ def _slope_row(slope: _Slope) -> list[Cell]:
 
 
 def assert_activation_range(subject: Subject, low: float, high: float, *, layers: Selector = "**") -> None:
-    """Assert that every output of the layers is from ``low`` to ``high``.
+    """Assert that every element of the layers' outputs is from ``low`` to ``high``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        low: The least allowed.
-        high: The most allowed.
+        low: The minimum.
+        high: The maximum.
         layers: Which layers to look at.
 
     Raises:
-        AssertionError: An output is outside, or not a number.
-        NothingObservedError: No selected layer was called or gave out numbers.
+        AssertionError: An element is out of range, NaN or infinite.
+        NothingObservedError: No selected layer was called or returned floating-point values.
         UsageError: ``low`` is above ``high``.
 
     >>> import torch
@@ -175,12 +174,12 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         layer, call, value, s = bad[0]
         raise AssertionError(
             failure(
-                f"{address(layer.label, call, value.path)} leaves {_between(low, high)}: {_extent(s)}; "
+                f"{address(layer.label, call, value.path)} is outside {_between(low, high)}: {_extent(s)}; "
                 f"{len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "min", "max", "mean", "not finite"],
                 [[address(a.name, c, v.path), a.type_name, t.min, t.max, t.mean, t.nonfinite] for a, c, v, t in bad],
-                "Look at what goes into the first of them, or widen the range if the model means it.",
+                "Look at the input of the first of them, or widen the range if this is intended.",
             )
         )
 
@@ -188,22 +187,21 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
 def assert_activation_scale(
     subject: Subject, *, low: float = 1e-12, high: float = 1e3, layers: Selector = "**"
 ) -> None:
-    """Assert that the root mean square of every layer's outputs is from ``low`` to ``high``.
+    """Assert that the root mean square (rms) of every layer's outputs is from ``low`` to ``high``.
 
-    Scale that grows or shrinks from block to block is what initialization and norms are there to prevent. Outputs that
-    are zero throughout are of no scale where a layer starts from zero or passes on zeros; elsewhere it is dead, see
-    `assert_no_dead_layers`, and they are too small.
+    Initialization and norms should keep the scale from growing or shrinking from block to block. Outputs that are all
+    zero are too small if the layer is dead, and are left out if it is not: see `assert_no_dead_layers`.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        low: The least allowed. By default it is below what models have on purpose, such as a branch that starts out
-            scaled by 1e-6; for one of your own give what it should keep.
-        high: The most allowed.
+        low: The minimum. The default is below scales that models use on purpose, such as a branch that is initially
+            scaled by 1e-6.
+        high: The maximum.
         layers: Which layers to look at.
 
     Raises:
-        AssertionError: A layer's outputs are smaller or larger, or not finite.
-        NothingObservedError: No selected layer was called or gave out numbers, or all of them are zero.
+        AssertionError: The rms of an output is out of range, or it is not finite.
+        NothingObservedError: No selected layer was called or returned floating-point values, or all of them are zero.
         UsageError: ``low`` is above ``high``, or negative.
 
     >>> import torch
@@ -219,7 +217,7 @@ def assert_activation_scale(
     if all(s.all_zero for *_, s in _outputs(looked_at)):
         raise NothingObservedError(
             f"every output of the {count(len(looked_at), 'layer')} looked at is zero, {looked_at[0].name} among them: "
-            "assert_no_dead_layers says whether it should be"
+            "use assert_no_dead_layers"
         )
     dead = {found.step.layer.name for found in find_dead(record, {layer.name for layer in looked_at})}
     bad = [
@@ -230,17 +228,17 @@ def assert_activation_scale(
     if bad:
         layer, call, value, s = bad[0]
         size = "too large" if (s.rms or 0.0) > high else "too small"
-        is_now = f"is {size}: its rms is {number(s.rms)}, not from {number(low)} to {number(high)}"
+        finding = f"is {size}: its rms is {number(s.rms)}, not from {number(low)} to {number(high)}"
         if s.nonfinite:
-            is_now = f"has no scale: {count(s.nonfinite, 'element')} of {s.count:,} not finite"
+            finding = f"has no scale: {count(s.nonfinite, 'element')} of {s.count:,} not finite"
         before = [x for x in _outputs(looked_at) if x[1].finished < call.started]
-        was = ""
+        previous = ""
         if before:
             last_layer, last_call, last_value, last = before[-1]
-            was = f"; {address(last_layer.label, last_call, last_value.path)} had {number(last.rms)}"
+            previous = f"; {address(last_layer.label, last_call, last_value.path)} had {number(last.rms)}"
         raise AssertionError(
             failure(
-                f"{address(layer.label, call, value.path)} {is_now}{was}; {len({x[0].name for x in bad}):,} of "
+                f"{address(layer.label, call, value.path)} {finding}{previous}; {len({x[0].name for x in bad}):,} of "
                 f"{count(len(looked_at), 'layer')} looked at",
                 ["value", "type", "rms", "mean", "min", "max"],
                 [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
@@ -266,7 +264,7 @@ def _extent(s: Statistics) -> str:
     if not s.finite:
         return "no element is finite"
     others = f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
-    return f"it is from {number(s.min)} to {number(s.max)}{others}"
+    return f"it ranges from {number(s.min)} to {number(s.max)}{others}"
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------
@@ -276,27 +274,27 @@ _LIMITS = {
     "float8_e4m3fn": (448.0, 0.015625), "float8_e5m2": (57344.0, 6.1035e-5),
     "float8_e4m3fnuz": (240.0, 0.0078125), "float8_e5m2fnuz": (57344.0, 3.0518e-5),
 }  # fmt: skip
-"""The largest number of a dtype, and the smallest with all of its digits, as `torch.finfo` has them."""
+"""Dtype → its largest and its smallest normal number: ``max`` and ``smallest_normal`` of `torch.finfo`."""
 
 
 def assert_fits_dtype(
     subject: Subject, dtype: Any = "float16", *, headroom: float = 2.0, layers: Selector = "**"
 ) -> None:
-    """Assert that outputs, gradients and parameters fit in another dtype, with room to spare.
+    """Assert that outputs, gradients and parameters fit the range of another dtype, with headroom.
 
-    A run in float32 says what would overflow or vanish in a narrower dtype, before it does.
+    A run in float32 shows what would overflow or underflow in a narrower dtype.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         dtype: ``torch.float16``, ``"bfloat16"``, ``"float8_e4m3fn"``, ...
-        headroom: How many times larger the numbers may become before they overflow.
+        headroom: Factor by which the values may grow before they overflow.
         layers: Which layers to look at.
 
     Raises:
-        AssertionError: The largest number times ``headroom`` overflows, or the root mean square is below the smallest
-            number that has all its digits.
-        NothingObservedError: No selected layer was called or gave out numbers.
-        UsageError: There is no such dtype, or ``headroom`` is below 1.
+        AssertionError: The largest absolute value times ``headroom`` overflows, or the root mean square is below the
+            smallest normal number of the dtype.
+        NothingObservedError: No selected layer was called or returned floating-point values.
+        UsageError: The dtype is unknown, or ``headroom`` is below 1.
 
     >>> import torch
     >>> from torch import nn
@@ -306,38 +304,40 @@ def assert_fits_dtype(
     __tracebackhide__ = True
     name = str(dtype).removeprefix("torch.")
     if name not in _LIMITS:
-        raise UsageError(f"the limits of {dtype!r} are not known: there are {', '.join(_LIMITS)}")
+        raise UsageError(f"the limits of {dtype!r} are not known: give one of {', '.join(_LIMITS)}")
     if not headroom >= 1:
-        raise UsageError(f"headroom is how many times larger numbers may become, 1 or more; got {headroom!r}")
+        raise UsageError(f"headroom is the factor by which values may grow, 1 or more; got {headroom!r}")
     most, least = _LIMITS[name]
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
     seen = 0
     found: list[tuple[str, str, str, float, float | None, str]] = []
-    for where, kind, s in _all(record, looked_at):
+    for where, kind, s in _all_statistics(record, looked_at):
         seen += 1
         largest = max(abs(s.min or 0.0), abs(s.max or 0.0))
         if s.nonfinite or largest * headroom > most:
-            room = most / largest if largest else math.inf
-            found.append((where, kind, "overflows", largest, s.rms, "none" if s.nonfinite else f"{room:.3g} x"))
+            factor = most / largest if largest else math.inf
+            found.append((where, kind, "overflows", largest, s.rms, "none" if s.nonfinite else f"{factor:.3g} x"))
         elif s.rms and s.rms < least:
-            found.append((where, kind, "vanishes", largest, s.rms, f"{s.rms / least:.2g} of the smallest"))
+            found.append((where, kind, "underflows", largest, s.rms, f"{s.rms / least:.2g} of the smallest"))
     if found:
         where, kind, what, largest, rms, _ = found[0]
         size = f"up to {number(largest)}" if what == "overflows" else f"rms {number(rms)}"
-        limit = f"{name} ends at {number(most)}" if what == "overflows" else f"{name} needs {number(least)}"
+        limit = f"the largest {name} is {number(most)}"
+        if what != "overflows":
+            limit = f"the smallest normal {name} is {number(least)}"
         raise AssertionError(
             failure(
                 f"{where} {what} in {name}: its {kind} is {size}, and {limit}; "
                 f"{len(found):,} of {count(seen, 'value')} looked at",
-                ["value", "what", "in the dtype", "largest", "rms", "room"],
+                ["value", "what", "in the dtype", "largest", "rms", "headroom"],
                 found,
-                "Look at the scale before it; gradients want a loss scale, outputs a norm or a wider dtype there.",
+                "Look at the scale before it: gradients need loss scaling, outputs a norm or a wider dtype.",
             )
         )
 
 
-def _all(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
+def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for layer, call, value, s in _outputs(layers):
         yield address(layer.label, call, value.path), "output", s
         gradient = value.backward.statistics if value.backward is not None else None

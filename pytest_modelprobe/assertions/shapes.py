@@ -1,6 +1,6 @@
-"""The language of shapes, in which ``assert_shapes`` is told what to expect.
+"""Shape specifications for ``assert_shapes``, and matching of shapes against them.
 
-A spec is a line of tokens separated by whitespace, one a dimension, outermost first:
+A spec is a string of tokens separated by whitespace, one for each dimension, outermost first:
 
 ===========  ===================================================================================
 ``16``       exactly this size
@@ -36,7 +36,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from pytest_modelprobe.exceptions import ShapeSpecError
 
-__tracebackhide__ = True  # what a user sees of an error is his own line
+__tracebackhide__ = True  # a traceback ends at the line of the test
 
 Dimension: TypeAlias = int | tuple[int, int]
 """An observed size, or the inclusive range ``(low, high)`` of a size that varied."""
@@ -77,12 +77,12 @@ class ShapeSpec:
 
 
 Spec: TypeAlias = str | Sequence[int | str | EllipsisType | None] | ShapeSpec
-"""What :func:`parse` reads."""
+"""What :func:`parse` accepts."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a name stands for, and since when."""
+    """The size that a name stands for, and where it was bound."""
 
     value: Size
     """The size; for a ``*name`` the tuple of sizes."""
@@ -93,10 +93,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One way in which an observed shape is not the expected one; ``str()`` says it."""
+    """One difference between an observed and an expected shape; ``str()`` describes it."""
 
     address: str
-    """Whose shape it is, such as ``"fc2 output"``."""
+    """The value with that shape, such as ``"fc2 output"``."""
 
     shape: tuple[Dimension, ...]
     """The whole shape observed."""
@@ -111,7 +111,7 @@ class Mismatch:
     """What the spec asks for there, in the same form; for the rank ``"2"`` or ``"at least 2"``."""
 
     token: str
-    """The token that asks for it; for the rank the whole spec."""
+    """The token; for the rank the whole spec."""
 
     bound_by: str | None = None
     """What bound the token's name: an address, ``"dims="``, or ``"its own dimension 0"``."""
@@ -134,7 +134,7 @@ class Mismatch:
 
 
 class Bindings(Mapping[str, Bound]):
-    """What the names of all specs stand for so far, each with the address that bound it.
+    """A mapping of the names of all specs to their sizes so far, with the address that bound each.
 
     Args:
         dims: sizes fixed in advance: an ``int`` or a range ``(low, high)`` for ``"name"``, a
@@ -174,7 +174,7 @@ class Bindings(Mapping[str, Bound]):
         self._bound.setdefault(name, Bound(value, address))
 
     def check_used(self, specs: Iterable[ShapeSpec]) -> None:
-        """Refuse a name of ``dims=`` that none of ``specs`` has, for a slip there fixes nothing.
+        """Raise an error for a name of ``dims=`` that none of ``specs`` uses: it would fix nothing.
 
         Raises:
             ShapeSpecError: with the name that was probably meant.
@@ -194,10 +194,10 @@ write 'batch'.
 
 
 def parse(spec: Spec) -> ShapeSpec:
-    """Read a spec; one that is read already comes back as it is.
+    """Parse a spec; a `ShapeSpec` is returned unchanged.
 
     Raises:
-        ShapeSpecError: with the token, its place and what to write instead.
+        ShapeSpecError: with the token, its position and what to write instead.
 
     >>> str(parse("  batch   16 "))
     'batch 16'
@@ -238,7 +238,7 @@ write 'batch 16', with spaces alone between tokens.
 def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[Mismatch]:
     """Compare an observed shape with a spec, and bind the spec's free names if it matches.
 
-    A shape that does not match binds nothing, so that one wrong layer is not blamed on others.
+    A shape that does not match binds nothing, so one wrong layer causes no errors in others.
 
     Args:
         spec: the spec, or what :func:`parse` reads.
@@ -310,7 +310,7 @@ def _format_size(token: int | str, value: Any) -> str:
 
 
 def _aligned(spec: ShapeSpec, shape: tuple[Dimension, ...]) -> Iterator[tuple[int, int | str, Size]]:
-    """Each token with the index of its first dimension and what it stands for in ``shape``."""
+    """Yield each token with the index of its first dimension and its size in ``shape``."""
     dimension = 0
     for token in spec.tokens:
         if _is_variadic(token):
@@ -334,7 +334,7 @@ def _is_variadic(token: object) -> TypeGuard[str]:
 
 
 def _token(element: Any) -> int | str | None:
-    """The token that one piece of text or one element of a tuple is, or None if it is none."""
+    """Return the token of a piece of text or an element of a tuple; None if it is not a token."""
     if element is None:
         return "_"
     if element is ...:
@@ -343,7 +343,7 @@ def _token(element: Any) -> int | str | None:
         if element.isascii() and element.isdecimal():
             return int(element)
         name = element.removeprefix("*")
-        # "None" is an identifier, but whoever writes it means any size. The star of "*_" would
+        # "None" is an identifier, but stands for any size in other notations. The star of "*_" would
         # bind a name that elsewhere means "do not bind".
         known = element in ("_", "...") or (name.isidentifier() and name not in ("_", "None"))
         return element if known else None
@@ -357,7 +357,7 @@ def _token(element: Any) -> int | str | None:
 
 
 def _fix(spec: Spec, element: object) -> str:
-    """What to write instead of an element that is no token."""
+    """Return what to write instead of an element that is not a token."""
     text = str(element)
     if re.fullmatch(r"-\d+|None|\?|\*", text):
         return "write `_` for any size"
@@ -382,7 +382,7 @@ def _checked_name(name: object) -> str:
 
 
 def _checked_size(name: str, value: Any) -> Size:
-    """``value`` as plain integers and tuples, if it is a size for ``name``."""
+    """Return ``value`` as integers and tuples; ShapeSpecError if it is not a size for ``name``."""
     if name.startswith("*"):
         sizes = [_dimension(each) for each in value] if isinstance(value, list | tuple) else [None]
         if None not in sizes:

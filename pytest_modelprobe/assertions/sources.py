@@ -1,4 +1,4 @@
-"""What an assertion looks at: the record behind a probe, a watch or a record, and the layers and calls in it."""
+"""What an assertion checks: the record of a probe, a watch or a record, its layers and calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, U
 from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, select
 from pytest_modelprobe.report.text import count, listed, printable
 
-__tracebackhide__ = True  # what a user sees of an error is his own line
+__tracebackhide__ = True  # a traceback ends at the line of the test
 
 
 class WatchLike(Protocol):
-    """What a `Watch` offers."""
+    """The interface of a `Watch`."""
 
     name: str
     model: Any
@@ -35,7 +35,7 @@ class WatchLike(Protocol):
 
 
 class ProbeLike(Protocol):
-    """What a `ModelProbe` offers."""
+    """The interface of a `ModelProbe`."""
 
     @property
     def source(self) -> Any:
@@ -43,50 +43,50 @@ class ProbeLike(Protocol):
 
 
 Subject = ProbeLike | WatchLike | Record
-"""What assertions take first: a probe with one run or watch, a watch, or a record."""
+"""The first argument of assertions: a probe with one run or watch, a watch, or a record."""
 
 
 def record_of(subject: Subject) -> Record:
-    """Return the record behind ``subject``, of all forwards."""
+    """Return the record of all forwards of ``subject``."""
     source = source_of(subject)
     record = source if isinstance(source, Record) else source.record
     if not record.forwards:
-        raise NothingObservedError(_nothing(source, record))
+        raise NothingObservedError(_never_called(source, record))
     return record
 
 
 def newest_of(subject: Subject) -> Record:
-    """Return the record of the newest forward alone, where it is known."""
+    """Return the record of the newest forward alone; of a record, the record."""
     source = source_of(subject)
     return source if isinstance(source, Record) else source.last
 
 
 def backward_of(subject: Subject) -> Record:
-    """Return the record behind ``subject``, in which a backward pass was seen."""
+    """Return the record of ``subject``; NothingObservedError if it has no backward pass."""
     record = record_of(subject)
     if not record.backwards:
         raise NothingObservedError(
-            f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: give "
-            "run(..., loss=...), or call loss.backward() while the watch is open, or the graph is cut before it"
+            f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: pass "
+            "run(..., loss=...), or call loss.backward() while the watch is open; if it was, the graph is cut before it"
         )
     return record
 
 
 def source_of(subject: Subject) -> WatchLike | Record:
-    """Return the watch or record behind ``subject``."""
+    """Return the watch or record of ``subject``."""
     if isinstance(subject, Record) or is_watch(subject):
         return subject
     if _is_probe(subject):
         source: WatchLike | Record = subject.source
         return source
     raise UsageError(
-        f"assertions take modelprobe, a watch or a record first; got {type(subject).__name__}: "
-        "record = modelprobe.run(model, ...) gives one"
+        "the first argument of an assertion is modelprobe, a watch or a record; "
+        f"got {type(subject).__name__}: record = modelprobe.run(model, ...) makes one"
     )
 
 
 def is_watch(subject: Any) -> TypeGuard[WatchLike]:
-    """Whether ``subject`` is a watch. Asks its class: to look at the property itself would make a record."""
+    """Whether ``subject`` is a watch. It looks at the class: reading the property would make a record."""
     return hasattr(type(subject), "last") and hasattr(subject, "first_hook")
 
 
@@ -94,7 +94,7 @@ def _is_probe(subject: Any) -> TypeGuard[ProbeLike]:
     return hasattr(type(subject), "source")
 
 
-def _nothing(source: WatchLike | Record, record: Record) -> str:
+def _never_called(source: WatchLike | Record, record: Record) -> str:
     if not isinstance(source, Record) and source.closed:
         return f"the watch on {printable(source.name)} was closed before the model was called: call it while it is open"
     if not isinstance(source, Record):
@@ -103,7 +103,9 @@ def _nothing(source: WatchLike | Record, record: Record) -> str:
             "compiled after the watch began runs without hooks: compile it first)"
         )
     structure = any(note.startswith("structure") for note in record.notes)
-    advice = "architecture() gives no more of it, modelprobe.run(model, ...) does" if structure else "run it on inputs"
+    advice = (
+        "architecture() records only the structure; use modelprobe.run(model, ...)" if structure else "run it on inputs"
+    )
     return f"{printable(record.model)} was never called{_quoted(record.notes)}: {advice}"
 
 
@@ -116,8 +118,8 @@ def _quoted(notes: Iterable[str]) -> str:
 
 
 def selected(record: Record, layers: Selector) -> list[Layer]:
-    """Return the layers of ``record`` that ``layers`` selects; of a class, those recorded under it or one below it."""
-    names_of = functools.cache(_qualified_names)  # the classes there are now: others may be defined later
+    """Return the layers of ``record`` that ``layers`` selects; a class selects instances of subclasses too."""
+    names_of = functools.cache(_qualified_names)  # cached for this call only: subclasses may be defined later
     names = select(
         record.layers,
         layers,
@@ -128,7 +130,7 @@ def selected(record: Record, layers: Selector) -> list[Layer]:
 
 
 def called(record: Record, layers: Selector) -> list[Layer]:
-    """Return the selected layers that were called; none is an error."""
+    """Return the selected layers that were called; NothingObservedError if there are none."""
     found = selected(record, layers)
     active = [layer for layer in found if layer.calls]
     if not active:
@@ -141,7 +143,7 @@ def called(record: Record, layers: Selector) -> list[Layer]:
 
 
 def with_numbers(record: Record, layers: Selector) -> list[Layer]:
-    """Return the selected layers that gave out floating numbers; none, or what cannot be looked into, is an error."""
+    """Return the selected layers with floating-point outputs; NothingObservedError if there are none."""
     active = called(record, layers)
     for layer in active:
         for note in record.notes:
@@ -150,9 +152,9 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
     found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
     if not found:
         reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)
-        why = next(reasons, "integers, booleans, or no tensor that could be looked at")
+        why = next(reasons, "integers, booleans, or no tensor that could be read")
         raise NothingObservedError(
-            f"none of the {count(len(active), 'layer')} looked at gave out numbers, "
+            f"none of the {count(len(active), 'layer')} looked at returned floating-point values, "
             f"{printable(active[0].label)} among them: {printable(why)}"
         )
     return found
@@ -176,7 +178,7 @@ def full_name(layer: Layer, parameter: str) -> str:
 
 
 def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
-    """Return the names of parameters that no glob in ``ignore`` matches; a glob without a match is an error."""
+    """Return the names of parameters that no glob in ``ignore`` matches; SelectionError if a glob matches none."""
     left = set(names)
     for glob in [ignore] if isinstance(ignore, str) else ignore:
         matched = {name for name in names if Glob(glob).matches(name)}
@@ -193,17 +195,17 @@ def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
 
 
 def is_floating(value: Value) -> bool:
-    """Whether a value is of a floating or complex dtype: those that can be dead, or not finite."""
+    """Whether a value has a floating-point or complex dtype."""
     return value.dtype.startswith(("float", "bfloat", "complex"))
 
 
 def numbers(value: Value) -> Statistics | None:
-    """Return the statistics of a floating value that has elements."""
+    """Return the statistics of a floating-point value; None for other dtypes and empty tensors."""
     statistics = value.forward.statistics
     return statistics if is_floating(value) and statistics is not None and statistics.count else None
 
 
 def is_zero(value: Value) -> bool:
-    """Whether a floating value is zero throughout."""
+    """Whether all elements of a floating-point value are zero."""
     statistics = numbers(value)
     return statistics is not None and statistics.all_zero

@@ -1,4 +1,4 @@
-"""Structure: shapes, dtypes, which layers are called, hooks left behind."""
+"""Structure: shapes, dtypes, calls of layers, leftover hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, mat
 from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
 
 _Kind = tuple[str, bool]
-"""Root and mode of a forward."""
+"""Root of a forward, and whether it is in training mode."""
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -37,21 +37,21 @@ def assert_shapes(
     *,
     dims: Mapping[str, Size] | None = None,
 ) -> None:
-    """Assert the shapes of layers' outputs; a name stands for the same size wherever it occurs in one kind of forward.
+    """Assert the shapes of layers' outputs; a name stands for the same size in all layers of a forward.
 
-    Forwards in train and in eval mode, and those of a part of the model alone, are of different kinds.
+    Sizes may differ between forwards in train and eval mode, and between forwards of different submodules.
 
     A specification is a string such as ``"batch seq 64"``, or a tuple: integers, names bound across all layers, ``_``
-    for any size, ``...`` for any number of them, ``*name`` for any number bound as one. A dict gives one for each value
-    by its path: ``{"output[0]": "batch 16", "input": "batch 8"}``; alone it is for the first output.
+    for any size, ``...`` for any number of them, ``*name`` for any number bound as one. A dict gives specifications by
+    path: ``{"output[0]": "batch 16", "input": "batch 8"}``; without a path it is for the first output.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         specs: Specifications by layer, or by a glob on layers.
-        dims: Sizes of names that are known beforehand.
+        dims: Sizes of names that are known in advance.
 
     Raises:
-        AssertionError: A shape differs; the text names the layer that bound the dimension.
+        AssertionError: A shape differs; the message names the layer that bound the dimension.
         ShapeSpecError: A specification cannot be read, or a name in ``dims`` is used in none.
         SelectionError: A glob matches no layer.
         NothingObservedError: The layers were not called, or have no such value.
@@ -100,7 +100,7 @@ def _specs(specs: Mapping[str, Spec | Mapping[str, Spec]]) -> Iterator[tuple[str
 
 
 def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
-    """Yield the value at ``path`` of each call; the first output where there is none given."""
+    """Yield the value at ``path`` of each call; without a path, the first output."""
     for call in layer.calls:
         values = (*call.outputs, *call.inputs)
         chosen = call.outputs[:1] if path is None else [v for v in values if v.path == path]
@@ -145,14 +145,14 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        dtypes: One dtype (``torch.float32`` or ``"float32"``), or a dict of dtypes by a glob on layers. Only outputs
-            of its kind are looked at, floating, complex, or integer and bool: indices and masks have their own.
-        layers: Which layers to look at, where one dtype is given.
+        dtypes: One dtype (``torch.float32`` or ``"float32"``), or a dict of glob of layers → dtype. Only outputs of
+            the same kind are checked: floating-point, complex, or integer and bool (indices and masks).
+        layers: Which layers to look at, if one dtype is given.
 
     Raises:
         AssertionError: A dtype differs.
-        NothingObservedError: The layers were not called, or have no output to look at.
-        UsageError: There is no such dtype, or ``layers`` is given besides a dict.
+        NothingObservedError: The layers were not called, or have no output of that kind.
+        UsageError: The dtype is unknown, or ``layers`` is given with a dict.
 
     >>> import torch
     >>> from torch import nn
@@ -179,7 +179,7 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
                     where = address(layer.name, call, value.path)
                     rows.append([where, layer.type_name, value.dtype, expected, entered])
     if not checked:
-        raise NothingObservedError("the selected layers gave out no tensor of that kind: nothing was compared")
+        raise NothingObservedError("the selected layers returned no tensor of that kind: nothing was compared")
     if rows:
         first, kind, actual, wanted_dtype, took = rows[0]
         cast = "look for a cast (.to, .float, autocast) in or before it"
@@ -189,7 +189,7 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
                 f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
                 ["value", "type", "actual", "expected", "inputs"],
                 rows,
-                f"It took in {took}: {cast}." if took != "-" else f"It took in no tensor: {cast}.",
+                f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
             )
         )
 
@@ -214,21 +214,19 @@ def _dtype_kind(name: str) -> str:
 def assert_called(subject: Subject, layers: Selector | None = None, *, per_forward: int | None = None) -> None:
     """Assert that layers are called in the forward.
 
-    Containers that only hold others (`ModuleList`, or any module whose children are called but which is not) count as
-    called when a layer inside them is.
+    A container (`ModuleList`, or any module that is not called itself) counts as called if a layer inside it is.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers. By default all but those of which nothing is lost if they are never called: they have no
-            weights, or other code uses these, and no layer of their class in the same place of another block is called.
-            A failure names them too; ``"**"`` asks for all.
-        per_forward: The number of calls in each forward, of those of its root and mode that call it; None: at least one
-            call in one forward.
+        layers: Which layers. By default all, except uncalled layers that have no weights, or whose weights other code
+            uses, unless the same layer of another block is called. A failure lists them too; ``"**"`` checks all.
+        per_forward: The number of calls in each forward, counted in forwards of a root and mode that call the layer;
+            None: at least one call in one forward.
 
     Raises:
-        AssertionError: A layer was not called, or another number of times.
+        AssertionError: A layer was not called, or a different number of times.
         NothingObservedError: The model was never run.
-        UsageError: ``per_forward`` is no number of calls.
+        UsageError: ``per_forward`` is not an int of 0 or more.
 
     >>> import torch
     >>> from torch import nn
@@ -242,32 +240,32 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     ):
         raise UsageError(f"per_forward is the number of calls in each forward, 0 or more; got {per_forward!r}")
     record = record_of(subject)
-    spared = [] if layers is not None or per_forward == 0 else _spared(record)
-    names = {layer.name for layer in spared}
+    harmless = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
+    names = {layer.name for layer in harmless}
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
     forwards, around = _forwards(record), _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
         fewest, most = _times(layer, forwards)
         actual = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        if not most and per_forward != 0 and (layer.name in around or _only_holds(layer)):
+        if not most and per_forward != 0 and (layer.name in around or _is_container(layer)):
             continue
         if per_forward is not None and (fewest, most) != (per_forward, per_forward):
             rows.append([layer.name, layer.type_name, actual, f"{per_forward:,}"])
         elif per_forward is None and not most:
             rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
-        raise AssertionError(_called_text(record, rows, looked_at, spared))
+        raise AssertionError(_called_text(record, rows, looked_at, harmless))
 
 
-def _spared(record: Record) -> list[Layer]:
-    """Return the layers that were not called and of which nothing is lost by it.
+def _uncalled_harmless(record: Record) -> list[Layer]:
+    """Return the layers that were not called, but without weights that are unused because of it.
 
-    A library's block builds a dropout that its fused attention does not call, in every block.
+    Some blocks create a dropout that their fused attention never calls.
     """
     idle, in_use = uncalled(record), weights_in_use(record)
     called = {(pattern(layer.name), layer.type) for layer in record.layers.values() if layer.calls}
-    lost: set[str] = set()  # the layers with weights that nothing uses, and all around them
+    lost: set[str] = set()  # the layers with unused weights, and their ancestors
     for layer in idle:
         if layer.parameters and layer.name not in in_use:
             parts = layer.name.split(".")
@@ -276,15 +274,15 @@ def _spared(record: Record) -> list[Layer]:
 
 
 def uncalled(record: Record) -> list[Layer]:
-    """Return the layers that were not called, nor any inside them."""
+    """Return the layers that were not called and have no called layer inside them."""
     around = _around_called(record)
     return [
-        layer for layer in record.layers.values() if not (layer.calls or layer.name in around or _only_holds(layer))
+        layer for layer in record.layers.values() if not (layer.calls or layer.name in around or _is_container(layer))
     ]
 
 
 def weights_in_use(record: Record) -> set[str]:
-    """Return the layers whose parameters take part though they are not called: by themselves, or tied to others'."""
+    """Return the uncalled layers whose parameters are used: directly, or as tied parameters of a called layer."""
 
     def storage(layer: Layer, parameter: Parameter) -> str:
         return parameter.tied_to or full_name(layer, parameter.name)
@@ -299,7 +297,7 @@ def weights_in_use(record: Record) -> set[str]:
 
 
 def _forwards(record: Record) -> dict[_Kind, int]:
-    """Return the number of forwards of each kind: that of the layer that was called most often in them."""
+    """Return the number of forwards of each root and mode: the maximum over layers."""
     forwards: dict[_Kind, int] = {}
     for layer in record.layers.values():
         for call in layer.calls:
@@ -309,7 +307,7 @@ def _forwards(record: Record) -> dict[_Kind, int]:
 
 
 def _times(layer: Layer, forwards: Mapping[_Kind, int]) -> tuple[int, int]:
-    """Return the fewest and the most calls of a layer in one forward, of the kinds that call it."""
+    """Return the minimum and maximum number of calls of a layer in a forward of a root and mode that call it."""
     fewest: dict[_Kind, int] = {}
     most: dict[_Kind, int] = {}
     for call in layer.calls:
@@ -320,7 +318,7 @@ def _times(layer: Layer, forwards: Mapping[_Kind, int]) -> tuple[int, int]:
 
 
 def _around_called(record: Record) -> set[str]:
-    """Return the names of all layers inside which one is called."""
+    """Return the names of all layers with a called layer inside them."""
     names: set[str] = set()
     for layer in record.layers.values():
         name = layer.name if layer.calls else ""
@@ -332,12 +330,12 @@ def _around_called(record: Record) -> set[str]:
     return names
 
 
-def _only_holds(layer: Layer) -> bool:
-    """Whether a layer of its type cannot be called, and has nothing inside that could."""
+def _is_container(layer: Layer) -> bool:
+    """Whether a layer is a container without forward, such as an empty ModuleList."""
     return layer.leaf and layer.type.startswith("torch.nn.modules.container.") and layer.type_name != "Sequential"
 
 
-def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], spared: list[Layer]) -> str:
+def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], harmless: list[Layer]) -> str:
     name, kind, actual, expected = rows[0]
     label = label_of(str(name), str(kind))
     if actual == "0":
@@ -348,13 +346,13 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer],
     order = dict.fromkeys(step.layer.name for step in CallTree(record).started if step.layer.leaf)
     hint = "Calling .forward() itself runs no hooks: call the module."
     if actual == "0" and name in weights_in_use(record):
-        hint = f"The parameters of {label} are used without calling it: by themselves, or tied to another layer's."
+        hint = f"The parameters of {label} are used without calling it: directly, or tied to another layer's."
     return failure(
         f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "calls", "expected"],
         rows,
         f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
-        f"Not called either, which loses no weights: {listed(collapsed(s.name for s in spared))}." if spared else "",
+        f"Also not called, without unused weights: {listed(collapsed(s.name for s in harmless))}." if harmless else "",
     )
 
 
@@ -373,16 +371,16 @@ _PARAMETER_HOOK_DICTS = {
 
 
 def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
-    """Assert that no hooks are left on a model and its parameters: those of the probe itself do not count.
+    """Assert that a model and its parameters have no hooks, except those of the probe.
 
     Args:
-        subject: A module: it may have no forward or backward hook at all. A watch, or a probe with one: only hooks that
-            came since it began and are still there count.
-        layers: Which layers to look at. Leave out those whose hooks belong to them: ``["**", "!spectral"]``.
+        subject: A module: all forward and backward hooks are reported. A watch, or a probe with one: only hooks that
+            were registered after it began and not removed.
+        layers: Which layers to look at. Exclude those that need their hooks: ``["**", "!spectral"]``.
 
     Raises:
-        AssertionError: A hook is there.
-        UsageError: A record, which has no model any more.
+        AssertionError: There is a hook.
+        UsageError: The subject is a record, which has no model.
 
     >>> from torch import nn
     >>> assert_no_leftover_hooks(nn.Linear(2, 3))
@@ -394,7 +392,9 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         if not is_watch(source):
             raise UsageError("a record has no model to look for hooks on: give the model itself, or a watch")
         if source.first_hook is None:
-            raise ModelProbeError("this torch numbers no hooks, so that those of before cannot be told: give the model")
+            raise ModelProbeError(
+                "this version of torch does not number hooks, so earlier hooks are not known: give the model"
+            )
         since, model = source.first_hook, source.model
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
@@ -407,19 +407,19 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
                 f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
                 ["layer", "kind", "hook"],
                 [[n, k, _hook_name(h)] for n, k, h in found],
-                "Keep the handle that register_... returned and call its remove(), also after an error.",
+                "Keep the handle that register_... returns, and call its remove(), also after an error.",
             )
         )
 
 
 def find_hooks(module: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yield (kind, key, hook) for each hook on a module and its own parameters that is not the probe's."""
+    """Yield (kind, key, hook) for each hook of a module and its own parameters, except the probe's."""
     owners = [(module, _HOOK_DICTS, "")]
     owners += [(p, _PARAMETER_HOOK_DICTS, f" on {name}") for name, p in module.named_parameters(recurse=False)]
     for owner, dicts, where in owners:
         for attribute, kind in dicts.items():
             if not hasattr(owner, attribute):
-                raise ModelProbeError(f"this torch has no {attribute}: whether a {kind} is left cannot be told")
+                raise ModelProbeError(f"this version of torch has no {attribute}: whether a {kind} is left is unknown")
             for key, hook in (getattr(owner, attribute) or {}).items():
                 if not type(hook).__module__.startswith("pytest_modelprobe."):
                     yield kind + where, key, hook

@@ -1,4 +1,4 @@
-"""The training loop: with which gradients, in which mode and by which optimizer a model is trained."""
+"""The training loop: gradients, modes and optimizer of a model that is trained."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ class _Finding:
     what: str
     times: int
     of: int
-    """Steps, or whatever it could have been."""
+    """The number of steps, or of other events, that were checked."""
     advice: str
 
 
 def assert_training_loop(subject: Subject) -> None:
-    """Assert that each step of the optimizer is taken with the gradients, and in the mode, that it should be.
+    """Assert that a training loop has none of the common mistakes with gradients, modes and optimizers.
 
-    It finds gradients that are not reset after a step, or to which another optimizer's part of the loop added (the
-    generator's in the discriminator's); an optimizer made for another copy of the model; training in evaluation mode
-    and evaluation in training mode, where a layer tells the modes apart; a BatchNorm that sees the parts of an
-    accumulated batch one by one; and steps that are skipped, most of them, for gradients that are not finite, as a
-    ``GradScaler`` does.
+    It finds:
 
-    Gradients may be accumulated on purpose: what counts is that they are reset after the step. Forwards in training
-    mode without gradients may be part of the loop: they are taken for an evaluation where only some steps have them.
+    - gradients that are not reset after a step, or to which the loss of another optimizer was added (that of a GAN's
+      generator to the discriminator's);
+    - an optimizer with the parameters of another copy of the model;
+    - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
+    - BatchNorm with a batch that is accumulated in parts;
+    - most steps skipped by a ``GradScaler`` because gradients are not finite.
+
+    Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode without
+    gradients count as evaluation only if some steps have none.
 
     Args:
-        subject: A watch, or a probe with one, over two or more steps of an optimizer. It is enough to watch one of
-            several models: steps of the others' optimizers are seen too.
+        subject: A watch, or a probe with one, over two or more steps of an optimizer. If several models are trained,
+            it is enough to watch one: the steps of all optimizers are seen.
 
     Raises:
-        AssertionError: The loop does one of these.
-        NothingObservedError: The model was not called, or no optimizer stepped that has a parameter of it.
-        UsageError: The subject is the record of a run or of a single forward, in which nothing is trained.
+        AssertionError: The loop has one of these mistakes.
+        NothingObservedError: The model was not called, or no optimizer with one of its parameters stepped.
+        UsageError: The subject is the record of a run or of a single forward, without training.
 
     >>> import torch
     >>> from torch import nn
@@ -59,7 +62,7 @@ def assert_training_loop(subject: Subject) -> None:
     record = record_of(subject)
     training = record.training
     if training is None and isinstance(subject, Record):
-        raise UsageError("no step is in this record: give the watch that was open while the optimizer stepped")
+        raise UsageError("the record has no optimizer step: give the watch that was open while the optimizer stepped")
     found = [] if training is None else list(_findings(record, training))
     if found:
         first = found[0]
@@ -75,7 +78,7 @@ def assert_training_loop(subject: Subject) -> None:
     if training is None or not training.steps:
         others = f" ({count(training.others, 'step')} of others)" if training is not None and training.others else ""
         raise NothingObservedError(
-            f"no optimizer that has a parameter of {printable(record.model)} stepped while it was watched{others}: "
+            f"no optimizer with a parameter of {printable(record.model)} stepped while it was watched{others}: "
             "keep the watch open while it is trained"
         )
 
@@ -84,7 +87,9 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
     steps = training.steps
     if training.stale:
         yield _Finding(
-            "gradients of the last step were added to" if training.stale < steps - 1 else "gradients are never reset",
+            "new gradients were added to those of the last step"
+            if training.stale < steps - 1
+            else "gradients are never reset",
             training.stale,
             steps,
             "Call optimizer.zero_grad() after each step, or before the first backward of the next: also when gradients "
@@ -92,86 +97,86 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
         )
     if training.mixed:
         yield _Finding(
-            "a step took gradients from another's part of the loop",
+            "a step used gradients of another optimizer's loss",
             training.mixed,
             steps,
-            "Backward passes before and after a step of another optimizer were added up: detach what the other model's "
-            "loss should not train, or call zero_grad() before the backward of this one's own.",
+            "Gradients of backward passes before and after a step of another optimizer were added: detach what the "
+            "other loss should not train, or call zero_grad() before the backward of this model's own loss.",
         )
     if not steps and training.passes and training.lookalikes:
         yield _Finding(
             "the optimizer has the parameters of another copy of the model",
             training.lookalikes,
             training.others,
-            "Its parameters have the shapes of the model's, and are not the model's: make the optimizer after the "
+            "Its parameters have the shapes of the model's, but are different tensors: create the optimizer after the "
             "model is copied, loaded, wrapped or built again.",
         )
     yield from _modes(record, training)
-    norm = next((layer for layer in _called(record, training=True) if _gathers(layer)), None)
+    norm = next((layer for layer in _called(record, training=True) if _is_batch_norm(layer)), None)
     if training.accumulated and training.optimizers == 1 and not training.others and norm is not None:
         yield _Finding(
             f"{norm.name} sees an accumulated batch in parts",
             training.accumulated,
             steps,
-            f"{norm.type_name} takes mean and variance of each part alone: freeze it in evaluation mode, or take a "
-            "norm that does not look at the batch.",
+            f"{norm.type_name} computes mean and variance of each part separately: call eval() on it, or use a norm "
+            "that does not depend on the batch.",
         )
-    spoilt = next(_not_finite(record), None)
-    if spoilt is not None and training.discarded > max(1, steps):
+    nonfinite = next(_nonfinite_gradients(record), None)
+    if nonfinite is not None and training.discarded > max(1, steps):
         yield _Finding(
-            f"steps are skipped, for the gradient of {spoilt} is not finite",
+            f"steps are skipped because the gradient of {nonfinite} is not finite",
             training.discarded,
             training.discarded + steps,
-            "A GradScaler skips such a step and lowers its scale: look at its first scale, and with "
-            "assert_grad_finite at where NaN or infinity begins.",
+            "A GradScaler skips such a step and lowers its scale: look at its initial scale; assert_grad_finite names "
+            "where NaN or inf began.",
         )
 
 
 def _modes(record: Record, training: Training) -> Iterator[_Finding]:
-    kept = (layer for layer in _called(record, training=False) if _tells_modes_apart(layer))
-    still = next((layer for layer in kept if not _is_frozen(layer)), None)
-    if training.evaluating and still is not None:
+    kept = (layer for layer in _called(record, training=False) if _depends_on_mode(layer))
+    in_eval = next((layer for layer in kept if not _is_frozen(layer)), None)
+    if training.evaluating and in_eval is not None:
         yield _Finding(
-            f"{still.name} is trained in evaluation mode",
+            f"{in_eval.name} is trained in evaluation mode",
             training.evaluating,
             training.steps,
             "Call model.train() before each epoch: an evaluation leaves the model in evaluation mode.",
         )
-    moving = next((layer for layer in _called(record, training=True) if _tells_modes_apart(layer)), None)
-    if training.idle and moving is not None:
+    in_training = next((layer for layer in _called(record, training=True) if _depends_on_mode(layer)), None)
+    if training.idle and in_training is not None:
         yield _Finding(
-            f"{moving.name} is evaluated in training mode",
+            f"{in_training.name} is evaluated in training mode",
             training.idle,
             training.steps + 1,
             "Forwards without gradients ran in training mode between some steps, or after the last: call model.eval() "
-            "before an evaluation.",
+            "before evaluating.",
         )
 
 
 def _called(record: Record, *, training: bool) -> Iterator[Layer]:
-    """Yield the layers that were called in that mode in a forward of that mode, innermost first."""
+    """Yield the layers that were called in a mode in a forward of the same mode, in order of the record."""
     for layer in record.layers.values():
         if any(call.root_training is training and call.training is training for call in layer.calls):
             yield layer
 
 
-def _tells_modes_apart(layer: Layer) -> bool:
-    """Whether a layer does something else in training than in evaluation."""
+def _depends_on_mode(layer: Layer) -> bool:
+    """Whether a layer computes something else in training than in evaluation mode."""
     rates = ("p", "drop_prob") if "Drop" in layer.type_name else ("dropout",)
     values = (layer.attributes.get(name) for name in rates)
     return "BatchNorm" in layer.type_name or any(isinstance(rate, (int, float)) and rate > 0 for rate in values)
 
 
 def _is_frozen(layer: Layer) -> bool:
-    """Whether nothing of a layer is trained: a norm of a frozen backbone is meant to stay in evaluation mode."""
+    """Whether no parameter of a layer is trained: the norms of a frozen backbone stay in evaluation mode on purpose."""
     return bool(layer.parameters) and not any(parameter.requires_grad for parameter in layer.parameters)
 
 
-def _gathers(layer: Layer) -> bool:
+def _is_batch_norm(layer: Layer) -> bool:
     return "BatchNorm" in layer.type_name
 
 
-def _not_finite(record: Record) -> Iterator[str]:
+def _nonfinite_gradients(record: Record) -> Iterator[str]:
     for layer in record.layers.values():
         for parameter in layer.parameters:
             gradient = parameter.gradient

@@ -1,1 +1,1 @@
-"""`modelprobe_snapshot`: a record is as it was, or the failure says what changed. One room a concern."""
+"""`modelprobe_snapshot`: compare a record with files, and report what changed. Import the modules, not the names."""

@@ -1,6 +1,6 @@
-"""Where a snapshot lies, and syrupy's part in it: it writes two files as one, and counts.
+"""The two files of a snapshot, and the extension by which syrupy writes and counts them.
 
-What syrupy documents for none but itself is used here alone, so that a later syrupy may be without it.
+Private names of syrupy are used in this module alone.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.files import ARCH, PROBE, Texts, read_texts, write
 
-_BETWEEN = "\f"  # what no JSON has in it
+_SEPARATOR = "\f"  # never occurs in JSON
 
 
 class SnapshotFiles(NamedTuple):
-    """Where a snapshot lies: two files."""
+    """The paths of a snapshot's two files."""
 
     arch: Path
     """What is exact, the same for all devices."""
@@ -27,26 +29,25 @@ class SnapshotFiles(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """What the numbers' name has after what both names begin with: ``.cuda.probe.json``."""
+        """The part of the second name that follows the common part: ``.cuda.probe.json``."""
         return self.probe.name.removeprefix(self.arch.name.removesuffix(ARCH))
 
 
 def joined(texts: Texts) -> str:
-    """Return both texts as the one that syrupy knows."""
-    return _BETWEEN.join((texts.architecture, texts.numbers or ""))
+    """Return both texts as one string."""
+    return _SEPARATOR.join((texts.architecture, texts.numbers or ""))
 
 
 class ModelProbeExtension(SingleFileSnapshotExtension):
-    """Keeps two files for syrupy, which knows of one: where they lie is its index, and its data both texts in a row.
+    """A syrupy extension that stores a snapshot in two files: syrupy's index is `SnapshotFiles`, its data both texts.
 
-    What no test uses any more is found by `session`, which knows of devices and of failed runs; to syrupy nothing
-    here is ever unused.
+    It never reports an unused snapshot: `session` does, which knows of devices and of failed runs.
     """
 
     file_extension = ARCH.removeprefix(".")
 
     def serialize(self, data: Any, **_: Any) -> str:
-        """Return the text as it is."""
+        """Return the text unchanged."""
         return str(data)
 
     @classmethod
@@ -56,11 +57,11 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: Any, index: Any = 0) -> str:
-        """Return the name of the numbers, which is each device's own."""
+        """Return the name of the file of numbers, which differs by device."""
         return str(index.probe.name.removesuffix(PROBE))
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return nothing, wherever `--snapshot-dirname` points: see the class."""
+        """Return nothing, whatever directory `--snapshot-dirname` names: see the class."""
         return SnapshotCollections()
 
     def read_snapshot_data_from_location(
@@ -73,16 +74,36 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def write_snapshot(cls, *, snapshot_location: str, snapshots: Any, **_: Any) -> None:
-        """Write both files; syrupy's own would warn that it cannot relate our names to the test."""
+        """Write both files; syrupy's own method would warn that our names do not begin with the test's."""
         for data, _location, place in snapshots:
-            architecture, _between, numbers = data.partition(_BETWEEN)
+            architecture, _separator, numbers = data.partition(_SEPARATOR)
             write(place.arch, Texts(architecture, numbers or None), place.probe)
 
 
-def tell(
+def syrupy_assertion(request: pytest.FixtureRequest) -> SnapshotAssertion:
+    """Return syrupy's assertion with our extension.
+
+    Raises:
+        UsageError: The plugin syrupy is not loaded, or another plugin has a fixture of the name ``snapshot``.
+    """
+    __tracebackhide__ = True
+    try:
+        found = request.getfixturevalue("snapshot")
+    except pytest.FixtureLookupError:
+        raise UsageError("modelprobe_snapshot needs the plugin syrupy: run without -p no:syrupy") from None
+    if not isinstance(found, SnapshotAssertion):
+        owner = type(found).__module__.partition(".")[0]
+        raise UsageError(
+            f"modelprobe_snapshot needs syrupy's fixture snapshot, but the fixture snapshot is one of {owner}'s: "
+            "rename it, or disable its plugin with -p no:..."
+        )
+    return found.use_extension(ModelProbeExtension)
+
+
+def compare_and_count(
     assertion: SnapshotAssertion, place: SnapshotFiles, texts: Texts, *, write: bool
 ) -> tuple[bool, Exception | None]:
-    """Have syrupy count a comparison, and write if asked; return whether it was equal, and what syrupy raised."""
+    """Let syrupy count a comparison, and write if asked; return whether it was equal, and what syrupy raised."""
     assertion.update_snapshots, assertion.update_new_snapshots_only = write, False
     equal = bool(assertion(name=cast(Any, place)) == joined(texts))
     results: dict[int, Any] = getattr(assertion, "executions", {})

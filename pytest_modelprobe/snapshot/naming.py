@@ -1,4 +1,4 @@
-"""Which files belong to a test: its name, the user's own ids, nothing that depends on order or device."""
+"""The names of a test's files: from its name and the ids of its parameters, without order and device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_modelprobe.files import file_name
 from .options import DIRECTORY
 
 DEVICES = ("cuda", "mps", "xpu")
-"""Devices whose numbers have a file of their own; the numbers of the CPU have the plain name."""
+"""Devices with a file of numbers of their own; the file of the CPU has no device in its name."""
 
 _PARAMETER = "modelprobe_device"
 
@@ -27,17 +27,17 @@ def folder_of(module: Path) -> Path:
 
 
 def stem_of(item: pytest.Item) -> str:
-    """Return what the names of a test's files begin with: classes, function and ids, without that of the device.
+    """Return the common part of the names of a test's files: classes, function and ids, without the device's id.
 
     Raises:
-        UsageError: pytest made up one of the ids from the position of the parameter.
+        UsageError: pytest made one of the ids from the position of the parameter.
     """
     __tracebackhide__ = True
     numbered = _numbered(item)
     if numbered:
         raise UsageError(
-            f"{numbered} in {item.name} is an id that pytest numbered itself, so that the snapshot would go to another "
-            "test once a parameter is added before it: give each an id of its own, with ids=[...], ids=str or "
+            f"{numbered} in {item.name} is an id that pytest numbered itself, so the snapshot would belong to another "
+            "test after a parameter is added before it: give each parameter an id, with ids=[...], ids=str or "
             'pytest.param(..., id="...")'
         )
     device = _parameters(item).get(_PARAMETER)
@@ -46,13 +46,13 @@ def stem_of(item: pytest.Item) -> str:
 
 
 def function_of(item: pytest.Item) -> str:
-    """Return what the names of the files of a test's function begin with, whatever its parameters."""
+    """Return the common part of the names of the files of a test's function, with any parameters."""
     function = getattr(item, "originalname", None) or item.name.partition("[")[0]
     return file_name(".".join([*_classes(item), function]))
 
 
 def device_of(item: pytest.Item) -> str | None:
-    """Return the device that a test is parametrized with; None: that of the run."""
+    """Return the device that a test is parametrized with; None: the device of the run."""
     device = _parameters(item).get(_PARAMETER)
     return None if device is None else kind(str(device))
 
@@ -67,7 +67,7 @@ def kind(device: str) -> str:
 
 
 def belongs(stem: str, test: str) -> bool:
-    """Whether a snapshot can be one of a test's: its first, a further one with number or name, one with an id.
+    """Whether a snapshot can belong to a test: its first, one with a number or name, or one with an id.
 
     >>> belongs("test_a", "test_a"), belongs("test_a.2", "test_a"), belongs("test_a[x]", "test_a")
     (True, True, True)

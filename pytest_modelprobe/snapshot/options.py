@@ -1,4 +1,4 @@
-"""The options of `modelprobe_snapshot`, read once: what is compared, what an update may write, where results go."""
+"""The options of snapshots on the command line and in the ini file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import pytest
 
 DIRECTORY = "__modelprobe__"
-"""Where snapshots lie, beside the tests."""
+"""Name of the directory of the snapshots, beside the tests."""
 
 Parts = Literal["all", "architecture", "behavior"]
 
@@ -21,15 +21,15 @@ _STRUCTURE = ("architecture", "attribute", "computation")
 
 @dataclasses.dataclass(frozen=True)
 class Accepted:
-    """A kind of cause that an update takes over, as long as it changed less than the limit."""
+    """A kind of cause that an update may write, if it changed less than the limit."""
 
     kind: str
-    """A kind of `diagnosis.Cause`, ``any``, or ``structure``: any that has no number, where no output changed."""
+    """A kind of `Cause`, ``any``, or ``structure``: a cause without a number, where no output changed."""
     below: float = math.inf
-    """Relative change; infinite: any, also one that has no size."""
+    """Relative change; infinite: any, also a cause without a number."""
 
     def covers(self, kind: str, change: float | None, *, unchanged: bool = False) -> bool:
-        """Whether a cause may be taken over; ``unchanged``: the run gives out what it gave out.
+        """Whether an update may write a cause; ``unchanged``: the outputs of the model are unchanged.
 
         >>> Accepted("computation", 1e-3).covers("computation", 2e-4), Accepted("any", 1e-3).covers("weights", 0.1)
         (True, False)
@@ -46,24 +46,24 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What holds for the snapshots of a whole run."""
+    """The options of a run."""
 
     compare: Parts = "all"
     compare_from: str = ""
-    """How it was asked for, as a person wrote it."""
+    """The option or ini line that says so, as it was written."""
     for_this_run: bool = False
-    """Whether it was asked for where pytest was called, and not in a file that holds for every run."""
+    """Whether it was given on the command line, not in the ini file or ``addopts``."""
     reason: str | None = None
     accept: tuple[Accepted, ...] = ()
     accept_from: str = ""
     output: Path | None = None
     json: Path | None = None
-    writes: bool = True
-    """Whether an update may write: not while ``CI`` is set, unless it was allowed."""
+    may_write: bool = True
+    """Whether an update may write: not while ``CI`` is set, unless that is allowed."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
-    """Add the options, and ini twins of those that are policies."""
+    """Add the options and ini settings."""
     group.addoption(
         "--modelprobe-compare",
         choices=get_args(Parts),
@@ -98,7 +98,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
 
 
 def policy_of(config: pytest.Config) -> Policy:
-    """Return what the command line and the ini file say."""
+    """Return the options of the command line and the ini file."""
     option, ini = config.getoption("--modelprobe-compare"), config.getini("modelprobe_compare")
     if ini not in get_args(Parts):
         raise pytest.UsageError(f"modelprobe_compare is all, architecture or behavior; the ini file has {ini!r}")
@@ -109,7 +109,7 @@ def policy_of(config: pytest.Config) -> Policy:
     for name, given in {"reason": reason, "accept": accept}.items():
         if given and not updating:
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
-    # The workers of pytest-xdist have their options from here, and not where pytest was called.
+    # Workers of pytest-xdist get a copy of these options, and have other arguments.
     here = any(argument.startswith("--modelprobe-compare") for argument in config.invocation_params.args)
     config.option.modelprobe_compares_here = getattr(config.option, "modelprobe_compares_here", here)
     return Policy(
@@ -121,7 +121,7 @@ def policy_of(config: pytest.Config) -> Policy:
         accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
         output=_path(config, "--modelprobe-output"),
         json=_path(config, "--modelprobe-json"),
-        writes=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
+        may_write=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
     )
 
 

@@ -1,20 +1,96 @@
-"""What speaks against keeping a record as a snapshot: it would not be the same elsewhere, or is no good already."""
+"""Reasons to refuse recording: the record would differ on another machine, or has values that are not finite."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import chain
+from typing import NamedTuple
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
-from pytest_modelprobe.comparison import LARGEST_TOLERANCE
+from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Cause, Diagnosis
 from pytest_modelprobe.exceptions import NothingObservedError
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, address
+from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
+from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import listed
+
+from .arguments import Arguments
+from .options import Policy
+
+
+class Refusal(NamedTuple):
+    """Why an update wrote nothing."""
+
+    message: str
+    """One sentence, with the next step."""
+    next_step: str = ""
+    """What to do before the update is run again; empty: run it with other options."""
+
+
+UPDATE_IN_CI = Refusal(
+    "not written, because CI is set: run the update on your machine and commit the files, or pass "
+    "--modelprobe-allow-update-in-ci",
+    "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci.",
+)
+WRITTEN_TWICE = Refusal(
+    "not written again: the test compares two different records under one name=; give each its own",
+    "Give each record its own name=, and run the update again.",
+)
+
+
+def refuse_record(record: Record, arguments: Arguments) -> Refusal | None:
+    """Return why a record is not written as a snapshot; None if it may be."""
+    where = None if "nonfinite" in arguments.allow else nonfinite(record)
+    if where:
+        return Refusal(
+            f'not written, because {where}; fix it, or pass modelprobe_snapshot(allow="nonfinite")',
+            'Fix it, or pass modelprobe_snapshot(allow="nonfinite"), and run the update again.',
+        )
+    dropped = None if "dropout" in arguments.allow else active_dropout(record)
+    if dropped and arguments.compare != "architecture" and has_numbers(record):
+        return Refusal(
+            f"not written, because dropout was active: {dropped}; its masks differ between platforms. Run in eval "
+            'mode, set p to 0, or pass modelprobe_snapshot(allow="dropout")',
+            'Run in eval mode, set p to 0, or pass modelprobe_snapshot(allow="dropout"), and run the update again.',
+        )
+    return None
+
+
+def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | None:
+    """Return why a record whose repeated run differed is not written; None if it is equal, or that is allowed."""
+    where = None if "nondeterministic" in arguments.allow else nondeterministic(record)
+    if where is None:
+        return None
+    return Refusal(
+        f"not written, because the run is not repeatable: {where} differs when it is run again from the same seed. "
+        "Draw random numbers from the global generators of torch, numpy or random, which are seeded, or pass "
+        'modelprobe_snapshot(allow="nondeterministic")',
+        'Draw random numbers from the global generators, or pass modelprobe_snapshot(allow="nondeterministic"), and '
+        "run the update again.",
+    )
+
+
+def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
+    """Return which causes ``--modelprobe-accept`` does not cover; None if it covers all."""
+    causes = [*diagnosis.causes, *diagnosis.possible]
+    if diagnosis.comparison.same:  # only attributes added or removed, and names given by rename=
+        return None
+    if not causes:
+        return Refusal(f"not written: the cause is unknown, so {policy.accept_from} does not cover it")
+
+    def covered(cause: Cause) -> bool:
+        return any(a.covers(cause.kind, cause.change, unchanged=diagnosis.unchanged) for a in policy.accept)
+
+    others = [cause for cause in causes if not covered(cause)]
+    if not others:
+        return None
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    first = f"{report.cause_text(others[0])} ({others[0].kind})"
+    why = "" if diagnosis.output is None else f": the output changed by {report.percent(diagnosis.output)}"
+    return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}{why}")
 
 
 def nonfinite(record: Record) -> str | None:
-    """Return where a value or gradient is NaN or infinite, in a sentence; None where all are finite.
+    """Return a clause that names the first value or gradient that is NaN or infinite; None if all are finite.
 
     >>> nonfinite(Record(model="Net"))
     """
@@ -29,7 +105,7 @@ def nonfinite(record: Record) -> str | None:
 
 
 def active_dropout(record: Record) -> str | None:
-    """Return which layers dropped values at random, in a few words; None where none did.
+    """Return the layers with active dropout and their probabilities; None if there are none.
 
     >>> from pytest_modelprobe.record import Call
     >>> call = Call(root="drop", root_training=True, index=0, training=True)
@@ -37,44 +113,42 @@ def active_dropout(record: Record) -> str | None:
     >>> active_dropout(Record(model="Net", layers={"drop": drop}))
     'drop (Dropout, 0.1)'
     """
-    found = [(layer, p) for layer in record.layers.values() if (p := _dropped(layer))]
+    found = [(layer, p) for layer in record.layers.values() if (p := _dropout_rate(layer))]
     return listed([f"{layer.name} ({layer.type_name}, {p:g})" for layer, p in found]) if found else None
 
 
 def nondeterministic(record: Record) -> str | None:
-    """Return the first value that moved by more than noise may, when the run was repeated from the same seed.
+    """Return the first value that changed beyond rounding when the run was repeated from the same seed.
 
-    A rounding that differs, as sums in another order leave it, is none; None where nothing moved, or nothing was
-    repeated.
+    None if there is no such value, or the run was not repeated.
 
     >>> nondeterministic(Record(model="Net", noise="not repeatable"))
     """
     if record.noise != "not repeatable":
         return None
-    calls = sorted(record.calls, key=lambda pair: pair[1].finished)  # what a layer calls ends before it
-    made = ((address(layer.name, call, value.path), call, value) for layer, call in calls for value in call.outputs)
-    values = list(made)
-    forward = (where for where, _, value in values if _moves(value.forward, LARGEST_TOLERANCE["forward"]))
-    # What is next to nothing is all rounding, whoever adds it up.
+    calls = sorted(record.calls, key=lambda pair: pair[1].finished)  # a submodule's call ends first
+    values = [(address(layer.name, call, value.path), call, value) for layer, call in calls for value in call.outputs]
+    forward = (where for where, _, value in values if _changed(value.forward, LARGEST_TOLERANCE["forward"]))
+    # The smallest gradients are rounding errors of sums that cancel.
     backward = (
         f"the gradient of {where}"
         for where, call, value in reversed(values)
-        if _moves(value.backward, LARGEST_TOLERANCE["backward"]) and _is_of_size(value.backward, call)
+        if _changed(value.backward, LARGEST_TOLERANCE["backward"]) and _is_significant(value.backward, call)
     )
     return next(chain(forward, backward), None)
 
 
-def _moves(reading: Reading | None, most: float) -> bool:
+def _changed(reading: Reading | None, most: float) -> bool:
     return reading is not None and (reading.noise or 0.0) > most
 
 
-def _is_of_size(reading: Reading | None, call: Call) -> bool:
+def _is_significant(reading: Reading | None, call: Call) -> bool:
     norms = [r.statistics.norm for v in (*call.inputs, *call.outputs) if (r := v.backward) and r.statistics]
     return reading is not None and reading.statistics is not None and reading.statistics.norm > 1e-3 * max(norms)
 
 
-def _dropped(layer: Layer) -> float:
-    """Return the share of values that a layer drops; 0 if it does not."""
+def _dropout_rate(layer: Layer) -> float:
+    """Return the probability with which a layer drops values; 0 if it drops none."""
     if layer.functional:
         called = [call for call in layer.calls if call.arguments.get("training", True)]
         share = next((call.arguments.get("p", 0.5) for call in called), 0.0) if "dropout" in layer.type_name else 0.0
@@ -87,32 +161,8 @@ def _dropped(layer: Layer) -> float:
 
 
 def is_training(record: Record) -> bool:
-    """Whether a record is of several forwards with backwards between them, as a watch of a training loop is.
+    """Whether a record merges several forwards with backwards between them, as of a training loop.
 
-    One thread more moves the twentieth step by a thousandth: such numbers are no one's elsewhere.
+    Its numbers are not reproducible: another number of threads changes those of the 20th step by 0.1 %.
     """
     return record.loss is None and record.forwards > 1 and record.backwards > 0
-
-
-def structure_of(record: Record) -> Record:
-    """Return a record without its numbers.
-
-    >>> structure_of(Record(model="Net"))
-    <Record of Net: 0 layers, 0 forwards, 0 backwards>
-    """
-
-    def value(value: Value) -> Value:
-        return dataclasses.replace(value, forward=Reading(), backward=None, backward_inner=None)
-
-    def call(call: Call) -> Call:
-        inputs, outputs = tuple(map(value, call.inputs)), tuple(map(value, call.outputs))
-        return dataclasses.replace(call, inputs=inputs, outputs=outputs, random=None, response=None)
-
-    def own(own: Parameter) -> Parameter:
-        return dataclasses.replace(own, reading=Reading(), after=None, gradient=None)
-
-    def layer(layer: Layer) -> Layer:
-        calls, parameters = tuple(map(call, layer.calls)), tuple(map(own, layer.parameters))
-        return dataclasses.replace(layer, calls=calls, parameters=parameters, buffers=tuple(map(own, layer.buffers)))
-
-    return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()}, noise=None)

@@ -1,8 +1,8 @@
-"""Snapshots over a whole run of pytest: which files no test uses any more, what to say at the end, the results.
+"""The snapshots of a whole run of pytest: results, unused files, the summary.
 
-Nothing here compares. What a test compared travels on its reports, in plain types; under xdist the workers add at
-their end what they collected, and only the controller deletes, prints and writes. Loaded in every run of pytest, so
-what knows the files is imported where there are snapshots.
+The reports of the tests carry the results, in builtin types. Under xdist the workers send what they collected when
+they end, and only the controller deletes, prints and writes. This module is loaded in every run of pytest, so modules
+that import `files` are imported where snapshots exist.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Collected:
-    """What one process collected, as far as there are snapshots beside it."""
+    """The modules and tests that one process collected, of directories with snapshots."""
 
     modules: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Path of each module → whether all of its tests were collected and selected."""
     tests: dict[str, tuple[str, str, str | None]] = dataclasses.field(default_factory=dict)
-    """Node id → module, beginning of the names of the test's files, device."""
+    """Node id → module, common part of the names of the test's files, device."""
 
 
 class SnapshotSession:
-    """Knows at the end of a run which snapshots were compared, which are left over, and what to say of it.
+    """A plugin that collects the results of the tests and finds unused files at the end of the run.
 
     Args:
         config: The configuration of the run.
-        policy: What holds for the snapshots of the run.
-        device: Returns that of a test that names none; to know it can take a moment.
+        policy: The options of the run.
+        device: Returns the device of tests that are not parametrized with one; it may import torch.
     """
 
     def __init__(self, config: pytest.Config, policy: Policy, device: Callable[[], str]) -> None:
@@ -51,31 +51,31 @@ class SnapshotSession:
         self._config = config
         self._collected = _Collected()
         self._paths: dict[str, str] = {}
-        self._beside: dict[Path, bool] = {}
+        self._has_snapshots: dict[Path, bool] = {}
         self._owners: dict[str, tuple[Path, str]] = {}
-        self._workers_started = self._workers_told = 0
+        self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._results: dict[tuple[str, str], dict[str, Any]] = {}
-        self._leftovers = UnusedFiles()
+        self._unused = UnusedFiles()
 
     # --- what was collected ---------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
-        """Note the modules whose tests are known; one that skips itself is not among them."""
+        """Collect the modules and whether all of their tests are known: not those of a module that skips itself."""
         report = yield
-        if isinstance(collector, pytest.Module) and self._is_beside_snapshots(collector.path):
+        if isinstance(collector, pytest.Module) and self._is_with_snapshots(collector.path):
             self._collected.modules[str(collector.path)] = report.passed
         return report
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note each test before any is deselected."""
-        if self._is_beside_snapshots(item.path):
+        """Collect each test before any is deselected."""
+        if self._is_with_snapshots(item.path):
             self._paths[item.nodeid] = str(item.path)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Find the modules of which only a part is run."""
+        """Find the modules of which only some tests are run."""
         if not self._paths and not self._collected.modules:
             return
         from .naming import device_of
@@ -93,15 +93,15 @@ class SnapshotSession:
         for path, known in self._collected.modules.items():
             self._collected.modules[path] = known and partly.isdisjoint({path, str(Path(path).resolve())})
 
-    def _is_beside_snapshots(self, module: Path) -> bool:
+    def _is_with_snapshots(self, module: Path) -> bool:
         folder = module.parent
-        if folder not in self._beside:
-            self._beside[folder] = (folder / DIRECTORY).is_dir()
-        return self._beside[folder]
+        if folder not in self._has_snapshots:
+            self._has_snapshots[folder] = (folder / DIRECTORY).is_dir()
+        return self._has_snapshots[folder]
 
     @staticmethod
     def stem_of(item: pytest.Item) -> str:
-        """Return what the names of a test's files begin with; of one that has no names of its own, a beginning."""
+        """Return the common part of the names of a test's files; without parameters if their ids are numbered."""
         from .naming import function_of, stem_of
 
         try:
@@ -109,8 +109,8 @@ class SnapshotSession:
         except UsageError:
             return function_of(item)
 
-    def owner(self, arch: Path, item: pytest.Item) -> str | None:
-        """Return the other test whose file some file systems would take for this one, if there is one."""
+    def other_owner(self, arch: Path, item: pytest.Item) -> str | None:
+        """Return the other test whose file name differs from this one only by case, if there is one."""
         from pytest_modelprobe.files import ARCH, case_folded
 
         from .naming import folder_of
@@ -124,7 +124,7 @@ class SnapshotSession:
         return None if path == arch else test
 
     def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
-        """Whether a snapshot may be that of a test, seen from ``item``, a test beside it."""
+        """Whether a snapshot may belong to another test in the directory of ``item``."""
         from .naming import folder_of, function_of
 
         if arch.parent != folder_of(item.path):
@@ -143,23 +143,23 @@ class SnapshotSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a worker of xdist collected: each collects all and runs a part."""
-        told = getattr(node, "workeroutput", {}).get("modelprobe")
-        if told is not None:
-            self._workers_told += 1
-            self._collected = _Collected(told["modules"], {k: tuple(v) for k, v in told["tests"].items()})
+        """Receive what a worker of xdist collected: each collects all tests and runs some."""
+        collected = getattr(node, "workeroutput", {}).get("modelprobe")
+        if collected is not None:
+            self._workers_finished += 1
+            self._collected = _Collected(collected["modules"], {k: tuple(v) for k, v in collected["tests"].items()})
 
     # --- what ran -------------------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how each test ended and what it compared; of a test that is run again, the last time counts."""
+        """Collect the outcome and the comparisons of each test; the last ones if it is run again."""
         self._phases.setdefault(report.nodeid, {})[str(report.when)] = report.outcome
         for result in getattr(report, "modelprobe_snapshots", ()):
             self._results[report.nodeid, result["key"]] = result
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Every comparison, in order."""
+        """All comparisons, in order."""
         return list(self._results.values())
 
     def _tests_of(self, module: Path) -> list[Test]:
@@ -178,37 +178,37 @@ class SnapshotSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, Any]:
-        """Look for files that nothing uses; before the terminal's summary, which tells of them."""
+        """Find unused files, before the terminal summary lists them."""
         config, option = self._config, self._config.option
         if hasattr(config, "workerinput"):
             config.workeroutput["modelprobe"] = dataclasses.asdict(self._collected)  # type: ignore[attr-defined]
             return (yield)
-        if not self._only_looks and not getattr(option, "disable_unused_snapshots", False):
-            self._sort_out(self._why_kept(session, exitstatus))
-            fails = self._leftovers.unused and not getattr(option, "warn_unused_snapshots", False)
+        if not self._runs_no_test and not getattr(option, "disable_unused_snapshots", False):
+            self._handle_unused(self._reason_to_keep(session, exitstatus))
+            fails = self._unused.unused and not getattr(option, "warn_unused_snapshots", False)
             if fails and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self.policy.json and not self._only_looks:
+        if self.policy.json and not self._runs_no_test:
             self._write_results(self.policy.json)
         return (yield)
 
     @property
-    def _only_looks(self) -> bool:
-        """Whether no test is run."""
+    def _runs_no_test(self) -> bool:
+        """Whether tests are only collected or set up."""
         return any(getattr(self._config.option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
 
-    def _why_kept(self, session: pytest.Session, exitstatus: int) -> str | None:
-        """Return why no file may be taken for unused in this run, if so."""
+    def _reason_to_keep(self, session: pytest.Session, exitstatus: int) -> str | None:
+        """Return why no unused file may be deleted in this run; None if they may be."""
         if session.testsfailed:
             return "tests failed"
         ended = all("teardown" in self._phases.get(nodeid, ()) for nodeid in self._collected.tests)
         if not ended or session.shouldstop or exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return "the run was stopped"
-        if self._workers_started != self._workers_told:
+        if self._workers_started != self._workers_finished:
             return "a worker of xdist did not report"
         return None
 
-    def _sort_out(self, why: str | None) -> None:
+    def _handle_unused(self, why: str | None) -> None:
         """Report, delete or keep each file that no test uses."""
         if not self._collected.modules:
             return
@@ -217,13 +217,13 @@ class SnapshotSession:
         updating = getattr(self._config.option, "update_snapshots", False)
         if updating and getattr(self._config.option, "no_cleanup", False):
             why = why or "--snapshot-no-cleanup was given"
-        if updating and not self.policy.writes:
+        if updating and not self.policy.may_write:
             why = why or "CI is set"
         used = {Path(result[file]) for result in self.results for file in ("arch", "probe")}
         ran = {result["device"] for result in self.results} or {self._device()}
         for module in self._modules():
             for path, reason in unused_files(module, used, ran):
-                self._leftovers.add(shown_path(path, self._config), reason or why, delete=updating)
+                self._unused.add(shown_path(path, self._config), reason or why, delete=updating)
                 if updating and not (reason or why):
                     path.unlink(missing_ok=True)
             for folder in (module.folder, module.folder.parent) if updating and not why else ():
@@ -231,7 +231,7 @@ class SnapshotSession:
                     folder.rmdir()
 
     def _modules(self) -> Iterator[Module]:
-        """Yield the modules with snapshots that were collected as a whole, or are gone from beside one collected."""
+        """Yield the modules with snapshots that were collected completely, or that do not exist any more."""
         from .naming import folder_of
         from .unused import Module
 
@@ -246,19 +246,19 @@ class SnapshotSession:
                     yield Module(snapshots, gone=False, tests=self._tests_of(module))
 
     def lines(self) -> Iterator[str]:
-        """Yield what to say of the snapshots at the end of a run; nothing where each was as expected."""
-        if self._only_looks:
+        """Yield the lines of the terminal summary; none if every snapshot was equal."""
+        if self._runs_no_test:
             return
         details = getattr(self._config.option, "include_snapshot_details", False)
-        yield from lines(self.results, self._leftovers, self.policy, details=details)
+        yield from lines(self.results, self._unused, self.policy, details=details)
 
     def _write_results(self, path: Path) -> None:
-        """Write the results as strict JSON, at once or not at all."""
+        """Write the results as strict JSON, atomically."""
         hidden = ("key", "text", "arch", "probe", "declared")
         data = {
             "schema": 1,
             "results": [{k: v for k, v in result.items() if k not in hidden} for result in self.results],
-            **dataclasses.asdict(self._leftovers),
+            **dataclasses.asdict(self._unused),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")

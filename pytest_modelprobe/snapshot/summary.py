@@ -1,4 +1,4 @@
-"""What is said of the snapshots at the end of a run."""
+"""The lines on snapshots in the terminal summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = Sequence[dict[str, Any]]
 
 @dataclasses.dataclass
 class UnusedFiles:
-    """Files that no test uses, as a person at the terminal would write their paths."""
+    """Files that no test uses; paths are relative to the directory where pytest was started."""
 
     unused: list[str] = dataclasses.field(default_factory=list)
     deleted: list[str] = dataclasses.field(default_factory=list)
@@ -28,33 +28,37 @@ class UnusedFiles:
     """Why they were kept → paths."""
 
     def add(self, path: str, why_kept: str | None, *, delete: bool) -> None:
-        """Add a file: kept where there is a reason, else deleted or just reported."""
+        """Add a file: kept if there is a reason, else deleted or reported."""
         (self.kept.setdefault(why_kept, []) if why_kept else self.deleted if delete else self.unused).append(path)
 
 
 def shown_path(path: Path, config: pytest.Config) -> str:
-    """Return a path as a person at the terminal would write it: relative to where pytest was started."""
+    """Return a path relative to the directory where pytest was started, else to the root directory."""
     for base in (config.invocation_params.dir, config.rootpath):
         if path.is_relative_to(base):
             return path.relative_to(base).as_posix()
     return str(path)
 
 
-def lines(results: Results, leftovers: UnusedFiles, policy: Policy, *, details: bool) -> Iterator[str]:
-    """Yield the lines, made printable; none where there is nothing to say."""
-    if not results and leftovers == UnusedFiles() and not policy.reason:
+def lines(results: Results, unused: UnusedFiles, policy: Policy, *, details: bool) -> Iterator[str]:
+    """Yield the lines, printable; none if there is nothing to report."""
+    if not results and unused == UnusedFiles() and not policy.reason:
         return
     from pytest_modelprobe.report.text import printable
 
-    said = [*_written(results), *_shared(results), *_not_compared(results, policy)]
-    said += [*_left_over(leftovers, len(leftovers.unused) if details else _MOST)]
-    said += [*_reason_without_use(results, policy)]
-    said += [*_for_review(results, leftovers, policy)]
-    yield from (printable(line) for line in said)
+    for part in (
+        _written(results),
+        _shared_causes(results),
+        _not_compared(results, policy),
+        _unused_lines(unused, len(unused.unused) if details else _MOST),
+        _unused_reason(results, policy),
+        _for_pull_request(results, unused, policy),
+    ):
+        yield from map(printable, part)
 
 
 def _written(results: Results) -> Iterator[str]:
-    """Yield what was written, and what is worth knowing of it."""
+    """Yield each snapshot that was written, and its findings."""
     from pytest_modelprobe.report.text import count
 
     created = [result for result in results if result["verdict"] == "created"]
@@ -63,29 +67,29 @@ def _written(results: Results) -> Iterator[str]:
         seen = f": {'; '.join(result['findings'])}" if result["findings"] else ""
         yield f"created {result['snapshot']}: {count(result['layers'], 'layer')}{seen}"
     if len(created) > len(shown):
-        yield f"created {len(created) - len(shown)} more, in which nothing is dead and all is finite"
+        yield f"created {len(created) - len(shown)} more: nothing dead, all finite"
     for result in results:
         if result["verdict"] == "updated":
             yield f"updated {result['snapshot']}: {result['first_line']}"
             yield from (f"  {line}".rstrip() for line in result["text"].splitlines()[1:])
 
 
-def _shared(results: Results) -> Iterator[str]:
-    """Yield each cause that several tests have in common, once."""
+def _shared_causes(results: Results) -> Iterator[str]:
+    """Yield each cause that several tests share, once."""
     tests: dict[str, dict[str, None]] = {}
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for result in results:
         for cause in result["causes"]:
-            said.setdefault(cause["key"], cause["said"])
+            texts.setdefault(cause["key"], cause["said"])
             tests.setdefault(cause["key"], {})[result["test"]] = None
     for key, nodeids in tests.items():
         if len(nodeids) > 1:
             more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
-            yield f"{len(nodeids)} tests: {said[key]}: {', '.join(_short(list(nodeids))[:_MOST])}{more}"
+            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(_short(list(nodeids))[:_MOST])}{more}"
 
 
 def _short(nodeids: Sequence[str]) -> list[str]:
-    """Return node ids without the folders of their files, but for those that would then be the same.
+    """Return node ids without the directories of their files, unless two would be equal.
 
     >>> _short(["a/test_x.py::test_x[big/model]", "b/test_x.py::test_x[big/model]", "b/test_y.py::test_y"])
     ['a/test_x.py::test_x[big/model]', 'b/test_x.py::test_x[big/model]', 'test_y.py::test_y']
@@ -96,23 +100,23 @@ def _short(nodeids: Sequence[str]) -> list[str]:
 
 
 def _without_folders(nodeid: str) -> str:
-    path = re.split(r"::|\[", nodeid, maxsplit=1)[0]  # what follows are the user's own names, with any sign in them
+    path = re.split(r"::|\[", nodeid, maxsplit=1)[0]  # the rest are names by the user, with any character
     return nodeid[path.rfind("/") + 1 :]
 
 
-def _reason_without_use(results: Results, policy: Policy) -> Iterator[str]:
-    """Yield what to do where a reason was given and nothing was there to be declared; a refusal says so itself."""
+def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
+    """Yield what to do if a reason was given and no architecture changed; the message of a refusal says so itself."""
     if policy.reason and not any(result["declared"] or result["verdict"] == "changed" for result in results):
         yield (
-            "no architecture changed in this run: the reason was written nowhere; to give a reason for a change that "
-            "is already in the files, check out the files of the base first"
+            "no architecture changed in this run, so the reason was not written; to add a reason to a change that is "
+            "already in the files, check out the files of the base first"
         )
 
 
-def _for_review(results: Results, leftovers: UnusedFiles, policy: Policy) -> Iterator[str]:
-    """Yield a paragraph on what an update wrote, to be pasted where the change is reviewed."""
+def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> Iterator[str]:
+    """Yield a paragraph on what an update wrote, for the description of a pull request."""
     verdicts = Counter(result["verdict"] for result in results)
-    counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(leftovers.deleted)}
+    counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(unused.deleted)}
     what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
     if not what:
         return
@@ -134,15 +138,15 @@ def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
         yield f"{report.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
 
-def _left_over(leftovers: UnusedFiles, most: int) -> Iterator[str]:
+def _unused_lines(unused: UnusedFiles, most: int) -> Iterator[str]:
     from pytest_modelprobe.report.text import count
 
-    told = [
-        ("deleted {}, for no test uses them", leftovers.deleted),
-        ("{} unused, --snapshot-update deletes them", leftovers.unused),
-        *((f"{{}} unused, and kept: {why}", paths) for why, paths in leftovers.kept.items()),
+    sentences = [
+        ("deleted {} that no test uses", unused.deleted),
+        ("{} unused, --snapshot-update deletes them", unused.unused),
+        *((f"{{}} unused, and kept: {why}", paths) for why, paths in unused.kept.items()),
     ]
-    for sentence, paths in told:
+    for sentence, paths in sentences:
         if paths:
             yield sentence.format(count(len(paths), "snapshot file")) + ":"
             yield from (f"  {path}" for path in paths[:most])

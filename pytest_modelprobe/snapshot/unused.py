@@ -1,4 +1,4 @@
-"""Which files of snapshots no test uses any more; in doubt a file is in use."""
+"""Find the files of snapshots that no test uses; a file that may be in use is not among them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .naming import DEVICES, belongs
 
 @dataclass(frozen=True)
 class Test:
-    """A test of the module that was collected."""
+    """A collected test of the module."""
 
     __test__ = False
 
     stem: str
-    """What the names of its files begin with."""
+    """The common part of the names of its files."""
     device: str
     passed: bool
-    """Whether it ran to its end. One that was skipped or failed may not have come to its snapshots."""
+    """Whether it ran to its end. A test that was skipped or failed may not have reached its comparisons."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """The snapshots of a module, and what is known of it."""
+    """A test module and the directory of its snapshots."""
 
     folder: Path
     gone: bool
-    """Whether the module is not on disk any more."""
+    """Whether the module does not exist any more."""
     tests: Collection[Test] = ()
     """All of its tests."""
 
@@ -43,11 +43,11 @@ class _Snapshot:
 
 
 def unused_files(module: Module, used: Collection[Path], ran: Collection[str]) -> Iterator[tuple[Path, str | None]]:
-    """Yield each file that no test uses, with the reason to keep it all the same, if there is one.
+    """Yield each file that no test uses, with the reason not to delete it, if there is one.
 
     Args:
-        module: The module, collected as a whole or gone.
-        used: Files with which a record was compared.
+        module: The module: collected completely, or deleted.
+        used: Files that a record was compared with.
         ran: Devices on which tests ran.
     """
     for stem, snapshot in sorted(_snapshots(module.folder).items()):
@@ -66,7 +66,7 @@ def unused_files(module: Module, used: Collection[Path], ran: Collection[str]) -
 
 
 def _snapshots(folder: Path) -> dict[str, _Snapshot]:
-    """Return the snapshots in a directory by the beginning of their names; other files there are not ours."""
+    """Return the snapshots in a directory by the common part of their names; other files are ignored."""
     paths = sorted(folder.glob("[!.]*.json"))
     found = {path.name.removesuffix(ARCH): _Snapshot(path) for path in paths if path.name.endswith(ARCH)}
     for path in paths:

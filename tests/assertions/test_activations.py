@@ -98,8 +98,8 @@ def test_a_functional_activation_is_seen_where_its_output_goes() -> None:
         "layer       type     outputs   dead units   input min   input max\n"
         "fc2 input   Linear        24          6/6           -           -\n"
         "\n"
-        'The zeros are made between fc1 and fc2: look at the function called there. If that is meant: layers=["**", '
-        '"!fc2"].'
+        "The zeros are produced between fc1 and fc2: look at the function called there. "
+        'If this is intended: layers=["**", "!fc2"].'
     )
 
 
@@ -256,14 +256,14 @@ def test_zero_initialized_layers_are_reported_as_such() -> None:
     )
     text = failure_of(assert_no_dead_layers, run(model))
     assert text.startswith("relu is dead: ")
-    assert text.endswith("\n\nZero-initialized, and so not counted as dead: zero.")
+    assert text.endswith("\n\nNot counted as dead, because zero-initialized: zero.")
 
 
 def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
     model = nn.Sequential(linear(), nn.Dropout(1.0))
     record = run(model, mode="train")
     assert failure_of(assert_no_dead_layers, record).endswith(
-        'layer \'1\' (Dropout) drops everything (p=1.0). If that is meant: layers=["**", "!1"].'
+        'layer \'1\' (Dropout) drops everything (p=1.0). If this is intended: layers=["**", "!1"].'
     )
     assert_no_dead_layers(record, layers=["**", "!1"])
 
@@ -271,7 +271,7 @@ def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
 def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
     text = failure_of(assert_no_dead_layers, run(Net(lambda m, x: F.relu(m.a(x)), a=linear(bias=-100.0))))
     assert text.startswith("(root) is dead: all 24 outputs are 0 in 1 forward;")
-    hint = r"The zeros are made in \(root\)'s own code, after a, whose output goes from -10\S+ to -9\S+: look at "
+    hint = r"The zeros are produced in \(root\)'s own code, after a, whose output ranges from -10\S+ to -9\S+: look at "
     assert re.search(hint, text)
 
 
@@ -343,7 +343,8 @@ def test_a_layer_whose_gradient_is_zero_throughout_is_named() -> None:
     model = Net(lambda m, x: m.b(m.a(x)) * 0 + x, a=linear(), b=linear())
     text = failure_of(assert_no_dead_layers, run(model, loss="random"))
     assert text.startswith(
-        "b has a zero gradient: all 24 elements of its output's are 0 in 1 backward; 2 of 3 layers looked at\n\n"
+        "b has a zero gradient: all 24 elements of its output's gradient are 0 in 1 backward; "
+        "2 of 3 layers looked at\n\n"
         "layer   type     value    elements   range of values\n"
         "b       Linear   output         24   "
     )
@@ -397,7 +398,7 @@ def test_dead_units_are_counted_over_the_batch() -> None:
         "layer   type   dead units   share\n"
         "relu    ReLU          2/6     33%\n"
         "\n"
-        "A dead unit is zero for every input of the test: give more inputs, or look at the bias and the learning rate "
+        "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning rate "
         "of what feeds relu."
     )
 
@@ -579,8 +580,8 @@ def test_glue_after_the_last_layer_is_placed_after_it() -> None:
     model = Net(lambda m, x: torch.log(m.a(x)), a=nn.Identity())
     text = failure_of(assert_finite, run(model))
     assert text.startswith(
-        "(root) is not finite: its output has 12 NaN of 24 elements, its input is finite from -1 to 1, what a gave is "
-        "finite; 1 of 2 layers looked at\n"
+        "(root) is not finite: its output has 12 NaN of 24 elements, its input is finite from -1 to 1, the output of a "
+        "is finite; 1 of 2 layers looked at\n"
     )
     assert text.endswith("\n\nLook at the code after a in the forward.")
 
@@ -592,7 +593,7 @@ def test_bad_data_is_blamed_on_the_data() -> None:
     assert text.startswith(
         "model input is not finite: (root) input has 2 NaN of 24 elements; 2 of 2 layers looked at\n"
     )
-    assert text.endswith("\n\nLook at the data: the model was given it so.")
+    assert text.endswith("\n\nLook at the data that the model is called with.")
 
 
 def test_a_bad_parameter_is_named() -> None:
@@ -635,7 +636,7 @@ def test_a_row_masked_throughout_is_blamed_on_the_softmax() -> None:
     assert text.startswith(
         "softmax is not finite: its output has 4 NaN of 16 elements, its input has 4 -inf of 16 elements;"
     )
-    assert "A softmax over a row that is -inf throughout" in text
+    assert "Softmax over a row of -inf" in text
 
 
 def test_an_infinity_of_a_new_sign_is_an_origin() -> None:
@@ -722,7 +723,7 @@ class TestNothingToLookAt:
 
     def test_a_record_without_numbers(self, assertion: Callable[..., None]) -> None:
         record = ModelProbe().architecture(nn.Sequential(linear()), X)
-        with pytest.raises(NothingObservedError, match="none of the 2 layers looked at gave out numbers"):
+        with pytest.raises(NothingObservedError, match="none of the 2 layers looked at returned floating-point values"):
             assertion(record)
 
     def test_layers_that_give_out_integers_alone(self, assertion: Callable[..., None]) -> None:

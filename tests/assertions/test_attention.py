@@ -260,28 +260,30 @@ class Router(nn.Module):
 def test_a_router_and_a_vocabulary_are_no_attention() -> None:
     found = PROBE.run(Router(), X, attention=True)
     assert [a.kind for a in found["(root)"].calls[0].attention] == ["probabilities"] * 2
-    with pytest.raises(NothingObservedError, match=r"no softmax was multiplied into values .*name with layers= those"):
+    with pytest.raises(
+        NothingObservedError, match=r"no softmax was multiplied with values .*select the attention layers with layers="
+    ):
         assert_attention_entropy(found)
     assert_attention_entropy(found, layers="(root)")
 
 
 def test_probabilities_given_out_are_no_attention_unless_named() -> None:
     found = PROBE.run(nn.Sequential(nn.Linear(16, 5), nn.Softmax(dim=-1)), 100 * X, attention=True)
-    with pytest.raises(NothingObservedError, match=r"layer '1' \(Softmax\) among them"):
+    with pytest.raises(NothingObservedError, match=r"layer '1' \(Softmax\) may be the weights of a router"):
         assert_attention_entropy(found)
     with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Softmax\) attends to one key alone"):
         assert_attention_entropy(found, layers="1", low=0.9)
 
 
 @pytest.mark.parametrize("assertion", [assert_attention_entropy, lambda found: assert_attention_mask(found, CAUSAL)])
-def test_a_softmax_over_the_wrong_axis_is_said(assertion) -> None:
+def test_a_softmax_over_the_wrong_axis_is_reported(assertion) -> None:
     with pytest.raises(AssertionError) as caught:
         assertion(record(turned))
     assert str(caught.value) == (
-        "layer '1' (Attention) takes its softmax over another axis than its weights are multiplied into values "
-        "along; 1 of 1 softmax looked at\n\nlayer\nlayer '1' (Attention)\n\nThe weights of a query do not sum to 1: "
-        "the softmax belongs over the keys, dim=-1 most often. If it is meant, as where slots compete for inputs, "
-        "leave the layer out with layers=."
+        "layer '1' (Attention) takes its softmax over another axis than that along which it multiplies values; "
+        "1 of 1 softmax looked at\n\nlayer\nlayer '1' (Attention)\n\nThe weights of a query do not sum to 1: "
+        "take the softmax over the keys, usually dim=-1. If this is intended, as in slot attention, exclude the layer "
+        "with layers=."
     )
 
 
@@ -322,7 +324,7 @@ def test_heads_that_learnt_nothing_are_named() -> None:
         model[1].qkv.weight[:8] = 0
         model[1].qkv.bias[:8] = 0
     with pytest.raises(
-        AssertionError, match=r"head 0 of layer '1' \(Attention\) attends to all keys alike: its entropy is 100\.00%"
+        AssertionError, match=r"head 0 of layer '1' \(Attention\) attends to all keys equally: its entropy is 100\.00%"
     ):
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
@@ -337,12 +339,12 @@ def test_weights_that_are_not_numbers_are_no_pass() -> None:
     def broken(q, k, v):
         return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
 
-    with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Attention\) has weights that are not numbers"):
+    with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Attention\) has NaN weights"):
         assert_attention_entropy(record(broken))
 
 
 def test_one_key_leaves_no_choice() -> None:
-    with pytest.raises(NothingObservedError, match="no query has a choice of keys"):
+    with pytest.raises(NothingObservedError, match="no query has two keys"):
         assert_attention_entropy(
             PROBE.run(build(lambda q, k, v: F.softmax(scores(q, k), -1) @ v), X[:, :1], attention=True)
         )
@@ -350,7 +352,7 @@ def test_one_key_leaves_no_choice() -> None:
 
 @pytest.mark.parametrize("bounds", [{"low": -0.1}, {"high": 1.1}, {"low": 0.5, "high": 0.4}])
 def test_bounds_are_shares(bounds) -> None:
-    with pytest.raises(UsageError, match="shares of the greatest entropy"):
+    with pytest.raises(UsageError, match="shares of the maximum entropy"):
         assert_attention_entropy(record(fused), **bounds)
 
 
@@ -368,8 +370,8 @@ def test_a_mask_one_diagonal_too_wide_is_named() -> None:
 
     with pytest.raises(AssertionError) as caught:
         assert_attention_mask(record(too_wide), causal=True)
-    assert str(caught.value).startswith("layer '1' (Attention) does not keep to the mask: query ")
-    assert "which the mask leaves out; 1 of 1 layer looked at" in str(caught.value)
+    assert str(caught.value).startswith("layer '1' (Attention) does not follow the mask: query ")
+    assert "which is masked; 1 of 1 layer looked at" in str(caught.value)
     assert str(caught.value).splitlines()[3].endswith(" 10")  # weights wrong: five rows of two examples
 
 
@@ -381,7 +383,7 @@ def test_a_mask_one_diagonal_too_narrow_is_seen_if_exact() -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=CAUSAL & ~torch.eye(6, dtype=torch.bool).roll(1, 0))
 
     assert_attention_mask(record(narrower), causal=True)
-    with pytest.raises(AssertionError, match="gives no weight to key"):
+    with pytest.raises(AssertionError, match="gives zero weight to key"):
         assert_attention_mask(record(narrower), causal=True, exact=True)
     with pytest.raises(AssertionError, match="gives weight"):
         assert_attention_mask(record(too_narrow), causal=True)
@@ -391,7 +393,7 @@ def test_a_mask_applied_after_the_softmax_is_seen() -> None:
     def late(q, k, v):
         return F.softmax(scores(q, k), dim=-1) * CAUSAL @ v
 
-    with pytest.raises(AssertionError, match="does not keep to the mask"):
+    with pytest.raises(AssertionError, match="does not follow the mask"):
         assert_attention_mask(record(late), causal=True)
 
 
@@ -410,7 +412,7 @@ def test_gpt2_keeps_to_padding_and_order(implementation) -> None:
 def test_an_ignored_padding_mask_is_named() -> None:
     config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
     found = PROBE.run(BertModel(config).eval(), PROBE.randint(0, 50, (2, 6)), attention=True)
-    with pytest.raises(AssertionError, match=r"^encoder\.layer\.0\.attention\.self does not keep .* of example 1"):
+    with pytest.raises(AssertionError, match=r"^encoder\.layer\.0\.attention\.self does not follow .* of example 1"):
         assert_attention_mask(found, PADDING)
 
 
@@ -479,12 +481,12 @@ def test_layers_choose_what_the_mask_is_for() -> None:
 
     found = PROBE.run(Decoder(), X, attention=True)
     assert_attention_mask(found, causal=True, layers="own")
-    with pytest.raises(AssertionError, match=r"^cross does not keep to the mask.*1 of 2 layers"):
+    with pytest.raises(AssertionError, match=r"^cross does not follow the mask.*1 of 2 layers"):
         assert_attention_mask(found, causal=True)
 
 
 def test_a_mask_must_be_given() -> None:
-    with pytest.raises(UsageError, match="give the mask that must hold"):
+    with pytest.raises(UsageError, match="give mask=, causal=True, or both"):
         assert_attention_mask(record(fused))
 
 
@@ -499,8 +501,8 @@ def test_a_mask_that_is_added_is_not_one_that_keeps() -> None:
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 0], 1, torch.ones(2, 2, 6, 6)])
-def test_a_mask_must_have_axes_that_can_be_told_apart(mask) -> None:
-    with pytest.raises(UsageError, match="a mask is of shape"):
+def test_a_mask_must_have_axes_that_can_be_distinguished(mask) -> None:
+    with pytest.raises(UsageError, match="a mask has shape"):
         assert_attention_mask(record(fused), mask)
 
 

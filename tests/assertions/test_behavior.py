@@ -77,7 +77,7 @@ def test_a_port_whose_layers_are_found_does_the_same_by_its_numbers() -> None:
     assert_same_behavior(run(port()), run(reference()), structure=False)
 
 
-def test_a_port_with_another_epsilon_is_told_so() -> None:
+def test_a_port_with_another_epsilon_is_reported() -> None:
     model = port()
     model.ln.eps = 1e-2
     shown = failure_of(run(model), run(reference()), rename={"ln": "norm", "head": "fc"})

@@ -1,4 +1,4 @@
-"""What is said of a record that nobody asserted on; and that nothing is said, or asserted, of models as they are."""
+"""Findings of a record without an assertion; no findings and no failures on healthy models."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def said(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
     return findings(ModelProbe().run(model, x, **kwargs))
 
 
-def test_nothing_is_said_where_all_is_well() -> None:
+def test_nothing_is_reported_where_all_is_well() -> None:
     assert said(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), loss="random") == []
 
 
-def test_nothing_is_said_of_a_record_without_forwards() -> None:
+def test_nothing_is_reported_of_a_record_without_forwards() -> None:
     assert findings(Record(model="Net")) == []
 
 

@@ -100,7 +100,7 @@ def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
         "\n"
         f"It began in SqrtBackward0 at test_gradients.py:{line}, which made NaN of a finite gradient.\n"
         "\n"
-        "Look at the derivative of sqrt for the inputs it had: sqrt or norm at 0, log at 0, a division by 0, or "
+        "Look at the derivative of sqrt for the inputs it received: sqrt or norm at 0, log at 0, a division by 0, or "
         "torch.where around one of them."
     )
 
@@ -193,14 +193,14 @@ def test_layers_that_no_gradient_reached_are_an_error() -> None:
         assert_grad_finite(run(model), layers="a")
 
 
-def test_an_activation_that_is_not_finite_is_told_of_first() -> None:
+def test_an_activation_that_is_not_finite_is_reported_first() -> None:
     text = failure_of(assert_grad_finite, run(Net(lambda m, x: m.o(m.a(x).log()), a=linear(), o=linear())))
     assert text.endswith(
-        "\n\nAn activation is not finite already, from o's input on: assert_finite names where it began."
+        "\n\nActivations are already not finite, from o's input on: assert_finite names where that began."
     )
 
 
-def test_activations_that_a_bad_gradient_led_to_are_not_told_of() -> None:
+def test_activations_that_a_bad_gradient_led_to_are_not_reported() -> None:
     model = linear()
     with Watch(model) as watch:
         (model(X).sum() * math.nan).backward()
@@ -229,7 +229,7 @@ def test_a_layer_that_is_never_called_is_named() -> None:
         "spare.weight   Linear       (3, 6)   never\n"
         "spare.bias     Linear       (3,)     never\n"
         "\n"
-        "spare was never called in the forward: is it meant to be used, or to be there at all?"
+        "spare was never called in the forward: should it be used, or removed?"
     )
 
 
@@ -295,7 +295,7 @@ def test_a_cut_in_the_graph_is_placed(forward: Callable[..., Any]) -> None:
 
 def test_a_layer_beside_the_path_is_asked_about() -> None:
     assert hint_of(Net(lambda m, x: m.b(x) + m.a(x).detach(), a=linear(), b=linear())) == (
-        "The loss does not depend on the output of a: is its result used, and the right loss taken?"
+        "The loss does not depend on the output of a: is its result used, and is it the right loss?"
     )
 
 
@@ -334,7 +334,7 @@ def test_what_goes_in_beside_the_layers_is_no_cut() -> None:
     model = Net(lambda m, x, mask: (m.a(x), m.b(mask))[1], a=linear(), b=linear())
     record = run(model, X, torch.ones(4, 6))
     assert failure_of(assert_all_params_have_grad, record).endswith(
-        "The loss does not depend on the output of a: is its result used, and the right loss taken?"
+        "The loss does not depend on the output of a: is its result used, and is it the right loss?"
     )
 
 
@@ -361,7 +361,7 @@ def test_a_gradient_that_fades_on_the_way_is_named_with_all_others() -> None:
     assert " times smaller than layer '24' (Linear), 1e+06 is allowed; " in first
     assert first.endswith(" of 13 layers looked at")
     assert len(table.splitlines()) == 14
-    assert hint.startswith("It fades or grows on the way")
+    assert hint.startswith("Vanishing or exploding gradients: look at activations")
 
 
 class Sine(nn.Module):
@@ -391,7 +391,7 @@ def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_
         "1 of 9 layers looked at"
     )
     assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
-    assert hint.startswith("It grows from layer to layer on the way back")
+    assert hint.startswith("Exploding gradients: look at the initialization")
 
 
 def test_one_layer_alone_can_make_them_explode() -> None:
@@ -446,20 +446,22 @@ def test_a_zero_gradient_is_named_nearest_to_the_loss() -> None:
     model = Net(lambda m, x: m.c(x) + m.b(m.a(x)) * 0, a=linear(), b=linear(), c=linear())
     text = failure_of(assert_grad_flow, run(model))
     assert text.startswith("b gets a zero gradient; 2 of 3 layers looked at\n")
-    assert text.endswith("What comes after b does not depend on it, or is flat there: dead, saturated, times zero.")
+    assert text.endswith(
+        "The layers after b do not depend on it, or have a zero derivative there: dead, saturated, times zero."
+    )
 
 
 def test_a_zero_gradient_before_a_zero_initialized_layer_says_so() -> None:
     text = failure_of(assert_grad_flow, run(Net(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(weight=0.0))))
     assert text.startswith("a gets a zero gradient; ")
-    assert text.endswith("or is flat there: zero-initialized (b).")
+    assert text.endswith("or have a zero derivative there: zero-initialized (b).")
 
 
 def test_a_gradient_that_is_not_finite_is_referred_on() -> None:
     record = run(nn.Sequential(linear()), loss=lambda out: (out * math.nan).sum())
     text = failure_of(assert_grad_flow, record)
     assert text.startswith("layer '0' (Linear) gets a gradient that is not finite; 1 of 1 layer looked at\n")
-    assert text.endswith("assert_grad_finite tells where that began.")
+    assert text.endswith("assert_grad_finite names where that began.")
 
 
 def test_frozen_layers_do_not_take_part() -> None:
@@ -555,8 +557,8 @@ def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) ->
     with pytest.raises(NothingObservedError) as error:
         assertion(run(linear(), loss=None))
     assert str(error.value) == (
-        "Linear saw 1 forward but no backward: give run(..., loss=...), or call loss.backward() while the watch is "
-        "open, or the graph is cut before it"
+        "Linear saw 1 forward but no backward: pass run(..., loss=...), or call loss.backward() while the watch is "
+        "open; if it was, the graph is cut before it"
     )
 
 

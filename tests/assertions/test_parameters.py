@@ -59,7 +59,7 @@ def test_tied_ones_count_once(subject: str) -> None:
     assert_param_count(SUBJECTS[subject](tied(), torch.ones(2, 4)), 2 * 16 + 3 * 4)
 
 
-def test_another_number_is_told_with_the_layers_that_have_most() -> None:
+def test_another_number_is_reported_with_the_layers_that_have_most() -> None:
     line = r"^the model has 106 parameters, not 100: 6 too many\n\nlayer +parameters\n0 +72"
     with pytest.raises(AssertionError, match=line):
         assert_param_count(net(), 100)
@@ -71,7 +71,7 @@ def test_a_range_will_do() -> None:
         assert_param_count(net(), (110, 120))
 
 
-def test_frozen_and_trainable_ones_are_told_apart() -> None:
+def test_frozen_and_trainable_ones_are_distinguished() -> None:
     model = net()
     model[0].requires_grad_(False)
     assert_param_count(model, 34, trainable=True)
@@ -200,7 +200,7 @@ def test_running_statistics_are_to_be_frozen_too() -> None:
     watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1))
     with pytest.raises(AssertionError, match=r"^1.running_mean is not frozen") as error:
         assert_frozen(watch, layers="1")
-    assert "put it in evaluation mode" in str(error.value)
+    assert "call eval() on it" in str(error.value)
 
 
 def test_a_norm_in_training_mode_is_not_frozen_after_one_step_either() -> None:
@@ -245,10 +245,10 @@ def test_all_parameters_are_updated() -> None:
     assert_params_updated(trained(normless()))
 
 
-def test_a_bias_before_a_norm_is_told_to_have_no_use() -> None:
+def test_a_bias_before_a_norm_has_no_effect() -> None:
     with pytest.raises(AssertionError, match=r"^0.bias was not updated; 1 of 6 parameters looked at") as error:
         assert_params_updated(trained(net()))
-    assert "but rounding" in str(error.value)
+    assert "is rounding error" in str(error.value)
 
 
 def test_a_parameter_may_be_ignored() -> None:
@@ -263,7 +263,7 @@ def test_a_parameter_may_be_ignored() -> None:
     ("edit", "why"),
     [
         (lambda m: None, "in no group of the optimizer"),
-        (lambda m: m[2].register_forward_hook(lambda *_: torch.zeros(16, 2, requires_grad=True)), "No gradient"),
+        (lambda m: m[2].register_forward_hook(lambda *_: torch.zeros(16, 2, requires_grad=True)), "It has no gradient"),
     ],
     ids=["not in the optimizer", "no gradient"],
 )
@@ -327,11 +327,11 @@ def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callab
         "0.bias      (8,)     8 NaN of 8 elements     8 NaN of 8 elements\n"
         "2.weight    (2, 8)   16 NaN of 16 elements   16 NaN of 16 elements\n"
         "2.bias      (2,)     2 NaN of 2 elements     2 NaN of 2 elements\n\n"
-        "Its gradient was not finite. assert_grad_finite says where that began."
+        "Its gradient was not finite. assert_grad_finite names where that began."
     )
 
 
-def test_one_that_was_nan_before_training_is_told_apart() -> None:
+def test_one_that_was_nan_before_training_is_distinguished() -> None:
     model = normless()
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
@@ -350,7 +350,7 @@ def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
 
 @pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
 def test_a_step_skipped_for_its_gradients_blames_these(assertion: Callable[..., None]) -> None:
-    with pytest.raises(AssertionError, match="Its gradient is not finite, and such a step was not taken"):
+    with pytest.raises(AssertionError, match="Its gradient is not finite, and such steps are skipped"):
         assertion(spoilt(steps=False))
 
 

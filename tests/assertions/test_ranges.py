@@ -63,7 +63,7 @@ def test_an_activation_that_works_is_not_saturated(name: str) -> None:
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "softmax"])
 def test_one_that_is_fed_too_much_is_named(name: str) -> None:
     with pytest.raises(
-        AssertionError, match=r"^layer '1' \(\w+\) is saturated: its slope is [0-4]\.\d\d% of the greatest; 1"
+        AssertionError, match=r"^layer '1' \(\w+\) is saturated: its slope is [0-4]\.\d\d% of the maximum; 1"
     ):
         assert_not_saturated(record(net(ACTIVATIONS[name], scale=1000.0)))
 
@@ -131,7 +131,7 @@ def test_outputs_within_a_range_pass() -> None:
 
 def test_the_first_output_that_leaves_it_is_named() -> None:
     with pytest.raises(
-        AssertionError, match=r"^layer '2' \(Linear\) output leaves \[0, 1\]: it is from -.*; 1 of 1 layer"
+        AssertionError, match=r"^layer '2' \(Linear\) output is outside \[0, 1\]: it ranges from -.*; 1 of 1 layer"
     ):
         assert_activation_range(record(net(nn.Sigmoid())), 0, 1, layers="2")
 
@@ -209,7 +209,9 @@ def test_nothing_but_zeros_has_no_scale() -> None:
 
 
 def test_nothing_finite_is_in_no_range() -> None:
-    with pytest.raises(AssertionError, match=r"^layer '0' \(Identity\) output leaves \[0, 1\]: no element is finite"):
+    with pytest.raises(
+        AssertionError, match=r"^layer '0' \(Identity\) output is outside \[0, 1\]: no element is finite"
+    ):
         assert_activation_range(record(nn.Sequential(nn.Identity()), torch.full((2, 2), torch.nan)), 0, 1, layers="0")
 
 
@@ -241,7 +243,7 @@ def test_room_to_spare_is_asked_for() -> None:
 
 def test_gradients_that_vanish_are_named_as_gradients() -> None:
     found = record(nn.Linear(16, 4), loss=lambda out: 1e-9 * out.mean())
-    with pytest.raises(AssertionError, match=r"vanishes in float16: its gradient is rms"):
+    with pytest.raises(AssertionError, match=r"underflows in float16: its gradient is rms"):
         assert_fits_dtype(found, "float16")
 
 
@@ -255,7 +257,7 @@ def test_the_limits_are_those_of_torch() -> None:
 
 
 def test_an_unknown_dtype_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match="there are float32, float16"):
+    with pytest.raises(UsageError, match="give one of float32, float16"):
         assert_fits_dtype(record(nn.Identity()), torch.int8)
 
 

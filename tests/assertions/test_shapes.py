@@ -178,7 +178,7 @@ def test_another_size_is_a_mismatch() -> None:
     assert complaints("4 16", (4, 2)) == ["fc1 output has shape (4, 2): dimension 1 is 2, expected 16"]
 
 
-def test_all_that_differs_is_told() -> None:
+def test_all_that_differs_is_reported() -> None:
     assert len(complaints("1 2 n n", (4, 4, 5, 6))) == 3
 
 

@@ -176,7 +176,7 @@ def test_dtypes_that_match_pass(dtype: Any) -> None:
     assert_dtypes(two_layers(), dtype)
 
 
-def test_a_dtype_that_differs_is_told_with_what_went_in() -> None:
+def test_a_dtype_that_differs_is_reported_with_what_went_in() -> None:
     model = Net(lambda m, x: m.b(m.a(x)), a=nn.Identity(), b=Net(lambda m, x: x.double()))
     assert failure_of(assert_dtypes, run(model), torch.float32, layers=["a", "b"]) == (
         "b output is float64, not float32; 1 of 2 outputs differs\n"
@@ -184,7 +184,7 @@ def test_a_dtype_that_differs_is_told_with_what_went_in() -> None:
         "value      type   actual    expected   inputs\n"
         "b output   Net    float64   float32    float32\n"
         "\n"
-        "It took in float32: look for a cast (.to, .float, autocast) in or before it."
+        "Its inputs are float32: look for a cast (.to, .float, autocast) in or before it."
     )
 
 
@@ -222,7 +222,7 @@ def test_layers_beside_a_dict_are_refused() -> None:
 
 @pytest.mark.parametrize("dtypes", [torch.int64, {}])
 def test_nothing_to_compare_is_an_error(dtypes: Any) -> None:
-    with pytest.raises(NothingObservedError, match="gave out no tensor of that kind: nothing was compared"):
+    with pytest.raises(NothingObservedError, match="returned no tensor of that kind: nothing was compared"):
         assert_dtypes(two_layers(), dtypes)
 
 
@@ -246,7 +246,7 @@ def test_a_layer_that_is_never_called_is_named() -> None:
     )
 
 
-def test_another_number_of_calls_is_told() -> None:
+def test_another_number_of_calls_is_reported() -> None:
     record = run(Net(lambda m, x: m.b(m.a(m.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
     assert_called(record, "a", per_forward=2)
     assert failure_of(assert_called, record, "b", per_forward=2).startswith(
@@ -320,7 +320,7 @@ def test_pseudo_layers_count() -> None:
 def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
     model = Net(lambda m, x: F.linear(x, m.a.weight), a=nn.Linear(6, 6, bias=False))
     assert failure_of(assert_called, run(model, loss="random"), "a").endswith(
-        "The parameters of a are used without calling it: by themselves, or tied to another layer's."
+        "The parameters of a are used without calling it: directly, or tied to another layer's."
     )
 
 
@@ -328,7 +328,7 @@ def test_tied_weights_are_spoken_of() -> None:
     a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
     a.weight = b.weight
     text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)), "a")
-    assert text.endswith("The parameters of a are used without calling it: by themselves, or tied to another layer's.")
+    assert text.endswith("The parameters of a are used without calling it: directly, or tied to another layer's.")
 
 
 class Attending(nn.Module):
@@ -359,7 +359,7 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     model = nn.Sequential(Attending(), Net(lambda m, x: x, spare=nn.Sequential(nn.Linear(6, 6))))
     text = failure_of(assert_called, run(model, loss="random"))
     assert text.startswith("1.spare was never called in 1 forward; 2 of 5 layers looked at")
-    assert text.endswith("\n\nNot called either, which loses no weights: 0.dropout and 0.used.")
+    assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
 
 
 @pytest.mark.parametrize("times", [-1, True, 1.0, "2"])
@@ -398,7 +398,7 @@ def test_a_hook_is_named_with_its_layer() -> None:
         "layer   kind           hook\n"
         f"0       forward hook   {__name__}.leave\n"
         "\n"
-        "Keep the handle that register_... returned and call its remove(), also after an error."
+        "Keep the handle that register_... returns, and call its remove(), also after an error."
     )
 
 
@@ -469,7 +469,7 @@ def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(mon
         model(torch.ones(2, 6))
         assert watch.record.forwards == 1
         with pytest.raises(
-            ModelProbeError, match=r"^this torch numbers no hooks, so that those of before cannot be told"
+            ModelProbeError, match=r"^this version of torch does not number hooks, so earlier hooks are not known"
         ):
             assert_no_leftover_hooks(watch)
     assert_no_leftover_hooks(model)
@@ -479,7 +479,8 @@ def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
     model = nn.Sequential(nn.Linear(6, 2))
     del model[0]._forward_hooks
     with pytest.raises(
-        ModelProbeError, match=r"^this torch has no _forward_hooks: whether a forward hook is left cannot"
+        ModelProbeError,
+        match=r"^this version of torch has no _forward_hooks: whether a forward hook is left is unknown",
     ):
         assert_no_leftover_hooks(model)
 
@@ -502,5 +503,7 @@ def test_a_record_has_no_model() -> None:
 
 
 def test_what_has_no_hooks_is_refused() -> None:
-    with pytest.raises(UsageError, match="assertions take modelprobe, a watch or a record first; got int"):
+    with pytest.raises(
+        UsageError, match="the first argument of an assertion is modelprobe, a watch or a record; got int"
+    ):
         assert_no_leftover_hooks(3)

@@ -82,7 +82,7 @@ def test_a_reset_that_comes_every_other_step_is_too_seldom() -> None:
             loss(model).backward()
             optimizer.step()
 
-    assert failure_of(loop, net()).startswith("gradients of the last step were added to: 3 of 6 times")
+    assert failure_of(loop, net()).startswith("new gradients were added to those of the last step: 3 of 6 times")
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -153,7 +153,7 @@ def test_a_closure_that_runs_the_model_many_times_is_sound() -> None:
     assert watch.record.training.discarded == 0
 
 
-def test_sparse_gradients_that_are_never_reset_are_said() -> None:
+def test_sparse_gradients_that_are_never_reset_are_reported() -> None:
     def loop(model: nn.Module) -> None:
         optimizer = torch.optim.SparseAdam(model.parameters())
         for _ in range(STEPS):
@@ -208,9 +208,9 @@ def adversaries(*, reset: str, detach: bool, watch: str, steps: int = STEPS) -> 
 
 @pytest.mark.parametrize("watch", ["generator", "both"])
 def test_a_generator_trained_by_the_loss_of_the_discriminator_is_said(watch: str) -> None:
-    with pytest.raises(AssertionError, match=r"^a step took gradients from another's part of the loop: 3 of") as error:
+    with pytest.raises(AssertionError, match=r"^a step used gradients of another optimizer's loss: 3 of") as error:
         assert_training_loop(adversaries(reset="first", detach=False, watch=watch))
-    assert "detach what the other model's loss should not train" in str(error.value)
+    assert "detach what the other loss should not train" in str(error.value)
 
 
 @pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])
@@ -346,7 +346,7 @@ def test_evaluation_between_epochs_is_sound(kind: dict[str, float]) -> None:
         epochs(model)
 
 
-def test_modes_that_no_layer_tells_apart_do_not_matter() -> None:
+def test_modes_that_no_layer_distinguishes_do_not_matter() -> None:
     for settings in ({"back": False}, {"out": False}):
         model = net()
         with watched(model):
@@ -380,7 +380,7 @@ def accumulating(model: nn.Module) -> None:
 def test_a_norm_over_the_parts_of_an_accumulated_batch_is_said() -> None:
     text = failure_of(accumulating, net(norm=True))
     assert text.startswith("1 sees an accumulated batch in parts: 3 of 3 times")
-    assert "BatchNorm1d takes mean and variance of each part alone" in text
+    assert "BatchNorm1d computes mean and variance of each part separately" in text
 
 
 def test_accumulation_with_other_norms_or_a_frozen_one_is_sound() -> None:
@@ -415,8 +415,8 @@ def scaled(model: nn.Module, *, spoil: Callable[[int], bool]) -> None:
 @pytest.mark.parametrize("spoil", [lambda step: True, lambda step: step < 5], ids=["all", "all but one"])
 def test_a_scaler_that_skips_its_steps_is_said(spoil: Callable[[int], bool]) -> None:
     text = failure_of(lambda model: scaled(model, spoil=spoil), net())
-    assert text.startswith("steps are skipped, for the gradient of 0.weight is not finite: 5 of ")
-    assert "look at its first scale" in text
+    assert text.startswith("steps are skipped because the gradient of 0.weight is not finite: 5 of ")
+    assert "look at its initial scale" in text
 
 
 @pytest.mark.parametrize("spoil", [lambda step: False, lambda step: step < 2], ids=["none", "the first two"])
@@ -447,7 +447,7 @@ def test_without_a_step_nothing_is_shown() -> None:
 
 
 def test_a_record_of_one_forward_has_no_steps() -> None:
-    with pytest.raises(UsageError, match="no step is in this record"):
+    with pytest.raises(UsageError, match="the record has no optimizer step"):
         assert_training_loop(PROBE.run(net(), X, loss="random"))
     model = net()
     with watched(model) as watch:
@@ -456,7 +456,7 @@ def test_a_record_of_one_forward_has_no_steps() -> None:
             optimizer.zero_grad()
             loss(model).backward()
             optimizer.step()
-    with pytest.raises(UsageError, match="no step is in this record"):
+    with pytest.raises(UsageError, match="the record has no optimizer step"):
         assert_training_loop(watch.last)
 
 

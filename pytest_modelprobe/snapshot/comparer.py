@@ -1,0 +1,331 @@
+"""`Comparer`: the comparisons of one test with its snapshots, and what an update writes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, changes_code, compare, diagnose
+from pytest_modelprobe.exceptions import SnapshotError, UsageError
+from pytest_modelprobe.files import ARCH, PROBE, Texts, file_name, parsed, read, write
+from pytest_modelprobe.record import Layer, Record, applicable_rename
+from pytest_modelprobe.report import comparison as report
+from pytest_modelprobe.report.text import listed, printable
+
+from . import messages, preconditions
+from .arguments import Arguments
+from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
+from .forked import ForkedResults
+from .naming import DEVICES, folder_of, kind, stem_of
+from .outcome import UNEQUAL, Outcome
+from .preconditions import Refusal
+from .session import SnapshotSession
+from .stored import Stored, read_stored, structure_of, texts_to_write
+from .summary import shown_path
+
+
+class Comparer:
+    """Compares the records of one test with its files.
+
+    Args:
+        request: The request of a fixture of function scope.
+        session: The snapshots of the whole run.
+    """
+
+    def __init__(self, request: pytest.FixtureRequest, session: SnapshotSession) -> None:
+        __tracebackhide__ = True
+        self._item: pytest.Item = request.node
+        self._session, self._policy = session, session.policy
+        self._syrupy = syrupy_assertion(request)
+        self._updates = self._syrupy.update_snapshots
+        self._updates_new = self._syrupy.update_new_snapshots_only
+        self._outcomes: list[Outcome] = []
+        self._forked, self._forked_read = ForkedResults(), 0
+        self._unnamed = 0
+
+    # --- the results of the test ----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The test's name, printable."""
+        return printable(self._item.name)
+
+    def failure(self, code: CodeType | None = None) -> str | None:
+        """Return the message of the newest comparison, or of the newest made by a function; None if it was equal."""
+        outcomes = (o for o in reversed(self._outcomes) if code in (None, o.caller))
+        outcome = next(outcomes, None)
+        return None if outcome is None or outcome.passed else outcome.text
+
+    def read_failure(self) -> str | None:
+        """Return `failure`, and mark the newest comparison as read by the test."""
+        for outcome in self._outcomes[-1:]:
+            outcome.was_read = True
+        return self.failure()
+
+    def unasserted(self) -> str | None:
+        """Return, once, the messages of the comparisons that were not equal and whose result the test did not use."""
+        unread = [outcome for outcome in self._outcomes if not (outcome.passed or outcome.was_read)]
+        if not unread:
+            return self._unequal_in_forks()
+        for outcome in unread:
+            outcome.was_read = True
+        lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unread)))
+        first = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
+        return "\n\n".join([first, *(outcome.text for outcome in unread)])
+
+    def _unequal_in_forks(self) -> str | None:
+        """Return, once, the messages of forked processes: an error raised there does not reach this process."""
+        results = self._forked.received[self._forked_read :]
+        self._forked_read += len(results)
+        texts = list(dict.fromkeys(result["text"] for result in results if result["verdict"] in UNEQUAL))
+        return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
+
+    def explain(self, call: pytest.CallInfo[None]) -> None:
+        """Put the whole message on an AssertionError, whether or not `assert` was rewritten or its text truncated."""
+        if call.excinfo is None or not isinstance(call.excinfo.value, AssertionError):
+            return
+        error = call.excinfo.value
+        text = self.failure(call.excinfo.traceback[-1].frame.code.raw)
+        if text is None:
+            return
+        own, found, _ = str(error).partition(f"assert {text.splitlines()[0]}")
+        if found or not str(error):
+            error.args = (own + text,)
+            call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return every comparison in builtin types, those of forked processes too."""
+        return [*(outcome.to_dict(self._item) for outcome in self._outcomes), *self._forked.received]
+
+    # --- one comparison -------------------------------------------------------------------------------------------
+
+    def compare(self, record: Record, arguments: Arguments, *, caller: FrameType) -> Outcome:
+        """Compare a record with its snapshot, or write it where an update was asked for; return the result."""
+        __tracebackhide__ = True
+        arguments.check_globs(record)
+        place = self._place(record, arguments)
+        outcome = Outcome(place, record, record.rerun, caller.f_code, caller.f_lineno, arguments.compare)
+        parts, outcome.not_compared = _compared_parts(arguments.compare, self._policy.compare)
+        always = arguments.compare if self._policy.for_this_run else parts
+        if always is None:
+            outcome.verdict, outcome.text = "unreadable", messages.nothing_compared(arguments.compare, self._policy)
+        elif parts is None:
+            outcome.verdict = "not compared"
+        else:
+            try:
+                outcome.compared = always
+                self._judge(outcome, arguments, parts)
+            except SnapshotError as error:
+                outcome.verdict, outcome.text = "unreadable", printable(str(error))
+        self._outcomes.append(outcome)
+        self._forked.send(outcome.to_dict(self._item))
+        return outcome
+
+    def _place(self, record: Record, arguments: Arguments) -> SnapshotFiles:
+        __tracebackhide__ = True
+        stem = stem_of(self._item)
+        if arguments.name is not None:
+            stem += f".{file_name(arguments.name)}"
+        else:
+            self._unnamed += 1
+            stem += f".{self._unnamed}" if self._unnamed > 1 else ""
+        folder, device = folder_of(self._item.path), kind(record.device)
+        suffix = f".{device}" if device in DEVICES else ""
+        place = SnapshotFiles(folder / f"{stem}{ARCH}", folder / f"{stem}{suffix}{PROBE}")
+        other = self._session.other_owner(place.arch, self._item)
+        if other is not None:
+            raise UsageError(
+                f"{self._item.nodeid} and {other} would share {place.arch.name} where a file system ignores case: "
+                "rename one of the two"
+            )
+        return place
+
+    def _judge(self, outcome: Outcome, arguments: Arguments, parts: Parts) -> None:
+        __tracebackhide__ = True
+        config = self._item.config
+        stored = read_stored(outcome.place, outcome.record, parts, updating=self._updates, config=config)
+        if stored.record is not None:
+            known = parts if stored.complete else "architecture"
+            diagnosis = _diagnosis(outcome.record, stored.record, known, arguments)
+            outcome.values_not_compared = diagnosis.comparison.unknown
+            if not diagnosis.comparison.same or self._updates_notes(outcome, arguments, diagnosis):
+                outcome.diagnosis = diagnosis
+        outcome.scope_message = self._scope_message(outcome, stored.texts)
+        if stored.texts is not None and stored.complete and outcome.diagnosis is None and not outcome.scope_message:
+            self._count(outcome, stored.texts)
+            return
+        if outcome.diagnosis:
+            outcome.record = outcome.diagnosis.comparison.actual
+        self._handle_difference(outcome, arguments, stored)
+
+    def _updates_notes(self, outcome: Outcome, arguments: Arguments, same: Diagnosis) -> bool:
+        """Whether an update has to write attributes that were added or removed, or names given by ``rename=``."""
+        other = same.comparison.notes or same.comparison.renamed
+        return bool(other) and self._updates and self._refusal(outcome, arguments) is None
+
+    def _scope_message(self, outcome: Outcome, old: Texts | None) -> str:
+        """Return that the file was written to compare more; in an update, that it was to compare something else."""
+        if old is None or old.numbers is None or (outcome.compared == "all" and not self._updates):
+            return ""
+        stored = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
+        if stored == outcome.compared:
+            return ""
+        return messages.scope_changed(self.name, stored, outcome.compared, self._policy)
+
+    def _handle_difference(self, outcome: Outcome, arguments: Arguments, stored: Stored) -> None:
+        """Write the record if an update may, else write it into ``--modelprobe-output``; set the message."""
+        __tracebackhide__ = True
+        is_known = bool(outcome.diagnosis or outcome.scope_message)
+        outcome.verdict = "changed" if is_known else "new"
+        updating = self._updates or (self._updates_new and outcome.verdict == "new")
+        refusal = self._refusal(outcome, arguments) if updating else None
+        new = Texts("", None)
+        if updating and refusal is None:
+            record = _record_to_write(outcome, stored.record)
+            refusal = preconditions.refuse_nondeterministic(record, arguments)
+        if updating and refusal is None:
+            new = texts_to_write(outcome, record, stored.texts, self._policy.reason)
+            outcome.verdict = "updated" if is_known else "created"
+            outcome.declared = bool(self._policy.reason) and stored.texts is not None
+        elif self._policy.output:
+            self._write_output(outcome, stored, self._policy.output)
+        outcome.text = self._text(outcome, refusal)
+        self._count(outcome, new)
+
+    def _refusal(self, outcome: Outcome, arguments: Arguments) -> Refusal | None:
+        """Return why an update writes nothing; None if it may write."""
+        if not self._policy.may_write:
+            return preconditions.UPDATE_IN_CI
+        if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self._outcomes):
+            return preconditions.WRITTEN_TWICE
+        refusal = preconditions.refuse_record(outcome.record, arguments)
+        if refusal is None and outcome.diagnosis and self._policy.accept:
+            refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)
+        return refusal
+
+    def _write_output(self, outcome: Outcome, stored: Stored, folder: Path) -> None:
+        root = self._item.config.rootpath
+        target = SnapshotFiles(*(folder / _relative(path, root) for path in outcome.place))
+        record = _record_to_write(outcome, stored.record)
+        write(target.arch, texts_to_write(outcome, record, stored.texts, self._policy.reason), target.probe)
+
+    def _count(self, outcome: Outcome, texts: Texts) -> None:
+        """Let syrupy count the comparison, and write an update."""
+        __tracebackhide__ = True
+        writing = outcome.verdict in ("created", "updated")
+        equal, error = compare_and_count(self._syrupy, outcome.place, texts, write=writing)
+        if writing and not equal:  # syrupy keeps exceptions to itself
+            raise error or SnapshotError(f"{outcome.place.arch} was not written")
+
+    # --- its message ----------------------------------------------------------------------------------------------
+
+    def _text(self, outcome: Outcome, refusal: Refusal | None) -> str:
+        if outcome.verdict == "created":
+            return ""
+        if outcome.verdict == "updated":
+            return report.text(outcome.diagnosis) if outcome.diagnosis else outcome.scope_message
+        text = self._failure_text(outcome, refusal.next_step if refusal else "")
+        return f"{printable(refusal.message)}\n\n{text}" if refusal else text
+
+    def _failure_text(self, outcome: Outcome, next_step: str) -> str:
+        path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+        command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
+        if outcome.diagnosis is not None:
+            text = messages.changed(outcome.diagnosis, command, next_step)
+            return f"{text}\n\n{outcome.scope_message}" if outcome.scope_message else text
+        if outcome.scope_message:
+            return messages.scope_not_stored(outcome.scope_message, command, next_step)
+        name = self._item.name + outcome.place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
+        device = kind(outcome.record.device)
+        name += "" if device == "cpu" else f" on {device}"
+        return messages.new(outcome.record, name, command, self._move_commands(outcome), next_step)
+
+    def _move_commands(self, outcome: Outcome) -> list[str]:
+        """Return shell commands that rename a snapshot without a test that holds the same record, if there is one."""
+        place = outcome.place
+        for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
+            if arch == place.arch or self._session.is_claimed(arch, self._item):
+                continue
+            old = SnapshotFiles(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
+            try:
+                same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
+            except SnapshotError:
+                continue
+            if same:
+                folder, pairs = place.arch.parent, zip(old, place, strict=True)
+                made = [] if folder.is_dir() else [f"mkdir {self._quoted(folder)}"]
+                return made + [f"git mv {self._quoted(a)} {self._quoted(b)}" for a, b in pairs if a.is_file()]
+        return []
+
+    def _quoted(self, path: Path) -> str:
+        return shlex.quote(shown_path(path, self._item.config))
+
+
+def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments) -> Diagnosis:
+    """Return why a record differs from the expected one, if it does.
+
+    Modules are called in isolation only if it differs, or if changes of their code may be hidden by zeros.
+    """
+    __tracebackhide__ = True
+    compare_with = functools.partial(
+        compare,
+        rename=applicable_rename(arguments.rename, expected),
+        tolerance=arguments.tolerance,
+        parts=parts,
+        nondeterministic="nondeterministic" in arguments.allow,
+    )
+    found = compare_with(actual, expected)
+    rerun = None if parts == "architecture" else actual.rerun
+    if rerun is None:
+        return diagnose(found)
+
+    def isolated(only: list[str] | None = None) -> Comparison:
+        record = rerun.isolated(actual, like=found.expected, names=found.names_before, only=only)
+        return compare_with(record, expected)
+
+    if found.same:
+        behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
+        if not (behind_zeros and changes_code(diagnose(isolated(behind_zeros)))):
+            return diagnose(found)
+    return diagnose(isolated())
+
+
+def _has_responses(layer: Layer) -> bool:
+    return any(call.response is not None for call in layer.calls)
+
+
+def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
+    """Return the record with the noise measured and each layer called in isolation; the structure if that is asked."""
+    record = outcome.record
+    if outcome.compare == "architecture":
+        return structure_of(record)
+    if (rerun := outcome.rerun) is None:
+        return record
+    if not any(call.response for _, call in record.calls):
+        record = rerun.isolated(record, like=expected)
+    return rerun.measured(record)
+
+
+def _compared_parts(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:
+    """Return what both the test and the run compare, and what only the test would.
+
+    >>> _compared_parts("all", "architecture"), _compared_parts("behavior", "architecture")
+    (('architecture', 'behavior'), (None, 'behavior'))
+    >>> _compared_parts("architecture", "all")
+    ('architecture', None)
+    """
+    if asked == policy or policy == "all":
+        return asked, None
+    if asked == "all":
+        return policy, "behavior" if policy == "architecture" else "architecture"
+    return None, asked
+
+
+def _relative(path: Path, root: Path) -> Path:
+    return path.relative_to(root) if path.is_relative_to(root) else Path(*path.parts[1:])

@@ -1,0 +1,116 @@
+"""What one comparison with a snapshot found, and what the test learned of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import CodeType
+from typing import Any, Literal
+
+import pytest
+
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
+from pytest_modelprobe.record import Record, Rerun
+from pytest_modelprobe.report import comparison as report
+
+from . import messages
+from .extension import SnapshotFiles
+from .naming import kind
+from .summary import shown_path
+
+UNEQUAL = ("changed", "new", "unreadable")
+"""Verdicts of a record that differs from what is on disk."""
+
+
+@dataclasses.dataclass(eq=False)
+class Outcome:
+    """One comparison and its result."""
+
+    place: SnapshotFiles
+    record: Record
+    rerun: Rerun | None
+    caller: CodeType
+    """The code that compared."""
+    line: int
+    """The line of its file in which it compared."""
+    compare: Parts
+    verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
+    not_compared: str | None = None
+    """The part that an option of the run excludes: ``architecture`` or ``behavior``."""
+    compared: Parts = "all"
+    """What the test compares in every run; it is written into the file of the numbers."""
+    scope_message: str = ""
+    """That the file was written to compare another part; empty if not."""
+    values_not_compared: int = 0
+    declared: bool = False
+    """Whether the reason that was given is written into the file."""
+    diagnosis: Diagnosis | None = None
+    text: str = ""
+    was_read: bool = False
+    """Whether the test used the result, by `assert` or otherwise."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the record equals what is on disk, or has just been written."""
+        return self.verdict not in UNEQUAL
+
+    def to_dict(self, item: pytest.Item) -> dict[str, Any]:
+        """Return the result in builtin types, for the reports of pytest and ``--modelprobe-json``."""
+        diagnosis = self.diagnosis
+        return {
+            "test": item.nodeid,
+            "snapshot": shown_path(self.place.arch, item.config),
+            "device": kind(self.record.device),
+            "verdict": self.verdict,
+            "not_compared": self.not_compared,
+            "values_not_compared": self.values_not_compared,
+            "declared": self.declared,
+            "model": self.record.model,
+            "layers": len(self.record.layers),
+            "findings": findings(self.record) if self.verdict in ("new", "created") else [],
+            "first_line": self.text.partition("\n")[0],
+            "causes": [_cause_dict(*pair) for pair in report.grouped(diagnosis.causes)] if diagnosis else [],
+            "possible": [_cause_dict(*pair) for pair in report.grouped(diagnosis.possible)] if diagnosis else [],
+            "moved": len(diagnosis.moved) if diagnosis else 0,
+            "text": self.text,
+            "key": str(self.place.probe),
+            "arch": str(self.place.arch),
+            "probe": "" if self.compare == "architecture" else str(self.place.probe),
+        }
+
+
+class Unequal:
+    """False that records whether it was evaluated: a comparison without `assert` is never evaluated."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def __bool__(self) -> bool:
+        self._outcome.was_read = True
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def _cause_dict(cause: Cause, layers: int) -> dict[str, Any]:
+    values = {name: getattr(cause, name) for name in ("actual", "expected", "change", "noise")}
+    finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {
+        "kind": cause.kind,
+        "layer": cause.layer,
+        "layers": layers,
+        "what": cause.what,
+        **finite,
+        "evidence": cause.evidence,
+        "hints": list(cause.hints),
+        "said": report.cause_text(cause),
+        "key": messages.key(cause),
+    }

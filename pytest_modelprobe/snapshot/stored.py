@@ -1,0 +1,105 @@
+"""Read a snapshot from its files, and make the texts that an update writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from pytest_modelprobe.comparison import Parts
+from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.files import Texts, architecture_digest, decode, encode, parsed, read_texts, rewritten
+from pytest_modelprobe.gate import superseded
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, has_numbers
+
+from .extension import SnapshotFiles
+from .outcome import Outcome
+from .summary import shown_path
+
+
+class Stored(NamedTuple):
+    """A snapshot as it is on disk."""
+
+    texts: Texts | None
+    """None: there is no snapshot."""
+    record: Record | None
+    complete: bool
+    """Whether the record has all that is to be compared; if not, it has the structure alone."""
+
+
+def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating: bool, config: pytest.Config) -> Stored:
+    """Return the snapshot that ``record`` is compared with.
+
+    Its numbers may be missing, or belong to an older architecture after an update on another device.
+    """
+    texts = read_texts(*place)
+    if texts is None:
+        return Stored(None, None, complete=False)
+    data = parsed(texts.architecture, str(place.arch))
+    if parts == "architecture":
+        return Stored(texts, _decoded_structure(data, place), complete=True)
+    stores_numbers = data.get("numbers") is not False
+    if not has_numbers(record):
+        if stores_numbers:
+            raise SnapshotError(
+                f"{shown_path(place.arch, config)} has numbers, and the record is of the structure alone: compare it "
+                'with modelprobe_snapshot(compare="architecture"), or run the model'
+            )
+        return Stored(texts, _decoded_structure(data, place), complete=True)
+    fits = _fits(texts, place)
+    if not stores_numbers or texts.numbers is None or (updating and not fits):
+        return Stored(Texts(texts.architecture, None), _decoded_structure(data, place), complete=False)
+    decoded = decode(*texts, where=str(place.arch), numbers_at=str(place.probe))
+    return Stored(texts, decoded.record, complete=True)
+
+
+def _decoded_structure(data: Mapping[str, Any], place: SnapshotFiles) -> Record:
+    return decode(json.dumps({**data, "numbers": False}), None, where=str(place.arch)).record
+
+
+def _fits(texts: Texts, place: SnapshotFiles) -> bool:
+    """Whether the numbers were written with this architecture."""
+    old = parsed(texts.numbers, str(place.probe)).get("architecture") if texts.numbers is not None else None
+    return bool(old == architecture_digest(texts.architecture))
+
+
+def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: str | None) -> Texts:
+    """Return the texts of a record; what did not change keeps its lines of the old texts."""
+    new = encode(record, compared=outcome.compared)
+    if old is None:
+        return new
+    if reason:
+        chain = parsed(old.architecture, str(outcome.place.arch)).get("supersedes")
+        before, now = architecture_digest(old.architecture), architecture_digest(new.architecture)
+        chain = superseded(chain, before, now)
+        new = encode(record, reason=reason, supersedes=chain, compared=outcome.compared)
+    found = None if outcome.diagnosis is None else outcome.diagnosis.comparison
+    changed = () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before)
+    return rewritten(new, old, set(changed))
+
+
+def structure_of(record: Record) -> Record:
+    """Return a record without its numbers.
+
+    >>> structure_of(Record(model="Net"))
+    <Record of Net: 0 layers, 0 forwards, 0 backwards>
+    """
+
+    def value(value: Value) -> Value:
+        return dataclasses.replace(value, forward=Reading(), backward=None, backward_inner=None)
+
+    def call(call: Call) -> Call:
+        inputs, outputs = tuple(map(value, call.inputs)), tuple(map(value, call.outputs))
+        return dataclasses.replace(call, inputs=inputs, outputs=outputs, random=None, response=None)
+
+    def own(own: Parameter) -> Parameter:
+        return dataclasses.replace(own, reading=Reading(), after=None, gradient=None)
+
+    def layer(layer: Layer) -> Layer:
+        calls, parameters = tuple(map(call, layer.calls)), tuple(map(own, layer.parameters))
+        return dataclasses.replace(layer, calls=calls, parameters=parameters, buffers=tuple(map(own, layer.buffers)))
+
+    return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()}, noise=None)
