@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, changes_code, compare, diagnose
+from pytest_modelprobe.comparison import (
+    Comparison,
+    Diagnosis,
+    Parts,
+    changes_code,
+    compare,
+    diagnose,
+    layers_behind_zeros,
+)
 from pytest_modelprobe.exceptions import SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, Texts, file_name, parsed, read, write
 from pytest_modelprobe.record import Layer, Record, applicable_rename
