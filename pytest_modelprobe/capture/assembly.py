@@ -16,6 +16,7 @@ from pytest_modelprobe.models import attributes, is_persistent, own_buffers, own
 from pytest_modelprobe.record import (
     Attention,
     Call,
+    ForwardKind,
     Layer,
     Parameter,
     Reading,
@@ -30,7 +31,6 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 from .observation import (
     AttentionObservation,
     CallObservation,
-    ForwardKind,
     Observations,
     ParameterGradient,
     TensorObservation,

@@ -18,7 +18,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task, is_wrapped, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models import Layers, flatten, flatten_call, map_tensors, run_eagerly
-from pytest_modelprobe.record import gc_paused
+from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
 from .attention import AttentionMode
@@ -29,7 +29,7 @@ from .functionals import FunctionalMode
 from .guard import HookGuard
 from .model_errors import note_raising_layer
 from .module_hooks import ModuleHooks
-from .observation import ForwardKind, Observations, ObservedForwards
+from .observation import Observations, ObservedForwards
 from .optimizer_hooks import OptimizerHooks
 from .parameter_hooks import ParameterHooks
 from .parameters import read_parameters, storage_keys

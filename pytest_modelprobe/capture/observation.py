@@ -19,14 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Layers
-from pytest_modelprobe.record import Dimension, Plain, Training, merge_dimensions
+from pytest_modelprobe.record import Dimension, ForwardKind, Plain, Training, merge_dimensions
 from pytest_modelprobe.statistics import Reduced
 
 from .parameters import ParameterReading
 from .tensors import ContentKey, plain_name, shape_of
-
-ForwardKind = tuple[str, bool]
-"""Layer whose call is the outermost one, and its training mode: forwards of one kind are merged."""
 
 Merge = Callable[[Reduced, Reduced], Reduced]
 

@@ -11,6 +11,9 @@ from .layer import Layer
 from .naming import ROOT, address, label_of
 from .record import Record
 
+ForwardKind = tuple[str, bool]
+"""The layer whose outermost call a forward is, and its training mode."""
+
 CallScope = tuple[str, bool, "Step | None"]
 """Root, its training mode and the parent; one scope has all calls that one call makes, or all forwards of one kind."""
 
@@ -68,7 +71,7 @@ class CallTree:
     """The calls of a record in order; forwards of different kinds one after the other."""
 
     def __init__(self, record: Record) -> None:
-        kinds: dict[tuple[str, bool], list[tuple[Layer, Call]]] = {}
+        kinds: dict[ForwardKind, list[tuple[Layer, Call]]] = {}
         for layer in record.layers.values():
             for call in layer.calls:
                 kinds.setdefault((call.root, call.root_training), []).append((layer, call))
