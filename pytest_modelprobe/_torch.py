@@ -1,12 +1,12 @@
-"""The private names of torch that are used here: any of them may go with torch's next release, and here it is mended.
+"""The private names of torch that the package uses. A release of torch may remove any of them.
 
-Private is what has an underscore, and what lies in `torch._C`. Each such name is looked up once, by its path, and
-stands here under a name of its own, with what does without it: another way, often a slower one, or a `ModelProbeError`
-that says in one sentence what cannot be done. A test takes away one path after the other.
+Private are names with an underscore, and all of `torch._C`. Each is looked up once, by its path, and has a public name
+here. Where it is missing there is a replacement, often a slower one, or a `ModelProbeError` that says in one sentence
+what cannot be done. A test removes one path after the other.
 
-Used wherever they are needed, and not looked up here, are six attributes that other libraries build on as well:
-``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks`` and ``_forward_pre_hooks``, of which every pickled
-module consists, and ``_version``, the number that autograd's own error speaks of, which nothing replaces.
+Six attributes are used in other modules too, as other libraries rely on them: ``_parameters``, ``_buffers``,
+``_modules``, ``_forward_hooks`` and ``_forward_pre_hooks``, which are in every pickled module, and ``_version``, which
+has no replacement.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch.utils.hooks import RemovableHandle
 from .exceptions import ModelProbeError
 
 PATHS: list[str] = []
-"""Every private name that is looked up."""
+"""All private names that are looked up."""
 
 Context = Callable[[], AbstractContextManager[object]]
 
 
 def _private(path: str, instead: Any = None, *, cannot: str = "") -> Any:
-    """Return what stands under a path of torch, else ``instead``, or what says when called what ``cannot`` be done."""
+    """Return the object at a path, else ``instead``; with ``cannot`` a function that raises `ModelProbeError`."""
     PATHS.append(path)
     try:
         return pkgutil.resolve_name(path)
@@ -44,7 +44,7 @@ def _private(path: str, instead: Any = None, *, cannot: str = "") -> Any:
 
 
 def _attribute(path: str, instead: Any = None, *, cannot: str = "") -> Any:
-    """Return what reads an attribute of an object, given its path on the class; else as `_private` does."""
+    """Return a function that reads an attribute, given its path on the class; else as `_private` does."""
     missing = functools.partial(_refuse, path, cannot) if cannot else instead
     return missing if _private(path, missing) is missing else operator.attrgetter(path.rpartition(".")[2])
 
@@ -77,17 +77,17 @@ def accumulates(leaf: Tensor) -> bool:
 tracing_state: Callable[[], object] = _private(
     "torch._C._get_tracing_state", lambda: cast(Any, torch.jit).is_tracing() or None
 )
-"""Return something while `torch.jit.trace` runs, else None."""
+"""Return the state of `torch.jit.trace` while it runs, else None."""
 
 transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter_stack", lambda: "perhaps one")
-"""Return the transform of `torch.func` that runs, None where none does; something where that cannot be told."""
+"""Return the transform of `torch.func` that runs, else None; a string where that cannot be known."""
 
 _NO_MODES = "functionals=True and attention=True are not possible"
 _FUNCTION_MODES = "torch._C._len_torch_function_stack"
 _count_function_modes: Callable[[], int] | None = _private(_FUNCTION_MODES)
 
 function_modes: Callable[[], int] = _count_function_modes or (lambda: 1)
-"""Return how many function modes are active; 1 where that cannot be told."""
+"""Return how many function modes are active; 1 where that cannot be known."""
 
 pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", cannot=_NO_MODES)
 """Take the topmost function mode off the stack, and return it."""
@@ -101,7 +101,7 @@ def _missing_of_stack() -> Callable[[], int] | None:
     return next(refusing, None)
 
 
-# Refuses wherever one of the three is missing, as it is asked first: a mode must not be taken off and then lost.
+# Raises where one of the three is missing, as it is called first: a mode must not be taken off and then lost.
 count_function_modes: Callable[[], int] = (
     _missing_of_stack() or _count_function_modes or functools.partial(_refuse, _FUNCTION_MODES, _NO_MODES)
 )
@@ -117,7 +117,7 @@ def default_device_mode() -> object:
 
 
 dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", lambda: 1)
-"""Return how many dispatch modes are active; 1 where that cannot be told."""
+"""Return how many dispatch modes are active; 1 where that cannot be known."""
 
 
 def _autocast_devices() -> list[str]:
@@ -185,15 +185,15 @@ def _has_no_storage(tensor: Tensor) -> bool:
 
 
 is_wrapped: Callable[[Tensor], bool] = _private("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
-"""Return whether a tensor is one of those that a transform of `torch.func` hands to a function."""
+"""Return whether a tensor is one that a transform of `torch.func` passes to a function."""
 
 is_view: Callable[[Tensor], bool] = _private("torch.Tensor._is_view", lambda tensor: tensor._base is not None)
-"""Return whether a tensor is a view of another, as far as autograd knows."""
+"""Return whether autograd treats a tensor as a view of another."""
 
 storage_key: Callable[[torch.UntypedStorage], int] = _attribute(
     "torch.UntypedStorage._cdata", lambda storage: StorageWeakRef(storage).cdata
 )
-"""Return the number that tells a storage from all others, as long as it lives."""
+"""Return the number of a storage, unique as long as the storage lives."""
 
 tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attribute(
     "torch.Tensor._backward_hooks", cannot="no gradient can be watched"
@@ -210,31 +210,31 @@ global_hooks: tuple[dict[int, Any], ...] = (
     _private("torch.nn.modules.module._global_forward_pre_hooks", _perhaps_one),
     _private("torch.nn.modules.module._global_forward_hooks", _perhaps_one),
 )
-"""The hooks for the calls of all modules; with something in them where that cannot be told."""
+"""The hooks for the calls of all modules; not empty where they cannot be read."""
 
 BatchNorm: Any = _private(
     "torch.nn.modules.batchnorm._BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )
-"""What the batch norms are instances of."""
+"""Base class of batch norms."""
 
 BatchOrInstanceNorm: Any = _private(
     "torch.nn.modules.batchnorm._NormBase",
     (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""What the layers with running statistics are instances of."""
+"""Base class of layers with running statistics."""
 
 Dropout: Any = _private(
     "torch.nn.modules.dropout._DropoutNd",
     (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
-"""What the kinds of dropout are instances of."""
+"""Base class of dropout layers."""
 
 COMPILED_CHILD = "_orig_mod"
-"""Under what name `torch.compile` keeps the module that it compiles."""
+"""Name of the child that is the compiled module, in what `torch.compile` returns."""
 
 
 def compiled(module: nn.Module) -> nn.Module | None:
-    """Return the module that was given to `torch.compile`, of what came of it; None where it is nothing of the kind."""
+    """Return the module that was passed to `torch.compile`, given the result; None for other modules."""
     return _child(module, "torch._dynamo.eval_frame.OptimizedModule", COMPILED_CHILD)
 
 
@@ -244,7 +244,7 @@ def checkpointed(module: nn.Module) -> nn.Module | None:
 
 
 def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
-    """Return a child of a wrapper, known by the name of its class: to import that would take seconds."""
+    """Return a child of a wrapper, recognized by the name of its class: importing the class would take seconds."""
     if not f"{type(module).__module__}.{type(module).__qualname__}".endswith(kind):
         return None
     if name not in module._modules:
@@ -253,26 +253,26 @@ def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
 
 
 compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._compiled_call_impl", lambda module: None)
-"""Return what `module.compile()` made of the call of a module; None where nothing."""
+"""Return the compiled call that `module.compile()` set; None where there is none."""
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the dicts in which a module keeps its hooks, and what is to be known of them."""
+    """Return the dicts in which a module keeps its hooks and their options."""
     return [table for name, table in vars(module).items() if "hook" in name and isinstance(table, dict)]
 
 
 def left_out(module: nn.Module) -> Collection[str] | None:
-    """Return the names of a module's own buffers that its ``state_dict`` leaves out; None where that cannot be told."""
+    """Return the names of a module's own buffers that its ``state_dict`` leaves out; None where unknown."""
     return cast(Collection[str] | None, vars(module).get("_non_persistent_buffers_set"))
 
 
 def next_hook() -> int | None:
-    """Return the number of the next hook that is registered anywhere; None where that cannot be told."""
+    """Return the number of the next hook that is registered anywhere; None where that cannot be known."""
     return getattr(RemovableHandle(OrderedDict()), "id", None)
 
 
 def converted(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the contents of each parameter, buffer and gradient by what ``function`` makes of them."""
+    """Apply ``function`` to each parameter, buffer and gradient, and store the results in them."""
     _convert(module, function)
 
 
@@ -301,25 +301,25 @@ class _NoDispatchMode:
 
 
 TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
-"""The base of modes that see each operation."""
+"""Base class of dispatch modes."""
 
 FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
-"""The mode whose tensors have shapes and no contents."""
+"""Dispatch mode whose tensors have shapes and no elements."""
 
 Operation: Any = type(torch.ops.aten.add.Tensor)
-"""What the operations that a dispatch mode sees are instances of."""
+"""Class of the operations that a dispatch mode receives."""
 
 schema: Callable[[Any], Any] = _attribute(
     "torch.ops.aten.add.Tensor._schema", cannot="build() cannot tell what an operation writes"
 )
-"""Return the schema of an operation: of each argument its name, and whether it is written to."""
+"""Return the schema of an operation: the name of each argument, and whether it is written to."""
 
 TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.trunc_normal_).__name__
-"""Name in `torch.nn.init` of the function that draws from a truncated normal distribution, for all that do."""
+"""Name in `torch.nn.init` of the function that all draws from a truncated normal distribution call."""
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return how a setting of cuDNN is read and set; the properties of `torch.backends` cannot be set when frozen."""
+    """Return the getter and the setter of a cuDNN setting; properties of `torch.backends` cannot be set when frozen."""
     cudnn = torch.backends.cudnn
     return (
         _private(f"torch._C._get_cudnn_{name}", lambda: getattr(cudnn, name)),
@@ -328,4 +328,4 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 
 CUDNN = [_cudnn(name) for name in ("benchmark", "deterministic", "enabled")]
-"""How each setting of cuDNN is read and set."""
+"""Getter and setter of each setting of cuDNN."""

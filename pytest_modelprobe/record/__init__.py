@@ -28,6 +28,7 @@ __all__ = [
     "ForwardKind",
     "Glob",
     "EmittedTensor",
+    "ForwardKind",
     "Layer",
     "NOT_DEFAULT",
     "Operation",
