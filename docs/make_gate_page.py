@@ -25,8 +25,8 @@ and whether its author gave a reason.
 
 - **Whoever opens a pull request,** a fork too, writes every file of the head: models, tests, snapshots, reasons, ini
   files, and all names. None of it is trusted; a name is text in every output.
-- **The author of a commit** writes its message, with the line `Modelprobe-Approve`. A reason is the author's own word,
-  not a review.
+- **The author of a change** writes its reason, into the `.arch.json` or the `.removed.json` of a deleted snapshot. A
+  reason is the author's own word, not a review.
 - **A maintainer** writes the base, its workflow, branch protection and `CODEOWNERS`. The base was reviewed.
 - **GitHub** writes the event and the merge commit.
 

@@ -79,7 +79,7 @@ __all__ = [
     "assert_update_ratio",
 ]
 
-_ROOMS = {
+_MODULES = {
     **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
@@ -89,17 +89,17 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Open the room of a public name when it is first asked for: pytest imports the package in every run."""
+    """Import the module of a public name when the name is used: pytest imports the package in every run."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("pytest-modelprobe")
     if name == "checks":
         return importlib.import_module(f"{__name__}.checks")
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not kept here: pytester drops modules between runs and keeps this one, and two `Record` classes are not one.
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    # Not cached: pytester drops submodules between runs but keeps this module, so there would be two `Record` classes.
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The private names of pytest that are used here, with what does without them: a later pytest may not have them."""
+"""Private names of pytest, each with a replacement for versions of pytest without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def fixtures_of(item: pytest.Item) -> set[Any]:
-    """Return the definitions of the fixtures that a test depends on; their names where pytest does not tell more."""
+    """Return the definitions of the fixtures that a test depends on; their names if definitions are not available."""
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:
         return set(getattr(item, "fixturenames", ()))

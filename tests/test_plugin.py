@@ -1,4 +1,4 @@
-"""The plugin as its users meet it: options, fixtures, seeding, what it says and when it is silent."""
+"""The plugin: options, fixtures, seeding, terminal output."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
         import sys
 
         def pytest_unconfigure(config):
-            rooms = ("probe", "record", "files", "compare", "snapshot.snapshot")
-            names = ("torch", "numpy", *(f"pytest_modelprobe.{room}" for room in rooms))
+            modules = ("probe", "record", "files", "comparison", "snapshot.snapshot", "snapshot.comparer")
+            names = ("torch", "numpy", *(f"pytest_modelprobe.{module}" for module in modules))
             print("heavy:", [name for name in names if name in sys.modules])
         """
     )
@@ -489,7 +489,7 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
 # --- what it says -------------------------------------------------------------------------------------------------
 
 
-def test_it_is_silent_where_there_is_nothing_to_say(pytester: pytest.Pytester) -> None:
+def test_it_is_silent_where_there_is_nothing_to_report(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PASSING)
     result = pytester.runpytest(*QUIET)
     result.stdout.no_fnmatch_line("*modelprobe:*")
@@ -517,7 +517,7 @@ def test_verbose_shows_the_layers_of_every_test(pytester: pytest.Pytester) -> No
     result.stdout.fnmatch_lines(["*::test_tiny_net: TinyNet*", "  fc1 *", "*::test_other: TinyNet*", "  fc1 *"])
 
 
-def test_a_finding_nobody_asserted_on_is_said(pytester: pytest.Pytester) -> None:
+def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
     result = pytester.runpytest(*QUIET)
     result.assert_outcomes(passed=1)
@@ -525,21 +525,21 @@ def test_a_finding_nobody_asserted_on_is_said(pytester: pytest.Pytester) -> None
 
 
 @as_installed
-def test_xdist_brings_what_was_said_to_the_controller(pytester: pytest.Pytester) -> None:
+def test_xdist_brings_the_findings_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
     result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
 
-def test_a_failure_is_not_said_again(pytester: pytest.Pytester) -> None:
+def test_a_failure_is_not_reported_again(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD)
     result = pytester.runpytest(*QUIET)
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*dead: relu*")
 
 
-def test_what_a_shared_probe_saw_is_said_once(pytester: pytest.Pytester) -> None:
+def test_what_a_shared_probe_saw_is_reported_once(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest

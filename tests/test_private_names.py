@@ -67,7 +67,7 @@ def ran_with_functionals(package: Any) -> Any:
 
 
 def isolated(package: Any) -> Any:
-    isolation, net, x = importlib.import_module(f"{PACKAGE}.runs"), model(), torch.ones(3, 4)
+    isolation, net, x = importlib.import_module(f"{PACKAGE}.runs.isolation"), model(), torch.ones(3, 4)
     return {str(key): str(response) for key, response in isolation.isolate(net, lambda: net(x), gradient=True).items()}
 
 

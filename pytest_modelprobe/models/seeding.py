@@ -58,7 +58,10 @@ def _seed_cuda_like_cpu() -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices, CUDA lazily), numpy's global state and `random`."""
-    torch.manual_seed(seed)
+    if torch.backends.cuda.is_built() or torch.accelerator.current_accelerator() is not None:
+        torch.manual_seed(seed)
+    else:  # torch.manual_seed formats the stack for each kind of device, of which this build has none: 1 ms
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 -- the state that users draw from
     random.seed(seed)
 

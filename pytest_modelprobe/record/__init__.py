@@ -28,7 +28,6 @@ __all__ = [
     "ForwardKind",
     "Glob",
     "EmittedTensor",
-    "ForwardKind",
     "Layer",
     "NOT_DEFAULT",
     "Operation",

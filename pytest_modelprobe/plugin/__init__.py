@@ -1,0 +1,286 @@
+"""The pytest plugin: hooks and fixtures.
+
+It is loaded in every run of pytest, so nothing here imports torch or numpy before a test needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .devices import as_list, resolve
+from .marker import marker_arguments, marker_error, marker_location
+from .settings import SETTINGS, add_options, settings_of
+from .terminal import Terminal, summaries
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.probe import ModelProbe
+    from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
+
+# Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
+pytest_plugins = ("syrupy",)
+
+_PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
+
+_SUMMARIES = pytest.StashKey[list[dict[str, Any]]]()
+_FAILED = pytest.StashKey[bool]()
+_SNAPSHOTS = pytest.StashKey[Any]()
+_COMPARER = pytest.StashKey[Any]()
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options and their ini settings."""
+    from pytest_modelprobe.snapshot import options
+
+    group = parser.getgroup("modelprobe", "unit tests for PyTorch models")
+    add_options(parser, group)
+    options.add_options(parser, group)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options and register the marker and the snapshots of the run."""
+    config.addinivalue_line(
+        "markers",
+        "modelprobe(devices=..., seed=..., tolerance=..., compare=...): devices and seed of the probe, tolerance and "
+        "parts of the snapshot, for one test, class or module",
+    )
+    config.stash[SETTINGS] = settings_of(config)
+    from pytest_modelprobe.snapshot.options import policy_of
+    from pytest_modelprobe.snapshot.session import SnapshotSession
+
+    snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
+    config.stash[_SNAPSHOTS] = snapshots
+    config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Return the device and seed if they were given."""
+    settings = config.stash[SETTINGS]
+    parts = []
+    if settings.devices_from:
+        parts.append(f"device {', '.join(settings.devices)}")
+    if settings.seed:
+        parts.append(f"seed {settings.seed}")
+    return f"modelprobe: {'; '.join(parts)}" if parts else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Register the terminal section, on the controller under xdist."""
+    config = session.config
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+
+
+# --- collection -------------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize tests with a probe by device, if there are several."""
+    if "modelprobe_device" not in metafunc.fixturenames:
+        return
+    devices = _devices_of(metafunc)
+    if len(devices) > 1 or devices != metafunc.config.stash[SETTINGS].devices:
+        ids = devices if len(devices) > 1 else [pytest.HIDDEN_PARAM] if hasattr(pytest, "HIDDEN_PARAM") else devices
+        metafunc.parametrize("modelprobe_device", devices, ids=ids, indirect=True, scope="session")
+
+
+def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
+    devices = marker_arguments(metafunc.definition).get("devices")
+    if devices is None or marker_error(metafunc.definition):  # the error is raised when the test is set up
+        return metafunc.config.stash[SETTINGS].devices
+    return list(dict.fromkeys(as_list(devices)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find the fixtures that a test with a probe depends on: they are seeded whichever test sets them up."""
+    from pytest_modelprobe._pytest import fixtures_of
+
+    seeded = config.stash[SETTINGS].seeded_fixtures
+    for item in items:
+        if _has_probe(item):
+            seeded |= fixtures_of(item)
+
+
+def _has_probe(item: pytest.Item) -> bool:
+    return not _PROBE_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+# --- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def modelprobe_device(request: pytest.FixtureRequest) -> Any:
+    """The `torch.device` of the test. Tests are grouped by device, so a session fixture is set up once for each."""
+    import torch
+
+    settings = request.config.stash[SETTINGS]
+    name, problem = resolve(getattr(request, "param", None) or settings.devices[0])
+    if problem:
+        pytest.skip(f"device {name}: {problem}")
+    return torch.device(name)
+
+
+@pytest.fixture
+def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterator[ModelProbe]:
+    """A `ModelProbe` on the test's device: run or watch a model and assert on the record."""
+    from pytest_modelprobe.probe import ModelProbe
+
+    required = request.config.stash[SETTINGS].requires(modelprobe_device)
+    with ModelProbe(modelprobe_device, _seed_of(request.node), device_required=required) as probe:
+        yield probe
+        request.node.stash[_SUMMARIES] = summaries(probe, request.config)
+
+
+@pytest.fixture(scope="session")
+def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterator[Callable[[], ModelProbe]]:
+    """Returns new probes, for fixtures of wider scope: run a model once, assert in several tests.
+
+    The probes have the seed of the session: a marker applies to one test only.
+    """
+    from pytest_modelprobe.probe import ModelProbe
+
+    settings = request.config.stash[SETTINGS]
+    with contextlib.ExitStack() as probes:
+
+        def make() -> ModelProbe:
+            required = settings.requires(modelprobe_device)
+            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, device_required=required))
+            settings.shared_probes.append(probe)
+            return probe
+
+        yield make
+    settings.shared_probes.clear()
+
+
+@pytest.fixture
+def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
+    """A `ModelProbeSnapshot` to compare a record with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
+    __tracebackhide__ = True
+    from pytest_modelprobe.snapshot.arguments import Arguments
+    from pytest_modelprobe.snapshot.comparer import Comparer
+    from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
+
+    comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
+    request.node.stash[_COMPARER] = comparer
+    marked = marker_arguments(request.node)
+    snapshot = ModelProbeSnapshot(comparer, Arguments())
+    yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
+    _fail_unasserted(request.node)  # comparisons in the teardown of other fixtures
+
+
+# --- seeding ----------------------------------------------------------------------------------------------------------
+
+
+def _seed_of(item: pytest.Item) -> int:
+    """Return the seed of a test: its marker's, else the session's."""
+    return int(marker_arguments(item).get("seed", item.config.stash[SETTINGS].seed))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
+    """Seed each fixture that a test with a probe depends on, with a seed derived from its name."""
+    settings = request.config.stash[SETTINGS]
+    if settings.seeded_fixtures.isdisjoint((fixturedef, fixturedef.argname)):
+        return (yield)
+    from pytest_modelprobe.models import derive, seeded
+
+    with seeded(derive(settings.seed, f"fixture {fixturedef.argname}")):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Seed the function of a test with a probe, as the innermost wrapper, and restore the generators after it."""
+    if not _has_probe(pyfuncitem):
+        return (yield)
+    from pytest_modelprobe.models import seeded
+
+    with seeded(_seed_of(pyfuncitem)):
+        return (yield)
+
+
+# --- running a test ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test with a probe whose marker is wrong; other tests run."""
+    wrong = marker_error(item) if _has_probe(item) else None
+    if wrong is not None:
+        argument, why = wrong
+        pytest.fail(f"{marker_location(item, argument)}: @pytest.mark.modelprobe {why}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test that passed although a comparison without `assert` was not equal."""
+    __tracebackhide__ = True
+    try:
+        result = yield
+    except BaseException:
+        _unasserted(item)  # the test failed already, for another reason
+        raise
+    _fail_unasserted(item)
+    return result
+
+
+def _fail_unasserted(item: pytest.Item) -> None:
+    __tracebackhide__ = True
+    text = _unasserted(item)
+    if text is not None:
+        pytest.fail(text, pytrace=False)
+
+
+def _unasserted(item: pytest.Item) -> str | None:
+    comparer = item.stash.get(_COMPARER, None)
+    text: str | None = None if comparer is None else comparer.unasserted()
+    return text
+
+
+# --- reporting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Put the message on a failed comparison, and the results on the report of the teardown, which xdist transfers."""
+    comparer = item.stash.get(_COMPARER, None)
+    if comparer is not None:
+        comparer.explain(call)
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    elif report.when == "teardown":
+        found = _summaries_of(item)
+        if found:
+            report.modelprobe = found
+        if comparer is not None:
+            report.modelprobe_snapshots = comparer.results()
+            del item.stash[_COMPARER]  # a test that is run again has another
+    return report
+
+
+def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
+    """Return what the probes recorded in a test; without findings if it failed."""
+    found = item.stash.get(_SUMMARIES, [])
+    for probe in item.config.stash[SETTINGS].shared_probes:
+        found += summaries(probe, item.config)
+    return [{**summary, "findings": []} for summary in found] if item.stash.get(_FAILED, False) else found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_assertrepr_compare(left: object, right: object) -> list[str] | None:
+    """Return the message of a comparison with a snapshot. `Comparer.explain` adds it where pytest does not ask."""
+    module = sys.modules.get("pytest_modelprobe.snapshot.snapshot")
+    if module is None:
+        return None
+    snapshot = next((side for side in (left, right) if isinstance(side, module.ModelProbeSnapshot)), None)
+    text = snapshot.failure if snapshot is not None else None
+    return text.splitlines() if text else None

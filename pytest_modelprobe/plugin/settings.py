@@ -1,0 +1,82 @@
+"""The settings of a run: options of the command line and the ini file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .devices import INVALID, available, is_device
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.probe import ModelProbe
+
+
+@dataclasses.dataclass
+class Settings:
+    """The settings of the probe, and what the plugin keeps during a run."""
+
+    devices: list[str]
+    devices_from: str | None
+    """``command line``, ``ini`` or None: the default."""
+    seed: int
+    verbose: bool
+    seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
+    """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
+    shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
+    """Probes that outlive a test: each of their runs is reported with the test in which it was recorded."""
+
+    def requires(self, device: Any) -> bool:
+        """Whether a model on another device is an error: ``device`` was given by option and is not the CPU."""
+        return self.devices_from == "command line" and device.type != "cpu"
+
+
+SETTINGS = pytest.StashKey[Settings]()
+
+
+def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
+    """Add the options of the probe and their ini settings."""
+    group.addoption(
+        "--modelprobe-device",
+        action="append",
+        default=None,
+        metavar="DEVICE",
+        help="device of the probe: cpu, cuda, cuda:N, mps or auto; may be repeated: each test runs on each",
+    )
+    group.addoption("--modelprobe-seed", type=int, default=None, metavar="N", help="seed of all random numbers (0)")
+    group.addoption(
+        "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test recorded"
+    )
+    parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
+    parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
+    parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """Return the settings; UsageError for an invalid value, or a missing device on the command line."""
+    asked = config.getoption("--modelprobe-device")
+    devices = asked or config.getini("modelprobe_devices")
+    for name in devices:
+        if not is_device(name):
+            source = f"--modelprobe-device={name}" if asked else f"modelprobe_devices in the ini file has {name!r}"
+            raise pytest.UsageError(f"{source}: {INVALID}")
+    seed = _seed(config)
+    verbose = config.getoption("--modelprobe-verbose")
+    return Settings(
+        devices=available(asked) if asked else list(dict.fromkeys(devices)) or ["cpu"],
+        devices_from="command line" if asked else "ini" if devices else None,
+        seed=seed,
+        verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
+    )
+
+
+def _seed(config: pytest.Config) -> int:
+    option = config.getoption("--modelprobe-seed")
+    if option is not None:
+        return int(option)
+    text = config.getini("modelprobe_seed")
+    try:
+        return int(text)
+    except ValueError:
+        raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None

@@ -1,0 +1,109 @@
+"""The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .settings import SETTINGS
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.probe import ModelProbe
+
+_FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
+
+
+def summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
+    """Return a summary of each run and watch of a probe that was not reported before, in builtin types."""
+    from pytest_modelprobe.assertions.findings import findings
+    from pytest_modelprobe.exceptions import ModelProbeError
+    from pytest_modelprobe.report.text import layer_table
+
+    with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
+    found = []
+    for name, source in probe.take_unreported():
+        try:
+            record = source if not hasattr(source, "record") else source.record
+        except ModelProbeError as error:
+            found.append({"name": name, "layers": 0, "calls": 0, "findings": [str(error)], "table": []})
+            continue
+        found.append(
+            {
+                "name": name,
+                "layers": len(record.layers),
+                "calls": sum(len(layer.calls) for layer in record.layers.values()),
+                "forwards": record.forwards,
+                "findings": findings(record),
+                "table": layer_table(record) if with_table and record.forwards else [],
+            }
+        )
+    return found
+
+
+def _is_first_use(config: pytest.Config) -> bool:
+    """Whether no run of the project has shown a table yet."""
+    cache = getattr(config, "cache", None)
+    return cache is not None and cache.get(_FIRST_USE, None) is None
+
+
+class Terminal:
+    """Writes the section; nothing if no probe was used or there is nothing to report.
+
+    Args:
+        config: The configuration of the run.
+        snapshot_lines: Returns the lines on snapshots.
+    """
+
+    def __init__(self, config: pytest.Config, snapshot_lines: Callable[[], Iterator[str]]) -> None:
+        self._config = config
+        self._snapshot_lines = snapshot_lines
+        self._summaries: list[tuple[str, dict[str, Any]]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect the summaries of a test from its report, under xdist too."""
+        self._summaries += [(report.nodeid, summary) for summary in getattr(report, "modelprobe", ())]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the section."""
+        verbose = self._config.stash[SETTINGS].verbose
+        first = self._first_use()
+        shown = self._summaries if verbose else [pair for pair in self._summaries if pair[1]["findings"]]
+        if first is not None and not verbose:
+            shown = [first, *(pair for pair in shown if pair is not first)]
+        if self._config.getoption("verbose") < 0 and not verbose:
+            shown = []
+        snapshot_lines = list(self._snapshot_lines())
+        if not shown and not snapshot_lines:
+            return
+        terminalreporter.section("modelprobe")
+        for nodeid, summary in shown:
+            with_table = verbose or (first is not None and summary is first[1])
+            for line in _lines(nodeid, summary, with_table=with_table):
+                terminalreporter.write_line(line)
+        if first in shown and not verbose:
+            terminalreporter.write_line("This table is shown once; --modelprobe-verbose shows it for every test.")
+        for line in snapshot_lines:
+            terminalreporter.write_line(line)
+
+    def _first_use(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the summary whose table is shown on the first use in a project, except in CI."""
+        if os.environ.get("CI") or not _is_first_use(self._config):
+            return None
+        first = next((pair for pair in self._summaries if pair[1]["table"]), None)
+        if first is not None and self._config.cache is not None:
+            self._config.cache.set(_FIRST_USE, "seen")
+        return first
+
+
+def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterator[str]:
+    from pytest_modelprobe.report.text import count, printable
+
+    calls = f"{count(summary['layers'], 'layer')}, {count(summary['calls'], 'call')}"
+    times = f" in {summary['forwards']:,} forwards" if summary.get("forwards", 1) > 1 else ""
+    yield printable(f"{nodeid}: {summary['name']}, {calls}{times}")
+    yield from (f"  {printable(finding)}" for finding in summary["findings"])
+    if with_table:
+        yield from (f"  {line}" for line in summary["table"])
