@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe.models import Call, CallTracer, Flat, attributes, flatten, flatten_call, map_tensors, seeding
+from pytest_modelprobe.models import (
+    CallTracer,
+    Flat,
+    ModuleCall,
+    attributes,
+    flatten,
+    flatten_call,
+    map_tensors,
+    seeding,
+)
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
@@ -246,7 +255,7 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
 
 
 @dataclass(slots=True, eq=False)
-class _RandomCall(Call):
+class _RandomCall(ModuleCall):
     """A call, with whether it draws random numbers."""
 
     parent: _RandomCall | None

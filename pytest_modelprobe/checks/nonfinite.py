@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import Call, CallTracer, Layers, flatten
+from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
@@ -83,7 +83,7 @@ _UNKNOWN = Source("", "")
 def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
     """Return which kinds are in the output, each with its source, by repeating the run."""
     model = options.get("model") or trial.model
-    calls = CallTracer(Layers(model).modules, Call)
+    calls = CallTracer(Layers(model).modules, ModuleCall)
     mode = SourceMode(_held(trial, model), lambda: calls.innermost)
     with calls, mode:
         again = trial.run(**{**options, "backward": False, "traced": False})

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import Call, CallTracer, Layers, flatten, flatten_call
+from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
@@ -399,10 +399,10 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
     given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
     in_place = False
 
-    def begin(call: Call, args: Any, kwargs: Any) -> None:
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         given[call.module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
 
-    def end(call: Call, args: Any, output: Any) -> None:
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
         nonlocal in_place
         tensors = (output,) if isinstance(output, Tensor) else output
         plain = (
@@ -413,7 +413,7 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
         simple[call.module] = simple.get(call.module, True) and plain
         in_place |= any(x._version != version for x, version in given[call.module])
 
-    with CallTracer(modules, Call, before=begin, after=end):
+    with CallTracer(modules, ModuleCall, before=begin, after=end):
         trial.reference(backward=True, model=model)
 
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:

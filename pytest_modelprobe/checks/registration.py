@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import has_bytes, seeding
+from pytest_modelprobe.models import has_dense_storage, seeding
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, number
 
@@ -163,7 +163,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
     for name, module in model.named_modules():
         index = module.padding_idx if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
         weight = module._parameters.get("weight")  # a parametrized one is computed
-        if index is None or weight is None or not weight.requires_grad or not has_bytes(weight):
+        if index is None or weight is None or not weight.requires_grad or not has_dense_storage(weight):
             continue
         if id(weight) not in known and homes[id(weight)] == {index}:
             known.add(id(weight))
@@ -226,7 +226,7 @@ def _finite(model: nn.Module) -> Break | str:
 
 def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers that have memory; no bools, where any value is valid."""
-    tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_bytes(t)]
+    tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_dense_storage(t)]
     return [
         (name, t)
         for name, t in tensors
@@ -282,7 +282,7 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
             other = factory().to(trial.probe.device)
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
-            if has_bytes(tensor):
+            if has_dense_storage(tensor):
                 written = unexpanded(tensor)
                 floating = written.is_floating_point() or written.is_complex()
                 written.copy_(trial.randn_like(written, name) if floating else written == 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
-from pytest_modelprobe.models import Call, CallTracer, seeding
+from pytest_modelprobe.models import CallTracer, ModuleCall, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 
@@ -127,17 +127,17 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
     on: dict[str, bool] = {}
     given: dict[str, Tensor] = {}
 
-    def begin(call: Call, args: Any, kwargs: Any) -> None:
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         given[call.layer] = plain(args[0].detach().clone()) if args else torch.empty(0)
 
-    def end(call: Call, args: Any, output: Any) -> None:
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
         name = call.layer
         if not isinstance(call.module, Dropout):
             on[name] = call.module.training
         elif bool(given[name].any()):  # in zeros no dropout can be seen
             on[name] = on.get(name, False) or relative_error(given[name], output) > 0
 
-    with CallTracer({name: trial.layers.modules[name] for name in names}, Call, before=begin, after=end):
+    with CallTracer({name: trial.layers.modules[name] for name in names}, ModuleCall, before=begin, after=end):
         yield on
 
 
@@ -229,14 +229,14 @@ def _followed(trial: Trial, seed: str) -> tuple[Trace, list[tuple[str, tuple[byt
     states: list[tuple[str, tuple[bytes, ...]]] = []
     dropped: dict[str, _Dropped] = {}
 
-    def begin(call: Call, args: Any, kwargs: Any) -> None:
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         around = ROOT if call.parent is None else call.parent.layer
         states.append((around, seeding.generator_states(trial.probe.device)))
 
-    def end(call: Call, args: Any, output: Any) -> None:
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
         states.append((call.layer, seeding.generator_states(trial.probe.device)))
         if isinstance(call.module, nn.Dropout) and args and _drops(call.module):
             dropped[call.layer] = args[0] != 0, output == 0
 
-    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
+    with CallTracer(trial.layers.modules, ModuleCall, before=begin, after=end):
         return trial.reference(mode="train", seed=seed), states, dropped

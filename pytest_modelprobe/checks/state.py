@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import Call, CallTracer, flatten, flatten_call, has_bytes
+from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 
@@ -85,24 +85,24 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     known: dict[str, _Contents] = {}
     blamed: list[tuple[str, str]] = []
 
-    def look(call: Call) -> None:
+    def look(call: ModuleCall) -> None:
         now = _contents(*given)
         written = [path for path in known.keys() & now.keys() if not now[path].same(known[path])]
         blamed.extend((call.layer, path) for path in sorted([*written, *(known.keys() ^ now.keys())]))
         known.clear()
         known.update(now)
 
-    def begin(call: Call, args: Any, kwargs: Any) -> None:
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         if call.parent is not None:
             look(call.parent)
         else:
             given[:] = args, kwargs
             known.update(_contents(*given))
 
-    def end(call: Call, args: Any, output: Any) -> None:
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
         look(call)
 
-    with CallTracer(trial.layers.modules, Call, before=begin, after=end):
+    with CallTracer(trial.layers.modules, ModuleCall, before=begin, after=end):
         trial.variation(mode="eval")
     if blamed:
         layer, path = blamed[0]
@@ -122,7 +122,7 @@ class _Contents:
     def __init__(self, value: Any) -> None:
         self._value = value
         self._version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-        self._copy = value.detach().clone() if has_bytes(value) else None
+        self._copy = value.detach().clone() if has_dense_storage(value) else None
 
     def same(self, before: _Contents) -> bool:
         """Whether it is unchanged; tensors are compared bit for bit, as writes through .data count no version."""
@@ -151,7 +151,7 @@ def _kept(trial: Trial) -> dict[str, dict[str, Any]]:
         for key in vars(module).keys() - _OF_ANY_MODULE:
             name, value = qualified(layer, key), vars(module)[key]
             flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
-            tensors = {path: x.detach().clone() if has_bytes(x) else x for path, x in flat.tensors}
+            tensors = {path: x.detach().clone() if has_dense_storage(x) else x for path, x in flat.tensors}
             found[name] = {**flat.plain, **tensors}
     return found
 
@@ -161,7 +161,7 @@ def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
         return one is other
     pairs = [(value, other[path]) for path, value in one.items()]
     return all(
-        _same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_bytes(x) else repr(x) == repr(y)
+        _same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
         for x, y in pairs
     )
 

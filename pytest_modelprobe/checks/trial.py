@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
-    Call,
     CallTracer,
     Layers,
     ModelState,
+    ModuleCall,
     check_supported,
     flatten,
     flatten_call,
@@ -493,7 +493,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         known[id(tensor)] = tensor, version
         return there is None or there[1] != version
 
-    def begin(call: Call, args: Any, kwargs: Any) -> None:
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         number = f" (call {call.index + 1})" if call.index else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
             if not is_wrapped(tensor) and is_new(tensor) and call.parent is not None:
@@ -501,13 +501,13 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
                 copy = plain(tensor.detach().clone())
                 trace.tensors.append(LayerTensor(around.layer, around.index, made, copy, True))
 
-    def end(call: Call, args: Any, output: Any) -> None:
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
         for path, tensor in flatten("output", output).tensors:
             if not is_wrapped(tensor):
                 is_new(tensor)
                 trace.tensors.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
 
-    tracer = CallTracer(modules, Call, before=begin, after=end)
+    tracer = CallTracer(modules, ModuleCall, before=begin, after=end)
     try:
         with tracer:
             yield

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
-from .calls import Call, CallTracer
+from .calls import CallTracer, ModuleCall
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
-from .memory import as_array, as_real, has_bytes
+from .memory import as_array, as_real, has_dense_storage
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
 __all__ = [
     "Autocast",
-    "Call",
+    "ModuleCall",
     "CallTracer",
     "Flat",
     "Layers",
@@ -27,7 +27,7 @@ __all__ = [
     "derive",
     "flatten",
     "flatten_call",
-    "has_bytes",
+    "has_dense_storage",
     "has_lazy",
     "is_persistent",
     "map_tensors",

@@ -18,20 +18,20 @@ from pytest_modelprobe.record import ROOT
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a layer."""
 
     layer: str
     index: int
     """Which of the layer's calls, from 0."""
     module: nn.Module
-    parent: Call | None
+    parent: ModuleCall | None
     """The call that was running when this one began."""
     handled: BaseException | None
     """The exception that was being handled when this one began."""
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=ModuleCall)
 
 
 class CallTracer(Generic[C]):
@@ -42,7 +42,7 @@ class CallTracer(Generic[C]):
 
     Args:
         modules: By name. A `ScriptModule` takes no hooks and is skipped.
-        kind: Class of the calls, `Call` or a subclass whose further fields have defaults.
+        kind: Class of the calls, `ModuleCall` or a subclass whose further fields have defaults.
         before: Called before each call with the call, its positional and its keyword arguments.
         after: Called with each call that returned, its positional arguments and its output; what it returns replaces
             the output, unless it is None.
@@ -52,7 +52,7 @@ class CallTracer(Generic[C]):
 
     >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
     >>> names = []
-    >>> with CallTracer(dict(model.named_modules()), Call, after=lambda call, *_: names.append(call.layer)):
+    >>> with CallTracer(dict(model.named_modules()), ModuleCall, after=lambda call, *_: names.append(call.layer)):
     ...     _ = model(torch.ones(1))
     >>> names
     ['0', '1', '']

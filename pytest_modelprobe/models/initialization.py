@@ -30,7 +30,7 @@ from pytest_modelprobe._torch import (
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import old_name
 
-from .memory import as_bytes, has_bytes
+from .memory import as_bytes, has_dense_storage
 from .seeding import derive, seeded
 
 M = TypeVar("M", bound=nn.Module)
@@ -206,10 +206,10 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         read: list[torch.Tensor],
     ) -> Any:
         """Call with tensors that cannot be logged: the tensors that they meet keep their first values."""
-        for tensor in (t for t in (*written, *read) if has_bytes(t)):
+        for tensor in (t for t in (*written, *read) if has_dense_storage(t)):
             store = self.store_of(tensor)
             _observe(store.last if store else None)
-        for tensor in (t for t in written if has_bytes(t)):
+        for tensor in (t for t in written if has_dense_storage(t)):
             self._stores.pop(_key(tensor), None)
         return func(*args, **kwargs)
 
@@ -237,7 +237,9 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         known = {_key(tensor) for tensor in inputs}
         if _reveals(op, outputs):
             _observe(op)
-        op.makes = tuple(self._track(leaf) if has_bytes(leaf) and _key(leaf) not in known else None for leaf in outputs)
+        op.makes = tuple(
+            self._track(leaf) if has_dense_storage(leaf) and _key(leaf) not in known else None for leaf in outputs
+        )
         for store in (*(view.store for view in op.writes), *filter(None, op.makes)):
             store.last = op
 
@@ -246,7 +248,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         return _Op(self._count, func, args, kwargs, **more)
 
     def _tracked(self, leaf: object) -> bool:
-        return has_bytes(leaf) and _key(leaf) in self._stores
+        return has_dense_storage(leaf) and _key(leaf) in self._stores
 
     def _view(self, tensor: torch.Tensor) -> _View:
         store, offset = self._stores[_key(tensor)], int(tensor.storage_offset())
@@ -307,7 +309,7 @@ def _reveals(op: _Op, outputs: list[Any]) -> bool:
     """Whether Python code sees values of the outputs: as numbers, as a shape, or in a tensor that cannot be logged."""
     if not isinstance(op.func, Operation):
         return False
-    if any(leaf is not None and not has_bytes(leaf) for leaf in outputs):
+    if any(leaf is not None and not has_dense_storage(leaf) for leaf in outputs):
         return True
     if _name(op.func) == "index":  # tagged for the sake of masks, but most indices are numbers
         indices = (leaf for leaf in _leaves(op.args[1]) if isinstance(leaf, _View))
@@ -419,7 +421,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         named += [(f"{prefix}.{key}".lstrip("."), value) for key, value in vars(module).items()]
     for name, tensor in named:
-        if has_bytes(tensor):
+        if has_dense_storage(tensor):
             yield name, tensor
 
 
@@ -444,7 +446,7 @@ _SOURCES |= {"randn_like", "rand_like", "randint_like"}
 
 def _loggable(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return has_bytes(leaf) and not leaf.is_quantized
+        return has_dense_storage(leaf) and not leaf.is_quantized
     return not isinstance(leaf, torch.device) or leaf.type != "meta"
 
 

@@ -13,7 +13,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 _CPU = (1, 0)  # as DLPack writes it
 
 
-def has_bytes(leaf: object) -> TypeGuard[torch.Tensor]:
+def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is a dense tensor in memory: not meta, fake, sparse or uninitialized."""
     return (
         isinstance(leaf, torch.Tensor)

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 
-from .memory import as_bytes, has_bytes
+from .memory import as_bytes, has_dense_storage
 
 # What register_forward_hook and its like change.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
@@ -178,7 +178,7 @@ class ModelState:
             self.save(name, inner)
         if tensor.__dict__:
             self.save_attributes(name, tensor)
-        if self._values and has_bytes(tensor):
+        if self._values and has_dense_storage(tensor):
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._memory:
                 self._memory[storage_key(storage)] = _Memory(storage)
@@ -454,7 +454,7 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._place = tensor.data if has_bytes(tensor) else None
+        self._place = tensor.data if has_dense_storage(tensor) else None
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self.grad = tensor.grad if tensor.is_leaf else None
@@ -651,7 +651,7 @@ def _inner_tensors(tensor: Any) -> list[object]:
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        has_bytes(a)
+        has_dense_storage(a)
         and storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
         and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         and a.storage_offset() == b.storage_offset()

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import as_real, has_bytes, seeding
+from pytest_modelprobe.models import as_real, has_dense_storage, seeding
 from pytest_modelprobe.record import (
     Call,
     Layer,
@@ -88,7 +88,7 @@ class Perturbation:
     def parameters(self, model: nn.Module) -> None:
         """Perturb every floating parameter of ``model`` in place, except those without plain memory."""
         for path, parameter in model.named_parameters():
-            if has_bytes(parameter) and 0 not in parameter.stride():
+            if has_dense_storage(parameter) and 0 not in parameter.stride():
                 parameter.data.copy_(self(parameter, path))
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Perturbation:
         >>> Perturbation("repeat 1", far=False).input(mask, "mask") is mask
         True
         """
-        return self(tensor, name) if has_bytes(tensor) and _is_quantity(tensor) else tensor
+        return self(tensor, name) if has_dense_storage(tensor) and _is_quantity(tensor) else tensor
 
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a perturbed copy of a floating tensor; any other tensor itself."""

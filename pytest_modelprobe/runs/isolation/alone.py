@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
-from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_bytes
+from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_dense_storage
 from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse
 
 from .contexts import attributes_restored, fixed_seed, fused_paths_disabled, without_hooks
@@ -121,7 +121,7 @@ class Session:
             buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
-                    if id(tensor) not in self._used or not has_bytes(tensor):
+                    if id(tensor) not in self._used or not has_dense_storage(tensor):
                         continue
                     if not (tensor.is_floating_point() or tensors is buffers):
                         continue
@@ -342,7 +342,7 @@ class _IsolatedCall:
         given, name, version, _ = self._inputs.get(id(tensor), (None, "", 0, None))
         if given is tensor:
             return name if tensor._version == version else None
-        if type(tensor) is not Tensor or not has_bytes(tensor):
+        if type(tensor) is not Tensor or not has_dense_storage(tensor):
             return None
         for given, name, version, _ in self._inputs.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import has_bytes, seeding
+from pytest_modelprobe.models import has_dense_storage, seeding
 
 from .own import buffers_of, is_equal, weights_of
 
@@ -74,7 +74,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     attributes = vars(module)
     before = attributes.copy()
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
-    own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_bytes(v))]
+    own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
     tensors = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_inference()]
     if getattr(module, "max_norm", None) is not None:  # an embedding that renormalizes its weight
         tensors += [(p, p.detach().clone()) for _, p in weights_of(module)]

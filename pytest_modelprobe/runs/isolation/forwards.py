@@ -23,7 +23,7 @@ from pytest_modelprobe.models import (
     active_autocast,
     flatten,
     flatten_call,
-    has_bytes,
+    has_dense_storage,
     preserved,
     seeding,
 )
@@ -174,7 +174,7 @@ class KeptForwards:
         known: dict[int, Any] = {id(module): module for module in root.modules()}
         with statistics.ambient_modes_disabled(), torch.no_grad():
             for _, tensor in flatten_call(*inputs, objects=True).tensors:
-                if is_wrapped(tensor) or not has_bytes(tensor):
+                if is_wrapped(tensor) or not has_dense_storage(tensor):
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
                 known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             return copy.deepcopy(inputs, known)
@@ -218,7 +218,7 @@ def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
 def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating buffers of a layer itself, except those of norms, which are synthetic."""
     for name, buffer in () if isinstance(module, BatchOrInstanceNorm) else module._buffers.items():
-        if has_bytes(buffer) and buffer.is_floating_point():
+        if has_dense_storage(buffer) and buffer.is_floating_point():
             yield name, buffer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import has_bytes, own_buffers
+from pytest_modelprobe.models import has_dense_storage, own_buffers
 
 ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 """Layers that are treated as one with the modules inside them."""
@@ -16,14 +16,14 @@ ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the floating parameters of a layer itself, with their names."""
     for name, parameter in module.named_parameters(recurse=isinstance(module, ATOMIC)):
-        if parameter.is_floating_point() and has_bytes(parameter):
+        if parameter.is_floating_point() and has_dense_storage(parameter):
             yield name, parameter
 
 
 def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers of a layer itself that its code may write to, with their names."""
     found = own_buffers(module, atomic=isinstance(module, ATOMIC))
-    return [(name, buffer) for name, buffer in found if has_bytes(buffer) and not buffer.is_inference()]
+    return [(name, buffer) for name, buffer in found if has_dense_storage(buffer) and not buffer.is_inference()]
 
 
 def is_equal(a: Tensor, b: Tensor) -> bool:

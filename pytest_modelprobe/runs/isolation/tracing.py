@@ -15,14 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_modelprobe.models import (
     Autocast,
-    Call,
     CallTracer,
     Flat,
     Layers,
+    ModuleCall,
     active_autocast,
     flatten,
     flatten_call,
-    has_bytes,
+    has_dense_storage,
     map_tensors,
 )
 
@@ -57,7 +57,7 @@ class ArgumentTemplate:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class TracedCall(Call):
+class TracedCall(ModuleCall):
     """One call of the real run, with what is needed to call the layer again."""
 
     parent: TracedCall | None
@@ -174,7 +174,7 @@ class Tracer:
     def _placeholder(self, tensor: Tensor, name: str) -> Tensor:
         if hasattr(tensor, "_modelprobe_spec"):
             return tensor
-        if type(tensor) not in (Tensor, nn.Parameter) or not has_bytes(tensor) or tensor.is_quantized:
+        if type(tensor) not in (Tensor, nn.Parameter) or not has_dense_storage(tensor) or tensor.is_quantized:
             raise CannotTellError(f"a {_tensor_type(tensor)}")
         floating = tensor.is_floating_point() or tensor.is_complex()
         spec = TensorSpec(
