@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import Watch
-from pytest_modelprobe import statistics as room
+from pytest_modelprobe import statistics as reduction
 
 Inputs = dict[str, Any]
 Job = Callable[[], object]
@@ -47,7 +47,7 @@ def probe(model: nn.Module, inputs: Inputs) -> Job:
 
 def probe_activations(model: nn.Module, inputs: Inputs) -> Job:
     """Statistics of inputs and outputs, as the hooks take them; a record reads the parameters too, as no other does."""
-    options = room.reduce.__kwdefaults__
+    options = reduction.reduce.__kwdefaults__
 
     def job() -> object:
         options["fingerprint"] = False
@@ -63,7 +63,7 @@ def probe_activations(model: nn.Module, inputs: Inputs) -> Job:
 def probe_statistics(model: nn.Module, inputs: Inputs) -> Job:
     """The record without fingerprints."""
     whole = probe(model, inputs)
-    options = room.reduce.__kwdefaults__
+    options = reduction.reduce.__kwdefaults__
 
     def job() -> object:
         options["fingerprint"] = False

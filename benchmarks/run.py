@@ -35,7 +35,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
 from pytest_modelprobe import ModelProbe, Watch, files
-from pytest_modelprobe import statistics as room
+from pytest_modelprobe import statistics as reduction
 from pytest_modelprobe.comparison.compare import compare
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -92,18 +92,18 @@ def idle(model: nn.Module) -> Iterator[Step]:
 @contextlib.contextmanager
 def without_statistics(model: nn.Module) -> Iterator[Step]:
     """All of the watch but the reading of elements."""
-    reduce = room.reduce
-    room.reduce = lambda tensor, **options: room.Reduced(reason="not read")
+    reduce = reduction.reduce
+    reduction.reduce = lambda tensor, **options: reduction.Reduced(reason="not read")
     try:
         with Watch(model):
             yield nothing
     finally:
-        room.reduce = reduce
+        reduction.reduce = reduce
 
 
 @contextlib.contextmanager
 def statistics_alone(model: nn.Module) -> Iterator[Step]:
-    options = room.reduce.__kwdefaults__
+    options = reduction.reduce.__kwdefaults__
     options["fingerprint"] = False
     try:
         with Watch(model):

@@ -198,11 +198,11 @@ def _moved(now: Number, before: Number, scale: float) -> Iterator[str]:
     if (x.first_nan, x.first_posinf, x.first_neginf) != (y.first_nan, y.first_posinf, y.first_neginf):
         yield "where it was first not finite"
     rms = norm / math.sqrt(max(y.finite, 1))
-    for what, room in (("mean", rms), ("std", rms), ("min", norm), ("max", norm)):
+    for what, extent in (("mean", rms), ("std", rms), ("min", norm), ("max", norm)):
         new, old = getattr(x, what), getattr(y, what)
         if (new is None) != (old is None):
             yield what
-        elif new is not None and not abs(new - old) <= limit * room + _PRINTED * SLACK * abs(old) + 1e-300:
+        elif new is not None and not abs(new - old) <= limit * extent + _PRINTED * SLACK * abs(old) + 1e-300:
             yield f"{what} {old} is {new}"
     if abs(x.zeros - y.zeros) > 0.01 * y.count:
         yield f"zeros {y.zeros} is {x.zeros}"

@@ -198,8 +198,8 @@ def _type_text(kind: Any) -> str:
     if typing.get_origin(kind) is Sequence:
         return "a sequence of integers"
     names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
-    room = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
-    return names.get(kind, f"a {room}.{kind.__name__}")
+    package = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
+    return names.get(kind, f"a {package}.{kind.__name__}")
 
 
 def check(function: Property) -> Check:

@@ -273,16 +273,16 @@ def _files(pairs: Iterable[SnapshotPaths]) -> list[str]:
 def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield names in batches of at most `MOST_BYTES`, without files that are larger."""
     batch: list[str] = []
-    room = MOST_BYTES
+    bytes_left = MOST_BYTES
     for name, pair in pairs.items():
         own = [sizes.get(path, 0) for path in pair if path]
         if max(own) > MOST_BYTES:
             continue
-        if batch and sum(own) > room:
+        if batch and sum(own) > bytes_left:
             yield batch
-            batch, room = [], MOST_BYTES
+            batch, bytes_left = [], MOST_BYTES
         batch.append(name)
-        room -= sum(own)
+        bytes_left -= sum(own)
     if batch:
         yield batch
 

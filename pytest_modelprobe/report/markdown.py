@@ -105,16 +105,16 @@ def _folded(heading: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]
 
 def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int) -> str:
     """Return the blocks that fit between head and tail, and the number of those left out."""
-    room = most_bytes - _size(head) - _size(tail) - 200
-    if room < 0:
+    bytes_left = most_bytes - _size(head) - _size(tail) - 200
+    if bytes_left < 0:
         return "\n".join([*head[:2], "This is too long to be shown here: run the same command locally.", ""])
     kept: list[str] = []
     left_out = 0
     for block in blocks:
         size = _size(block)
-        if size <= room and not left_out:
+        if size <= bytes_left and not left_out:
             kept += block
-            room -= size
+            bytes_left -= size
         else:
             left_out += 1
     if left_out:

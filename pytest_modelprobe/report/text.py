@@ -132,11 +132,11 @@ def shortened(text: str, widest: int = WIDEST) -> str:
         return text
     text = _LIST.sub(lambda names: listed(names[0].split(", ")), text)
     first, _, rest = text.partition(" ")
-    room = max(widest - len(first) - 1, widest // 2)
-    if len(text) <= widest or len(rest) <= room:
+    width_left = max(widest - len(first) - 1, widest // 2)
+    if len(text) <= widest or len(rest) <= width_left:
         return text
-    end = room // 4
-    return f"{first} {rest[: room - end - 1]}…{rest[-end:]}"
+    end = width_left // 4
+    return f"{first} {rest[: width_left - end - 1]}…{rest[-end:]}"
 
 
 # Possessive, so that a long word is matched in linear time.

@@ -1,4 +1,4 @@
-"""The rooms of the house import what they may, and nothing else."""
+"""Each module and folder of the package imports what the table in CONTRIBUTING lists, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 def layout() -> dict[str, set[str]]:
     """Return what each module of the table in CONTRIBUTING may import."""
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", CONTRIBUTING.read_text("utf-8"), re.MULTILINE)
-    return {room: {*filter(None, allowed.strip().split(", ")), "exceptions"} for room, allowed in rows}
+    return {module: {*filter(None, allowed.strip().split(", ")), "exceptions"} for module, allowed in rows}
 
 
 MAY_IMPORT = layout()
@@ -29,7 +29,7 @@ MAY_IMPORT = layout()
 LAZY = {"__init__", "plugin"}
 
 
-def room_of(path: Path) -> str:
+def module_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[0]
 
@@ -40,7 +40,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
-    """Return the rooms and packages that a file imports, outside `if TYPE_CHECKING` too."""
+    """Return the modules and packages that a file imports, outside `if TYPE_CHECKING` too."""
     tree = parsed(path)
     nodes = [n for n in tree.body if not isinstance(n, ast.If)] if top_level else list(ast.walk(tree))
     found = set()
@@ -52,13 +52,13 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
             if node.level:
                 package = [PACKAGE.name, *path.relative_to(PACKAGE).parent.parts]
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-            # A module or a name: `from pytest_modelprobe import report` imports a room too.
+            # A module or a name: `from pytest_modelprobe import report` imports a module too.
             found |= {f"{base}.{alias.name}" if base == PACKAGE.name else base for alias in node.names}
     return found
 
 
-def foreign(names: set[str], room: str) -> set[str]:
-    """Reduce dotted names to rooms and third-party packages."""
+def foreign(names: set[str], module: str) -> set[str]:
+    """Reduce dotted names to modules and third-party packages."""
     kept = set()
     for name in names:
         first, _, rest = name.partition(".")
@@ -66,28 +66,34 @@ def foreign(names: set[str], room: str) -> set[str]:
             kept.add(rest.split(".")[0])
         elif first in {"torch", "numpy", "pytest", "syrupy"}:
             kept.add(first)
-    return kept - {room}
+    return kept - {module}
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert {room_of(path) for path in FILES} == set(MAY_IMPORT)
+def test_every_module_is_in_the_table() -> None:
+    assert {module_of(path) for path in FILES} == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_what_it_may(path: Path) -> None:
-    room = room_of(path)
-    allowed = MAY_IMPORT[room] | ({"_torch"} if "torch" in MAY_IMPORT[room] else set())
-    assert foreign(imports(path), room) <= allowed
+def test_a_module_imports_only_what_the_table_lists(path: Path) -> None:
+    module = module_of(path)
+    allowed = MAY_IMPORT[module] | ({"_torch"} if "torch" in MAY_IMPORT[module] else set())
+    assert foreign(imports(path), module) <= allowed
+
+
+@pytest.mark.parametrize("module", sorted(MAY_IMPORT))
+def test_the_table_lists_only_what_is_imported(module: str) -> None:
+    used = set().union(*(foreign(imports(path), module) for path in FILES if module_of(path) == module))
+    assert MAY_IMPORT[module] - used <= {"exceptions"} | ({"torch"} if "_torch" in used else set())
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if room_of(path) in LAZY], ids=lambda path: str(path.relative_to(PACKAGE))
+    "path", [path for path in FILES if module_of(path) in LAZY], ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_what_every_run_loads_imports_nothing_at_its_top(path: Path) -> None:
-    assert foreign(imports(path, top_level=True), room_of(path)) <= {"pytest"}
+    assert foreign(imports(path, top_level=True), module_of(path)) <= {"pytest"}
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "record").glob("*.py")), ids=lambda path: path.name)
@@ -96,15 +102,15 @@ def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown(path: Path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_another_folder_is_entered_by_its_door(path: Path) -> None:
+def test_other_folders_are_imported_through_their_init(path: Path) -> None:
     deeper = {
         name.split(".")[1] for name in imports(path) if name.startswith(f"{PACKAGE.name}.") and name.count(".") > 1
     }
-    assert deeper - {room_of(path)} <= {"assertions", "report", "snapshot"}
+    assert deeper - {module_of(path)} <= {"assertions", "report", "snapshot"}
 
 
 def test_nothing_imports_the_plugin() -> None:
-    assert not any("plugin" in foreign(imports(path), room_of(path)) for path in FILES)
+    assert not any("plugin" in foreign(imports(path), module_of(path)) for path in FILES)
 
 
 # --- private names ----------------------------------------------------------------------------------------------------
@@ -134,7 +140,7 @@ def private_names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
+def test_private_names_of_torch_stand_in_one_module(path: Path) -> None:
     if path.stem == "_torch":
         assert private_names(path)
     elif path.parts[-2:] == ("assertions", "structure.py"):  # reads hooks of a model without importing torch
@@ -144,7 +150,7 @@ def test_private_names_of_torch_stand_in_one_room(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_pytest_and_syrupy_stand_in_one_room_each(path: Path) -> None:
+def test_private_names_of_pytest_and_syrupy_stand_in_one_module_each(path: Path) -> None:
     tree = parsed(path)
     names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
