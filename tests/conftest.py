@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +18,13 @@ def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of pytest inside a test is one of its own, though the tests themselves may run under xdist."""
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test see the bytecode of what a file held before: it goes by the second and the size of the file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
 
 @pytest.fixture
