@@ -251,8 +251,7 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_description(value))
-        # Needed for each value that differs, and the same for all.
-        scales = functools.cache(lambda: _scale(e)), functools.cache(lambda: _scale(e, of="backward"))
+        scales = _Scale(e, "forward"), _Scale(e, "backward")
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
         outputs, added, removed = paired_values(a.outputs, e.outputs)
@@ -465,6 +464,21 @@ def _shape(shape: Sequence[Dimension]) -> str:
 def _norm(reading: Reading | None) -> float:
     statistics = None if reading is None else reading.statistics
     return 0.0 if statistics is None else statistics.norm
+
+
+class _Scale:
+    """The `_scale` of a call, computed once: each value that differs needs it, and few do."""
+
+    __slots__ = ("_call", "_of", "_scale")
+
+    def __init__(self, call: Call, of: str) -> None:
+        self._call, self._of = call, of
+        self._scale: float | None = None
+
+    def __call__(self) -> float:
+        if self._scale is None:
+            self._scale = _scale(self._call, of=self._of)
+        return self._scale
 
 
 def _scale(call: Call, *, of: str = "forward") -> float:

@@ -124,7 +124,8 @@ def change(
     found, least = estimated_change(x, y, norm), 0.0
     if found == 0 and not _same_zeros(actual, expected):
         return ValueChange(math.inf, expected.noise, limit)
-    if found > limit or _moments_change(a, e, 0.0) > _MOMENTS_FACTOR * limit:
+    moments = 0.0 if found > limit else _moments_change(a, e, 0.0)
+    if found > limit or moments > _MOMENTS_FACTOR * limit:
         scaled = scale()
         if norm < _ZERO_SHARE * scaled:
             norm = least = _ZERO_SHARE * scaled
@@ -132,10 +133,8 @@ def change(
         if norm:  # a value that is nearly zero is all noise: compared with the scale
             nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / norm
             limit = max(floor, min(noise, max(most, nothing))) * times
-    if found <= limit:
-        moments = _moments_change(a, e, least)
-        found = moments if moments > _MOMENTS_FACTOR * limit else found
-    return ValueChange(found, expected.noise, limit)
+        moments = 0.0 if found > limit else _moments_change(a, e, least)
+    return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
 
 
 def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:
@@ -204,8 +203,12 @@ def _moments_change(a: Statistics | None, e: Statistics | None, least: float) ->
     element = norm / math.sqrt(e.finite)
     if (a.min is None) != (e.min is None):  # all that a file has of a gradient
         return _scaled_difference(a.rms, e.rms, element)
-    pairs = ((a.mean, e.mean, element), (a.std, e.std, element), (a.min, e.min, norm), (a.max, e.max, norm))
-    return max(_scaled_difference(x, y, size) for x, y, size in pairs)
+    return max(
+        _scaled_difference(a.mean, e.mean, element),
+        _scaled_difference(a.std, e.std, element),
+        _scaled_difference(a.min, e.min, norm),
+        _scaled_difference(a.max, e.max, norm),
+    )
 
 
 def _scaled_difference(x: float | None, y: float | None, size: float) -> float:
