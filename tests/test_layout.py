@@ -113,6 +113,12 @@ def test_nothing_imports_the_plugin() -> None:
     assert not any("plugin" in foreign(imports(path), module_of(path)) for path in FILES)
 
 
+def test_the_files_that_contributing_names_exist() -> None:
+    named = re.findall(r"`(\w+/[\w./]+\.\w+)`", CONTRIBUTING.read_text("utf-8"))
+    assert named
+    assert [name for name in named if not any((root / name).exists() for root in (CONTRIBUTING.parent, PACKAGE))] == []
+
+
 # --- private names ----------------------------------------------------------------------------------------------------
 
 # Attributes of modules and tensors that may be used anywhere: `_torch` says why.

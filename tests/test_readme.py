@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 import pytest_modelprobe
-from pytest_modelprobe import _torch, checks, cli
+from pytest_modelprobe import _torch, checks, cli, gate
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -196,6 +196,12 @@ def test_every_public_assertion_is_in_the_table() -> None:
             assert f"::: pytest_modelprobe.{name}\n" in page
 
 
+def test_the_number_of_assertions_is_right() -> None:
+    assertions = [name for name in pytest_modelprobe.__all__ if name.startswith("assert_")]
+    for page in (PAGES["README.md"], (ROOT / "CHANGELOG.md").read_text("utf-8")):
+        assert re.findall(r"(\d+) assertions\b", page) == [str(len(assertions))]
+
+
 def test_every_public_check_is_in_the_reference() -> None:
     page = PAGES["docs/reference/checks.md"]
     # finite and incremental are modules too: these are named in full.
@@ -233,6 +239,15 @@ def test_every_option_of_the_command_is_in_the_reference() -> None:
         section = section.partition("\n## ")[0]
         for option in (option for action in parser._actions for option in action.option_strings):
             assert option in ("-h", "--help") or f"`{option}" in section, f"{name} {option}"
+        formats = [action.choices for action in parser._actions if action.dest == "format"]
+        row = "".join(line for line in section.splitlines() if line.startswith("| `--format`"))
+        assert [*map(set, formats)] == [set(re.findall(r"`(\w+)`", row))] * bool(row), name
+
+
+@pytest.mark.parametrize("name", ["docs/reference/command-line.md", "examples/github/README.md"])
+def test_every_class_of_change_is_in_the_table(name: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (deny|warn|allow) \| (.+) \|$", (ROOT / name).read_text("utf-8"), re.MULTILINE)
+    assert rows == [(kind, gate.DEFAULTS[kind], gate.MEANING[kind]) for kind in gate.CLASSES]
 
 
 @pytest.mark.parametrize("name", PAGES)

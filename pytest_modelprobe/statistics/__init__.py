@@ -25,7 +25,7 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
-from .reduced import Array, Reduced, merged_row
+from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .small import SMALL, SmallTensors
 
 __all__ = [
@@ -134,7 +134,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     readings = []
     for one in reduced:
         row = one.row
-        for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, 12).tolist()):
+        for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, len(NO_ELEMENT)).tolist()):
             row = part if row is None else merged_row(row, part)
         statistics = None if row is None else _statistics(row)
         units = None

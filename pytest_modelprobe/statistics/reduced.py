@@ -35,7 +35,7 @@ class Reduced:
     row: Row | None = None
     """Numbers of the tensors reduced on the CPU."""
     rows: Tensor | None = None
-    """Numbers of the tensors reduced on another device, still there: shape (k, 12), columns as in `Row`."""
+    """Numbers of the tensors reduced on another device, still there: shape (k, columns of `Row`)."""
     low: Array | Tensor | None = None
     """Smallest element of each unit."""
     high: Array | Tensor | None = None

@@ -20,6 +20,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Statistics
 from pytest_modelprobe.statistics import SmallTensors, ambient_modes_disabled, collect, merge, reduce, reduce_on_device
 from pytest_modelprobe.statistics.fingerprint import project
+from pytest_modelprobe.statistics.reduced import NO_ELEMENT
 from pytest_modelprobe.statistics.small import SMALL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -515,19 +516,19 @@ def test_the_device_path_runs_where_there_is_nothing_to_read(dtype):
         return merge(one, reduce_on_device(tensor, axis=-1, index=1))
 
     meta = reduced(torch.empty(40, 3, dtype=dtype, device="meta"))
-    assert meta.rows.shape == (1, 12)
+    assert meta.rows.shape == (1, len(NO_ELEMENT))
     assert meta.low.shape == (3,)
     with FakeTensorMode():
         one = statistics.device.on_device(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
         assert type(one.rows).__name__ == "FakeTensor"
-        assert statistics.device.merged_rows(torch.cat([one.rows, one.rows])).shape == (1, 12)
+        assert statistics.device.merged_rows(torch.cat([one.rows, one.rows])).shape == (1, len(NO_ELEMENT))
 
 
 def test_large_tensors_go_through_a_device_in_chunks(monkeypatch):
     monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
     tensor = draw(2_500, 2) + 100
     check(read_on_device(tensor).statistics, numbers(tensor))
-    assert reduce_on_device(tensor).rows.shape == (1, 12)
+    assert reduce_on_device(tensor).rows.shape == (1, len(NO_ELEMENT))
 
 
 # --- tensors without numbers ---------------------------------------------------------------------------------------
