@@ -1801,6 +1801,63 @@ def test_a_mask_that_is_not_made_any_more_accuses_none_of_those_who_get_it(monke
     assert len(diagnosis.causes) == 1
 
 
+class Biased(nn.Module):
+    """Adds a bias to its scores if it is given one, and maybe does not look at it."""
+
+    def __init__(self, *, used: bool = True, scale: float = 1.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self._used, self._scale = [used], [scale]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        scores = x @ x.T * self._scale[0]
+        scores = scores if bias is None or not self._used[0] else scores + bias
+        return self.fc(scores.softmax(-1) @ x)
+
+
+class Biasing(nn.Module):
+    """Gives a child a bias by position, by keyword, None for it, or no second argument."""
+
+    def __init__(self, given: str = "position", **options: Any) -> None:
+        super().__init__()
+        self.head, self.attn = nn.Linear(8, 8), Biased(**options)
+        self._given = [given]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, bias = self.head(x), -9.0 * torch.ones(len(x), len(x)).triu(1)
+        match self._given[0]:
+            case "position":
+                return self.attn(x, bias)
+            case "keyword":
+                return self.attn(x, bias=bias)
+            case "none":
+                return self.attn(x, None)
+        return self.attn(x)
+
+
+@pytest.mark.parametrize("run", [{}, {"loss": None}], ids=["backward", "forward"])
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ("position", "none", "no longer gives attn input[1]"),
+        ("keyword", "nothing", "no longer gives attn bias"),
+        ("nothing", "keyword", "gives attn bias"),
+    ],
+)
+def test_what_a_child_does_without_a_tensor_is_the_consequence_of_who_gave_it(
+    then: str, now: str, told: str, run: Any
+) -> None:
+    old = recorded(PROBE.build(lambda: Biasing(then)), PROBE.randn(4, 8), **run)
+    found = diagnose(compare(recorded(PROBE.build(lambda: Biasing(now)), PROBE.randn(4, 8), like=old, **run), old))
+    assert first_line(found).startswith(f"(root): own code {told}: output changed by ")
+    assert [cause_text(cause) for cause in found.causes] == [f"(root): own code {told}"]
+
+
+def test_a_tensor_that_was_not_used_does_not_excuse_the_code_that_got_it() -> None:
+    found = refactored(lambda: Biasing(used=False), lambda: Biasing("none", used=False, scale=2.0))
+    assert first_line(found).startswith("possibly attn: own code changed before fc: ")
+
+
 class Windowed(nn.Module):
     """Gives its child a mask, in one way or another."""
 

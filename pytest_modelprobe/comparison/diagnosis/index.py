@@ -11,7 +11,7 @@ from typing import Literal
 from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import children, comparable
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
+from pytest_modelprobe.record import NOT_DEFAULT, Call, CallTree, Step, qualified
 
 from .layer_names import parent
 
@@ -158,6 +158,23 @@ class ComparisonIndex:
             came = others[0].kind == "input added" or others[0].expected is None
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
         return None
+
+    def uses_changed_input(self, pair: CallPair) -> bool:
+        """Whether a floating-point tensor came or went that the code of the call uses, or used.
+
+        In the isolated response a gradient reaches what is used; without a backward, everything counts as used. Of
+        integers, such as positions, this is not known.
+        """
+        sides: tuple[tuple[DifferenceKind, Call], ...] = (
+            ("input added", pair.actual),
+            ("input removed", pair.expected),
+        )
+        for kind, call in sides:
+            unused = () if call.response is None else call.response.without_gradient
+            floating = {value.path for value in call.inputs if value.dtype.startswith(("float", "bfloat"))}
+            if any(d.what in floating and d.what not in unused for d in self.of_call(pair, kind)):
+                return True
+        return False
 
     def has_no_child_calls(self, pair: CallPair) -> bool:
         """Whether a call calls no other layer."""
