@@ -1840,7 +1840,9 @@ class Biasing(nn.Module):
     ("then", "now", "told"),
     [
         ("position", "none", "no longer gives attn input[1]"),
+        ("position", "nothing", "no longer gives attn input[1]"),
         ("keyword", "nothing", "no longer gives attn bias"),
+        ("nothing", "position", "gives attn input[1]"),
         ("nothing", "keyword", "gives attn bias"),
     ],
 )
