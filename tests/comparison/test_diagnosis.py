@@ -1308,6 +1308,51 @@ def test_a_layer_that_did_something_is_told_by_itself() -> None:
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("architecture", "between")]
 
 
+class Dropping(nn.Module):
+    """Calls a layer that may pass on its input between two others, once more after them, or not at all."""
+
+    def __init__(self, *calls: str, passing: nn.Module | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1) if passing is None else passing
+        self._calls, self._scale = calls, [scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x * self._scale[0]).tanh()
+        x = self.b(x + self.drop(x) if "between" in self._calls else x + x)
+        return self.drop(x) if "after" in self._calls else x
+
+
+CALLED = [("between",), ("after",), ("between", "after"), ()]
+
+
+@pytest.mark.parametrize(("then", "now"), [(x, y) for x in CALLED for y in CALLED if len(x) != len(y)])
+def test_a_layer_that_passed_on_its_input_and_is_called_less_or_more_is_no_other_code(
+    then: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Dropping(*then)), lambda: trained_again(in_a_row(lambda: Dropping(*now)))
+    )
+    assert [cause.kind for cause in found.causes] == ["weights"]
+    assert not found.possible
+
+
+def test_code_before_a_layer_that_passed_on_its_input_is_named() -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Dropping("after")), lambda: trained_again(in_a_row(lambda: Dropping(scale=2.0)))
+    )
+    assert first_line(found).startswith("layer '1' (Dropping): own code changed before a; ")
+
+
+@pytest.mark.parametrize("passing", [nn.Tanh(), nn.LayerNorm(8)])
+def test_a_layer_that_did_something_and_is_called_no_longer_is_another_code(passing: nn.Module) -> None:
+    def make(*calls: str) -> nn.Module:
+        return in_a_row(lambda: Dropping(*calls, passing=copy.deepcopy(passing)))
+
+    found = refactored(lambda: make("after"), lambda: trained_again(make()))
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
+
+
 class InARow(nn.Module):
     """Calls three layers one by one, or as one."""
 
