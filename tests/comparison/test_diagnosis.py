@@ -1226,6 +1226,34 @@ def test_what_is_saved_or_trained_does_not_excuse_the_code_beside_it(option: Any
     assert [cause.change for cause in found.causes[1:]] == [None]
 
 
+class Spare(Scaling):
+    """Holds a parameter that it multiplies by or does not use, or none."""
+
+    def __init__(self, scale: float = 1.0, *, used: bool | None = None) -> None:
+        super().__init__(scale)
+        self._used = [used]
+        if used is not None:
+            self.spare = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * self.spare if self._used[0] else out
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, False), (False, None)], ids=["came", "went"])
+def test_a_parameter_without_a_gradient_does_not_excuse_the_code_beside_it(then: bool | None, now: bool | None) -> None:
+    found = refactored(lambda: Spare(used=then), lambda: Spare(1.5, used=now))
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
+    assert [(cause.what, cause.change) for cause in found.causes[1:]] == [
+        ("spare added" if then is None else "spare removed", None)
+    ]
+
+
+def test_a_parameter_with_a_gradient_is_the_cause_of_what_it_does() -> None:
+    found = refactored(Spare, lambda: Spare(used=True))
+    assert [(cause.kind, cause.what) for cause in found.causes] == [("architecture", "spare added")]
+
+
 def test_statements_in_another_order_are_no_change_of_code() -> None:
     then = recorded(PROBE.build(Scaling), PROBE.randn(4, 8))
     assert compare(recorded(PROBE.build(lambda: Scaling(swapped=True)), PROBE.randn(4, 8)), then).same
