@@ -55,9 +55,9 @@ def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
     """Whether the output changed, and only possible causes have a known effect."""
     if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
         return False
-    # A missing mask changes the output of a layer.
+    # A missing mask changes the output of a layer, also one of integers.
     unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
-    return not unmasked and any(cause.change is not None for cause in diagnosis.possible)
+    return not unmasked and any(c.change is not None and not c.is_consequence for c in diagnosis.possible)
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:

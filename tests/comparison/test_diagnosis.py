@@ -1226,6 +1226,34 @@ def test_what_is_saved_or_trained_does_not_excuse_the_code_beside_it(option: Any
     assert [cause.change for cause in found.causes[1:]] == [None]
 
 
+class Spare(Scaling):
+    """Holds a parameter that it multiplies by or does not use, or none."""
+
+    def __init__(self, scale: float = 1.0, *, used: bool | None = None) -> None:
+        super().__init__(scale)
+        self._used = [used]
+        if used is not None:
+            self.spare = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * self.spare if self._used[0] else out
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, False), (False, None)], ids=["came", "went"])
+def test_a_parameter_without_a_gradient_does_not_excuse_the_code_beside_it(then: bool | None, now: bool | None) -> None:
+    found = refactored(lambda: Spare(used=then), lambda: Spare(1.5, used=now))
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
+    assert [(cause.what, cause.change) for cause in found.causes[1:]] == [
+        ("spare added" if then is None else "spare removed", None)
+    ]
+
+
+def test_a_parameter_with_a_gradient_is_the_cause_of_what_it_does() -> None:
+    found = refactored(Spare, lambda: Spare(used=True))
+    assert [(cause.kind, cause.what) for cause in found.causes] == [("architecture", "spare added")]
+
+
 def test_statements_in_another_order_are_no_change_of_code() -> None:
     then = recorded(PROBE.build(Scaling), PROBE.randn(4, 8))
     assert compare(recorded(PROBE.build(lambda: Scaling(swapped=True)), PROBE.randn(4, 8)), then).same
@@ -1306,6 +1334,51 @@ def test_a_layer_that_passed_on_what_it_got_does_not_excuse_the_code_beside_it()
 def test_a_layer_that_did_something_is_told_by_itself() -> None:
     found = refactored(lambda: Passed(between=nn.Tanh()), Passed)
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("architecture", "between")]
+
+
+class Dropping(nn.Module):
+    """Calls a layer that may pass on its input between two others, once more after them, or not at all."""
+
+    def __init__(self, *calls: str, passing: nn.Module | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1) if passing is None else passing
+        self._calls, self._scale = calls, [scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x * self._scale[0]).tanh()
+        x = self.b(x + self.drop(x) if "between" in self._calls else x + x)
+        return self.drop(x) if "after" in self._calls else x
+
+
+CALLED = [("between",), ("after",), ("between", "after"), ()]
+
+
+@pytest.mark.parametrize(("then", "now"), [(x, y) for x in CALLED for y in CALLED if len(x) != len(y)])
+def test_a_layer_that_passed_on_its_input_and_is_called_less_or_more_is_no_other_code(
+    then: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Dropping(*then)), lambda: trained_again(in_a_row(lambda: Dropping(*now)))
+    )
+    assert [cause.kind for cause in found.causes] == ["weights"]
+    assert not found.possible
+
+
+def test_code_before_a_layer_that_passed_on_its_input_is_named() -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Dropping("after")), lambda: trained_again(in_a_row(lambda: Dropping(scale=2.0)))
+    )
+    assert first_line(found).startswith("layer '1' (Dropping): own code changed before a; ")
+
+
+@pytest.mark.parametrize("passing", [nn.Tanh(), nn.LayerNorm(8)])
+def test_a_layer_that_did_something_and_is_called_no_longer_is_another_code(passing: nn.Module) -> None:
+    def make(*calls: str) -> nn.Module:
+        return in_a_row(lambda: Dropping(*calls, passing=copy.deepcopy(passing)))
+
+    found = refactored(lambda: make("after"), lambda: trained_again(make()))
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
 
 
 class InARow(nn.Module):
@@ -1799,6 +1872,65 @@ def test_a_mask_that_is_not_made_any_more_accuses_none_of_those_who_get_it(monke
     line = first_line(diagnosis)
     assert line.startswith("(root): own code no longer gives encoder attention_mask: output changed by ")
     assert len(diagnosis.causes) == 1
+
+
+class Biased(nn.Module):
+    """Adds a bias to its scores if it is given one, and maybe does not look at it."""
+
+    def __init__(self, *, used: bool = True, scale: float = 1.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self._used, self._scale = [used], [scale]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        scores = x @ x.T * self._scale[0]
+        scores = scores if bias is None or not self._used[0] else scores + bias
+        return self.fc(scores.softmax(-1) @ x)
+
+
+class Biasing(nn.Module):
+    """Gives a child a bias by position, by keyword, None for it, or no second argument."""
+
+    def __init__(self, given: str = "position", **options: Any) -> None:
+        super().__init__()
+        self.head, self.attn = nn.Linear(8, 8), Biased(**options)
+        self._given = [given]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, bias = self.head(x), -9.0 * torch.ones(len(x), len(x)).triu(1)
+        match self._given[0]:
+            case "position":
+                return self.attn(x, bias)
+            case "keyword":
+                return self.attn(x, bias=bias)
+            case "none":
+                return self.attn(x, None)
+        return self.attn(x)
+
+
+@pytest.mark.parametrize("run", [{}, {"loss": None}], ids=["backward", "forward"])
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ("position", "none", "no longer gives attn input[1]"),
+        ("position", "nothing", "no longer gives attn input[1]"),
+        ("keyword", "nothing", "no longer gives attn bias"),
+        ("nothing", "position", "gives attn input[1]"),
+        ("nothing", "keyword", "gives attn bias"),
+    ],
+)
+def test_what_a_child_does_without_a_tensor_is_the_consequence_of_who_gave_it(
+    then: str, now: str, told: str, run: Any
+) -> None:
+    old = recorded(PROBE.build(lambda: Biasing(then)), PROBE.randn(4, 8), **run)
+    found = diagnose(compare(recorded(PROBE.build(lambda: Biasing(now)), PROBE.randn(4, 8), like=old, **run), old))
+    assert first_line(found).startswith(f"(root): own code {told}: output changed by ")
+    assert [cause_text(cause) for cause in found.causes] == [f"(root): own code {told}"]
+
+
+def test_a_tensor_that_was_not_used_does_not_excuse_the_code_that_got_it() -> None:
+    found = refactored(lambda: Biasing(used=False), lambda: Biasing("none", used=False, scale=2.0))
+    assert first_line(found).startswith("possibly attn: own code changed before fc: ")
 
 
 class Windowed(nn.Module):

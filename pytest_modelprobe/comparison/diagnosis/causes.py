@@ -41,6 +41,8 @@ class Cause:
     share_method: ShareMethod | None = None
     """Of code that generates another mask, other positions or tokens for a child: how `change`, the share of its
     entries that differ, is known; `what` names it."""
+    is_consequence: bool = False
+    """Of a possible cause: whether a tensor that the layer is given no longer, or only now, explains it."""
     hints: tuple[str, ...] = ()
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()

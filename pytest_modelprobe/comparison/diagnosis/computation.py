@@ -50,7 +50,9 @@ def computation_causes(
         before = certain.get(pair.layer)
         other = index.other_explanation(pair)
         if other is not None and cause.change is not None:
-            possible.setdefault(pair.layer, dataclasses.replace(cause, hints=(*cause.hints, other)))
+            follows = index.uses_changed_input(pair)
+            doubtful = dataclasses.replace(cause, hints=(*cause.hints, other), is_consequence=follows)
+            possible.setdefault(pair.layer, doubtful)
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
     for step in index.steps:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import children, comparable
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import NOT_DEFAULT, CallTree, Step, qualified
+from pytest_modelprobe.record import NOT_DEFAULT, Call, CallTree, IsolatedResponse, Layer, Record, Step, qualified
 
 from .layer_names import parent
 
@@ -159,6 +159,23 @@ class ComparisonIndex:
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
         return None
 
+    def uses_changed_input(self, pair: CallPair) -> bool:
+        """Whether a floating-point tensor came or went that the code of the call uses, or used.
+
+        In the isolated response a gradient reaches what is used; without a backward, everything counts as used. Of
+        integers, such as positions, this is not known.
+        """
+        sides: tuple[tuple[DifferenceKind, Call], ...] = (
+            ("input added", pair.actual),
+            ("input removed", pair.expected),
+        )
+        for kind, call in sides:
+            unused = () if call.response is None else call.response.without_gradient
+            floating = {value.path for value in call.inputs if value.dtype.startswith(("float", "bfloat"))}
+            if any(d.what in floating and d.what not in unused for d in self.of_call(pair, kind)):
+                return True
+        return False
+
     def has_no_child_calls(self, pair: CallPair) -> bool:
         """Whether a call calls no other layer."""
         return not self._child_steps.get(self._step_of_pair.get(id(pair)))
@@ -230,8 +247,7 @@ class ComparisonIndex:
 
     def _receivers(self, pair: CallPair) -> list[str]:
         """Return the child that each value of the isolated response goes to, in their order; empty for outputs."""
-        handed = pair.actual.response.handed if pair.actual.response is not None else ()
-        return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
+        return _receivers(pair, pair.actual.response)
 
     def is_difference_conclusive(self, pair: CallPair, difference: Difference) -> bool:
         """Whether a difference between the isolated responses of a call shows a change of its own code.
@@ -239,6 +255,9 @@ class ComparisonIndex:
         What comes after a child whose output has another path is not comparable.
         """
         if not self._has_same_synthetic_inputs(pair) or self.is_rewritten(pair) or self._is_regrouped(pair):
+            return False
+        before = self._before_pass_through(pair)
+        if before is not None and difference.what not in before:
             return False
         called = self._receivers(pair)
         renamed = next((name for name in called if name and self.has(name, "path")), None)
@@ -262,7 +281,12 @@ class ComparisonIndex:
 
     def is_response_conclusive(self, pair: CallPair) -> bool:
         """Whether differences between the isolated responses of a call show a change of its own code."""
-        return self.has_comparable_responses(pair) and not self.is_rewritten(pair) and not self._is_regrouped(pair)
+        return (
+            self.has_comparable_responses(pair)
+            and not self.is_rewritten(pair)
+            and not self._is_regrouped(pair)
+            and self._before_pass_through(pair) is None
+        )
 
     def _is_regrouped(self, pair: CallPair) -> bool:
         """Whether the same layers are called through another container, or without layers that passed values through.
@@ -280,6 +304,24 @@ class ComparisonIndex:
         left = [*came & self.added, *self.removed.intersection(gone)]
         return any(self.is_pass_through(name) for name in left)
 
+    def _before_pass_through(self, pair: CallPair) -> Collection[str] | None:
+        """Return what a call emits before a child that passes on its input and is called less or more often now.
+
+        In the isolated response this child returns a synthetic tensor, so all that follows differs. None if there is no
+        such child; added and removed layers are left to `_is_regrouped`.
+        """
+        a, e = pair.actual.response, pair.expected.response
+        if a is None or e is None or self.has_same_children(pair):
+            return None
+        for response, other, record in ((a, e, self.comparison.actual), (e, a, self.comparison.expected)):
+            more = {child_of(pair, called) for called in children(response).keys() - children(other).keys()}
+            called = _receivers(pair, response)
+            both = self.comparison.actual.layers.keys() & self.comparison.expected.layers.keys() & more
+            passing = [called.index(name) for name in both if name in called and _returns_its_input(record, name)]
+            if passing:
+                return [handed.where for handed in response.handed[: min(passing)]]
+        return None
+
     def is_pass_through(self, name: str) -> bool:
         """Whether an added or removed layer only passes on values: its inputs, or outputs of layers called inside it.
 
@@ -291,15 +333,7 @@ class ComparisonIndex:
         if not layer.calls:
             return not layer.parameters  # a list of layers; one with parameters may be used without a call
         steps = self.steps if new else self._steps_before
-        for call in layer.calls:
-            known = [v.forward.fingerprint for v in call.inputs]
-            for step in steps:
-                inside = call.started < step.call.started and step.call.finished < call.finished
-                if inside and step.call.root == call.root and step.layer.name not in others:
-                    known += [v.forward.fingerprint for v in step.call.outputs]
-            if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
-                return False
-        return True
+        return _passes_on(layer, [step for step in steps if step.layer.name not in others])
 
     def is_unchanged_in_run(self, pair: CallPair) -> bool:
         """Whether the run shows the same outputs and buffers for the same inputs."""
@@ -358,3 +392,27 @@ def _side(pair: CallPair, what: str) -> str:
     if what in ("input", "output"):
         return what
     return "input" if any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs)) else "output"
+
+
+def _receivers(pair: CallPair, response: IsolatedResponse | None) -> list[str]:
+    handed = response.handed if response is not None else ()
+    return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
+
+
+def _returns_its_input(record: Record, name: str) -> bool:
+    """Whether a layer without parameters, itself or inside it, returned its inputs in the run."""
+    inside = [layer for other, layer in record.layers.items() if f"{other}.".startswith(f"{name}.")]
+    return not any(layer.parameters for layer in inside) and _passes_on(record.layers[name], ())
+
+
+def _passes_on(layer: Layer, steps: Iterable[Step]) -> bool:
+    """Whether each output of a layer is one of its inputs, or an output of one of these calls inside it."""
+    for call in layer.calls:
+        known = [v.forward.fingerprint for v in call.inputs]
+        for step in steps:
+            inside = call.started < step.call.started and step.call.finished < call.finished
+            if inside and step.call.root == call.root:
+                known += [v.forward.fingerprint for v in step.call.outputs]
+        if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
+            return False
+    return True

@@ -50,8 +50,21 @@ def explained_by(index: ComparisonIndex, recorded: Iterable[Cause]) -> set[str]:
 def _has_no_effect_alone(index: ComparisonIndex, cause: Cause) -> bool:
     """Whether a cause changes what a layer holds, and no output; torch's own code checks what a layer holds."""
     layer = index.comparison.actual.layers.get(cause.layer)
-    own = layer is not None and not layer.type.startswith("torch.nn.")
-    return own and any(difference.kind in _NO_EFFECT_ALONE for difference in cause.differences[:1])
+    if layer is None or layer.type.startswith("torch.nn.") or not cause.differences:
+        return False
+    if cause.differences[0].kind in _NO_EFFECT_ALONE:
+        return True
+    return all(_is_unused_parameter(index, difference) for difference in cause.differences)
+
+
+def _is_unused_parameter(index: ComparisonIndex, difference: Difference) -> bool:
+    """Whether a trainable parameter came or went that got no gradient, not even zeros, in a run with a backward."""
+    if difference.kind not in ("parameter added", "parameter removed"):
+        return False
+    record = index.comparison.actual if difference.kind == "parameter added" else index.comparison.expected
+    parameters = {p.name: p for p in record.layers[difference.layer].parameters}
+    found = parameters[difference.what]
+    return bool(record.backwards) and found.requires_grad and found.tied_to is None and found.gradient is None
 
 
 def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
