@@ -223,7 +223,7 @@ def _computation(cause: Cause, label: str) -> str:
         return f"{label}: builds another {cause.what}{share}"
     if first is not None and cause.is_call_change:
         return f"{label}: own code {_handed(first)}"
-    if first is not None and first.kind == "calls":
+    if first is not None and first.kind == "calls" and cause.what.startswith("calls of "):
         child = cause.what.removeprefix("calls of ")
         if not cause.actual:
             return f"{label}: own code no longer calls {child}"

@@ -1372,6 +1372,14 @@ def test_code_before_a_layer_that_passed_on_its_input_is_named() -> None:
     assert first_line(found).startswith("layer '1' (Dropping): own code changed before a; ")
 
 
+def test_code_after_a_layer_that_passed_on_its_input_is_named_where_the_run_shows_it() -> None:
+    def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * Dropping.forward(self, x)
+
+    found = refactored(lambda: in_a_row(lambda: Dropping("between")), lambda: in_a_row(like(Dropping, forward=scaled)))
+    assert [cause_text(cause) for cause in found.causes] == ["1: own code changed after b"]
+
+
 @pytest.mark.parametrize("passing", [nn.Tanh(), nn.LayerNorm(8)])
 def test_a_layer_that_did_something_and_is_called_no_longer_is_another_code(passing: nn.Module) -> None:
     def make(*calls: str) -> nn.Module:
