@@ -45,7 +45,8 @@ def hatchling(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> s
 
 
 def git(*arguments: str, cwd: Path) -> str:
-    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    # The checkout may belong to somebody else, as in a container.
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "safe.directory=*")
     nothing = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     return called("git", *who, *arguments, cwd=cwd, **nothing)
 
