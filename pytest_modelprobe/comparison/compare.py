@@ -291,7 +291,7 @@ class _Comparer:
             yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
-            scale = functools.partial(_scale, pair.expected, of="backward_inner")
+            scale = _Scale(pair.expected, "backward_inner")
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
     def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
@@ -467,7 +467,10 @@ def _norm(reading: Reading | None) -> float:
 
 
 class _Scale:
-    """The `_scale` of a call, computed once: each value that differs needs it, and few do."""
+    """The largest norm in a call, which values that are zero in exact arithmetic are compared with.
+
+    Computed once, when a value that differs needs it: few do.
+    """
 
     __slots__ = ("_call", "_of", "_scale")
 
@@ -477,14 +480,9 @@ class _Scale:
 
     def __call__(self) -> float:
         if self._scale is None:
-            self._scale = _scale(self._call, of=self._of)
+            values = filter(is_quantity, (*self._call.inputs, *self._call.outputs))
+            self._scale = max((_norm(getattr(value, self._of)) for value in values), default=0.0)
         return self._scale
-
-
-def _scale(call: Call, *, of: str = "forward") -> float:
-    """Return the largest norm in a call, which values that are zero in exact arithmetic are compared with."""
-    values = filter(is_quantity, (*call.inputs, *call.outputs))
-    return max((_norm(getattr(value, of)) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:
