@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import pkgutil
 import sys
@@ -141,6 +143,7 @@ def outcomes(package: Any) -> dict[str, Any]:
             found[name] = do(package)
         except package.exceptions.ModelProbeError as error:
             found[name] = str(error)
+    gc.collect()  # closes what is still watched: another copy of the package counts its own watches alone
     return found
 
 
@@ -209,6 +212,18 @@ def test_a_mode_of_the_user_stays_where_the_stack_cannot_be_changed(path: str, m
         with pytest.raises(importlib.import_module(f"{PACKAGE}.exceptions").ModelProbeError, match=path):
             ran_with_functionals(package)
         assert torch.overrides._get_current_function_mode_stack() == [mode]
+
+
+@pytest.mark.parametrize("path", _torch.PATHS)
+def test_a_watch_that_is_refused_leaves_no_hook(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, net = fresh(monkeypatch, without=path), model()
+    with contextlib.suppress(importlib.import_module(f"{PACKAGE}.exceptions").ModelProbeError):
+        watch = package.ModelProbe().watch(net, functionals=True, attention=True)
+        net(torch.ones(3, 4)).sum().backward()
+        watch.close()
+    tables = [table for module in net.modules() for key, table in vars(module).items() if key.endswith("_hooks")]
+    assert all(isinstance(table, dict) for table in tables)
+    assert not any(tables)
 
 
 # --- of pytest and of syrupy ------------------------------------------------------------------------------------------

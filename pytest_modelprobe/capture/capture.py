@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import graph_task, is_wrapped, without_torch_function
+from pytest_modelprobe._torch import count_function_modes, graph_task, is_wrapped, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models import Layers, flatten, flatten_call, map_tensors, run_eagerly
 from pytest_modelprobe.record import ForwardKind, gc_paused
@@ -134,7 +134,10 @@ class Capture:
 
     def attach(self) -> None:
         """Put the hooks on. On an error none stays behind."""
-        graph_task()  # a torch that cannot answer is refused here, not in the hooks
+        # A torch that cannot do what hooks need is refused here, while there is nothing to take off.
+        graph_task()
+        if self._modes:
+            count_function_modes()
         try:
             with gc_paused(), without_torch_function():
                 self._exit.enter_context(run_eagerly(self.layers))
