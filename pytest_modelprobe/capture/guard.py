@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from types import TracebackType
 
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -39,14 +40,23 @@ class HookGuard:
             if own < _OWN_FRAMES:
                 self.notes[TOO_DEEP] = None
                 return True
-        self._failure = self._failure or error
+        if self._failure is None:
+            self._failure = _without_frames(error)
         return True
 
     def check(self) -> None:
         """Raise the error that was kept, if there is one."""
         if isinstance(self._failure, ModelProbeError):
-            raise self._failure
+            raise type(self._failure)(*self._failure.args)
         if self._failure is not None:
             raise ModelProbeError(
                 f"a hook of the probe failed, so that the record is incomplete: {self._failure!r}"
             ) from self._failure
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return the error with its traceback as text: its frames hold the watch, which would never be freed."""
+    if not isinstance(error, ModelProbeError):
+        error.add_note("".join(traceback.format_exception(error)))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

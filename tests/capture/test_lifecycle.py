@@ -385,6 +385,25 @@ def test_a_failing_hook_never_reaches_the_model(monkeypatch, direction):
     assert hooks(model) == []
 
 
+def test_a_watch_whose_hook_failed_is_freed_and_takes_its_hooks_off(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ArithmeticError("broken")
+
+    def use():
+        watch = Watch(model)
+        model(torch.randn(3, 4))
+        with pytest.raises(ModelProbeError) as caught:
+            watch.record  # noqa: B018
+        assert "in broken" in "".join(caught.value.__cause__.__notes__)
+
+    monkeypatch.setattr(statistics, "reduce", broken)
+    model = Net()
+    use()
+    gc.collect()
+    assert hooks(model) == []
+    assert stance() == "default"
+
+
 def test_a_failing_hook_of_functional_calls_never_reaches_the_model(monkeypatch):
     class Functional(nn.Module):
         def forward(self, x):
