@@ -1132,6 +1132,21 @@ def test_a_layer_with_another_name_has_other_weights_for_that() -> None:
     assert found.causes[0].hints == ("its weights are others: build draws them by name",)
 
 
+def test_of_renamed_layers_one_with_other_weights_is_a_cause_of_its_own() -> None:
+    def named(*names: str) -> nn.Module:
+        return nn.Sequential(OrderedDict((name, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))) for name in names))
+
+    old, new = PROBE.build(lambda: named("a", "b")), named("first", "second")
+    new.load_state_dict(dict(zip(new.state_dict(), old.state_dict().values(), strict=True)))
+    with torch.no_grad():
+        new.second[0].weight *= 1.01
+        new.first[1].running_var.fill_(2.0)
+    expected = recorded(old, PROBE.randn(4, 8))
+    found = diagnose(compare(recorded(new, PROBE.randn(4, 8), like=expected), expected))
+    weights = [c for c in causes(found) if c[0] in ("weights", "buffers")]
+    assert sorted(weights) == [("buffers", "first.1", "running_var"), ("weights", "second.0", "weight")]
+
+
 def test_of_the_layers_asked_for_only_the_causes_among_them_are_told() -> None:
     old, new = PROBE.build(Net), PROBE.build(Net)
     for block in new.blocks:

@@ -168,7 +168,7 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
     yield from _came_or_went(index, "layer added", "added")
     yield from _came_or_went(index, "layer removed", "removed")
     renamed = {d.layer: d for d in index.differences("layer renamed")}
-    drawn = {container for name in renamed if index.has(name, "weights") for container in _containers(name)}
+    drawn = {container for name in _redrawn_by_name(index) for container in _containers(name)}
     for name, difference in renamed.items():
         above = renamed.get(parent(name))
         own = name.rpartition(".")[2]
@@ -256,17 +256,27 @@ def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
 
 def _weights(index: ComparisonIndex) -> Iterator[Cause]:
     kinds: tuple[tuple[DifferenceKind, CauseKind], ...] = (("weights", "weights"), ("buffer", "buffers"))
+    # Weights are drawn by name, biases for the size of their weight: new names or sizes, new values.
+    drawn: set[DifferenceKind] = {"type", "parameter shape"}
+    if _redrawn_by_name(index):
+        drawn.add("layer renamed")
     for difference_kind, kind in kinds:
         for found in index.of_layer.values():
             here = [d for d in found if d.kind == difference_kind]
-            # Weights are drawn by name, biases for the size of their weight: new names or sizes, new values.
-            if here and {d.kind for d in found}.isdisjoint({"type", "parameter shape", "layer renamed"}):
+            if here and drawn.isdisjoint(d.kind for d in found):
                 cause = _all_named(kind, here)
                 if kind == "weights":
                     layers = (r.layers[cause.layer] for r in (index.comparison.expected, index.comparison.actual))
                     hints = _rms_hint(*(_changed_parameters(layer, cause) for layer in layers))
                     cause = dataclasses.replace(cause, hints=hints)
                 yield cause
+
+
+def _redrawn_by_name(index: ComparisonIndex) -> set[str]:
+    """Return the renamed layers with random weights if all of them have others, as after `build`; else none."""
+    layers = index.comparison.actual.layers
+    random = {d.layer for d in index.differences("layer renamed") if _is_drawn(layers[d.layer])}
+    return random if all(index.has(name, "weights") for name in random) else set()
 
 
 def _changed_parameters(layer: Layer, cause: Cause) -> list[Parameter]:
