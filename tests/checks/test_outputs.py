@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe import ModelProbe, UsageError, checks
 
 
 class Model(nn.Module):
@@ -61,6 +61,23 @@ def test_an_output_that_cannot_be_looked_into_is_refused_by_every_check(probe: M
         assert outcome.text == (
             "output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does"
         )
+
+
+def test_an_iterator_of_ones_own_is_refused_whatever_it_holds(probe: ModelProbe) -> None:
+    class Rows:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __iter__(self) -> Rows:
+            return self
+
+        def __next__(self) -> Tensor:
+            return self.x.softmax(0)
+
+    found = checks.batch_independent.outcome(probe, Model(lambda _, x: Rows(x)), probe.randn(3, 4))
+    assert found.text.startswith("output cannot be looked into (")
+    with pytest.raises(UsageError, match="output cannot be looked into"):
+        probe.run(Model(lambda _, x: Rows(x)), probe.randn(3, 4))
 
 
 def test_inputs_inside_objects_are_copied_and_cut(probe: ModelProbe) -> None:
@@ -153,6 +170,15 @@ def test_a_bottleneck_that_mixes_the_batch_a_little_is_named(probe: ModelProbe, 
 def test_a_layer_that_depends_a_little_on_the_batch_size_is_named(probe: ModelProbe) -> None:
     found = checks.any_batch_size.outcome(probe, UNet(5e-5), probe.randn(4, 6))
     assert found.text.startswith("bottleneck depends on the batch size: the first row changed by ")
+
+
+def test_a_little_of_the_batch_that_no_layer_inside_shows_is_seen_in_double_precision(probe: ModelProbe) -> None:
+    def mixing(by: float) -> nn.Module:
+        return Model(lambda model, x: model.fc(x) + by * model.fc(x).mean(0), fc=nn.Linear(4, 4))
+
+    found = checks.batch_independent.outcome(probe, mixing(5e-5), probe.randn(4, 4))
+    assert found.text.startswith("(root) mixes the batch: the first row changed by ")
+    assert checks.batch_independent.outcome(probe, mixing(1e-9), probe.randn(4, 4)).verdict == "holds"
 
 
 def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
