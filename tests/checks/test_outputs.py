@@ -181,6 +181,28 @@ def test_a_little_of_the_batch_that_no_layer_inside_shows_is_seen_in_double_prec
     assert checks.batch_independent.outcome(probe, mixing(1e-9), probe.randn(4, 4)).verdict == "holds"
 
 
+MIXING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Tensor]] = {
+    "mean over all tokens": (
+        lambda model, x, mask: (model.fc(x) * mask[..., None]).sum(1) / mask.sum(),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]),
+    ),
+    "any row that is masked": (
+        lambda model, x, mask: (model.fc(x) * mask.all(0)[:, None]).sum(1),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool(),
+    ),
+    "greatest length": (lambda model, x, mask: model.fc(x).sum(1) / mask.max(), torch.tensor([4, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("mixing", MIXING.values(), ids=MIXING)
+def test_masks_and_lengths_that_mix_the_batch_are_named(
+    probe: ModelProbe, mixing: tuple[Callable[[Any, Tensor, Tensor], Tensor], Tensor]
+) -> None:
+    code, mask = mixing
+    found = checks.batch_independent.outcome(probe, Model(code, fc=nn.Linear(4, 4)), probe.randn(3, 4, 4), mask)
+    assert found.text.startswith("(root) mixes the batch: the ")
+
+
 def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         order = x.sum(1).argsort()
