@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -467,4 +468,16 @@ def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProb
             self.value = lambda: found
 
     found = checks.causal.outcome(probe, Model(lambda _, x: Later(x.softmax(1))), probe.randn(2, 6, 4))
+    assert found.text.startswith("output cannot be looked into (")
+
+
+@pytest.mark.parametrize("later", [lambda x: lambda: x.softmax(1), lambda x: functools.partial(torch.softmax, x, 1)])
+def test_an_object_that_computes_a_part_later_is_refused_beside_a_tensor(
+    probe: ModelProbe, later: Callable[[Tensor], Any]
+) -> None:
+    class Later:
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.shares = x, later(x)
+
+    found = checks.causal.outcome(probe, Model(lambda _, x: Later(x)), probe.randn(2, 6, 4))
     assert found.text.startswith("output cannot be looked into (")
