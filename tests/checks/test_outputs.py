@@ -326,6 +326,9 @@ def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) 
     x = probe.randn(4, 3)
     chosen = Model(lambda model, x: model.fc(x).argmax(-1), fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, as integers: output")
+    numbers = Model(lambda model, x: (model.fc(x), model.fc(x).softmax(0).tolist(), True), fc=nn.Linear(3, 5))
+    said = "not looked at, as numbers of Python: output[1][0][0], output[1][0][1], output[1][0][2] and "
+    assert said in checks.batch_independent(probe, numbers, x).text
     loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
 
