@@ -182,25 +182,26 @@ def test_a_little_of_the_batch_that_no_layer_inside_shows_is_seen_in_double_prec
     assert checks.batch_independent.outcome(probe, mixing(1e-9), probe.randn(4, 4)).verdict == "holds"
 
 
-MIXING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Tensor]] = {
+KEPT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+MIXING: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "mean over all tokens": (
         lambda model, x, mask: (model.fc(x) * mask[..., None]).sum(1) / mask.sum(),
-        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]),
+        {"mask": KEPT},
     ),
     "any row that is masked": (
-        lambda model, x, mask: (model.fc(x) * mask.all(0)[:, None]).sum(1),
-        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool(),
+        lambda model, x, kept: (model.fc(x) * kept.all(0)[:, None]).sum(1),
+        {"kept": KEPT.bool()},
     ),
-    "greatest length": (lambda model, x, mask: model.fc(x).sum(1) / mask.max(), torch.tensor([4, 2, 3])),
+    "greatest length": (lambda model, x, lengths: model.fc(x).sum(1) / lengths.max(), {"lengths": KEPT.sum(1)}),
 }
 
 
 @pytest.mark.parametrize("mixing", MIXING.values(), ids=MIXING)
 def test_masks_and_lengths_that_mix_the_batch_are_named(
-    probe: ModelProbe, mixing: tuple[Callable[[Any, Tensor, Tensor], Tensor], Tensor]
+    probe: ModelProbe, mixing: tuple[Callable[..., Tensor], dict[str, Tensor]]
 ) -> None:
-    code, mask = mixing
-    found = checks.batch_independent.outcome(probe, Model(code, fc=nn.Linear(4, 4)), probe.randn(3, 4, 4), mask)
+    code, named = mixing
+    found = checks.batch_independent.outcome(probe, Model(code, fc=nn.Linear(4, 4)), probe.randn(4, 4, 4), **named)
     assert found.text.startswith("(root) mixes the batch: the ")
 
 
