@@ -446,11 +446,19 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
 def _replacing(
     trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None, *, time: int = 0
 ) -> Vary:
-    """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``."""
+    """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``.
+
+    Masks and single integers, as of lengths, become those of the row that stays: other numbers may not be valid.
+    """
 
     def vary(path: str, x: Tensor) -> Tensor:
-        if path not in inputs or x.dtype == torch.bool or path.endswith("mask"):
+        is_mask = x.dtype == torch.bool or path.endswith("mask")
+        if path not in inputs or (is_mask and row is None):
             return x
+        if row is not None and (is_mask or (x.dim() == 1 and not x.is_floating_point() and not time)):
+            alike = x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
+            replaced.extend([] if torch.equal(alike, x) else [path])
+            return alike
         try:
             others = replacement(trial, x, time=time)
         except NotApplicableError:  # token types that are all 0, say

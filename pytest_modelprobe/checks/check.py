@@ -14,6 +14,7 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.report.text import listed
 from pytest_modelprobe.runs import Loss
 
 from .nonfinite import check_finite
@@ -140,6 +141,8 @@ class Check:
             module = trial.layers.modules.get(found.layer)
             text = message_of(found, "" if module is None else type(module).__name__)
             return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=text, layer=found.layer)
+        if trial.numbers:
+            found += f"; not looked at, as numbers of Python: {listed(list(trial.numbers))}"
         return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:

@@ -142,6 +142,9 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
             return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
     apart = sorted(train.apart & {name for name, _ in train.outputs})
     left = f"; left out: {listed(apart)}, random or with statistics of their own" if apart else ""
+    called = dict.fromkeys(name for name, _ in train.outputs)
+    others = [name for name in called if name not in looked_at and name not in apart]
+    left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
     return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
 
 

@@ -197,6 +197,9 @@ def padding_invariant(
 def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
     """Check that permuted elements of the input give the same output, permuted alike.
 
+    Two elements are exchanged, then all are moved by one position: every permutation is made of these two. A model of
+    neighbors, such as a circular convolution, passes the second alone.
+
     Args:
         trial: The model and its inputs.
         axis: Axis of elements of the first input.
@@ -206,40 +209,41 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, layer = ModelProbe(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> print(checks.permutation_equivariant(probe, layer, probe.randn(2, 5, 8)))
-    permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in another order
+    permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in 2 other orders
     """
     path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
-    order = torch.arange(length, device=trial.probe.device).roll(1)
-    order[: length - 1] = order[: length - 1].flip(0)
-
-    one, two = _reordered(trial, path, axis, order)
-    back = torch.argsort(order)
+    one = trial.reference(mode="eval")
     axes_of = _axes_that_follow(trial, one, path, axis)(one)
+    for order in _orders(length):
+        back = torch.argsort(order)
 
-    def restored(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-        axes = axes_of(x)
-        if not axes or x.shape != y.shape:
-            return [(x, y)] if axes else []
-        found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
-        for axis in axes:  # as of attention weights
-            y = y.index_select(axis, back.to(y.device))
-        return [*found, (x, y)]
+        def restored(x: Tensor, y: Tensor, back: Tensor = back) -> list[tuple[Tensor, Tensor]]:
+            axes = axes_of(x)
+            if not axes or x.shape != y.shape:
+                return [(x, y)] if axes else []
+            found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
+            for axis in axes:  # as of attention weights
+                y = y.index_select(axis, back.to(y.device))
+            return [*found, (x, y)]
 
-    found = disagreements(one, two, pairs=restored, tolerance=tolerance)
-    if not found:
-        return _looked_at(one, restored, length, f"of {length} elements in another order")
-    check_not_random(trial)
-    return break_of(
-        found,
-        "depends on the order of its elements: {path} {changed} after the permutation was undone",
-        "Look for positional embeddings, and for operations over neighbors: a convolution, a recurrence.",
-    )
+        two = _reordered(trial, path, axis, order)
+        found = disagreements(one, two, pairs=restored, tolerance=tolerance)
+        if found:
+            check_not_random(trial)
+            return break_of(
+                found,
+                "depends on the order of its elements: {path} {changed} after the permutation was undone",
+                "Look for positional embeddings, and for operations over neighbors: a convolution, a recurrence.",
+            )
+    return _looked_at(one, restored, length, f"of {length} elements in {_orders_text(length)}")
 
 
 @check
 def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
     """Check that the output does not depend on the order of the elements, as for a set.
+
+    Two elements are exchanged, then all are moved by one position: every permutation is made of these two.
 
     Args:
         trial: The model and its inputs.
@@ -253,21 +257,32 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     broken
     """
     path, tensor = sequence(trial, axis)
-    order = torch.arange(tensor.shape[axis], device=trial.probe.device).flip(0)
+    length = tensor.shape[axis]
+    one = trial.reference(mode="eval")
+    for order in _orders(length):
+        again = _reordered(trial, path, axis, order).final
+        for where, value in one.final.items():
+            far = relative_error(value, again[where]) if where in again else math.inf
+            rounded = value.is_floating_point() or value.is_complex()
+            if not far <= (limit(value, tolerance) if rounded else 0.0):
+                check_not_random(trial)
+                return Break(
+                    layer=ROOT,
+                    line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
+                    advice="Look for positional embeddings, and for a last step that picks one element.",
+                )
+    return f"{count(len(one.final), 'output')} of {count(length, 'element')} in {_orders_text(length)}"
 
-    one, two = _reordered(trial, path, axis, order)
-    for where, value in one.final.items():
-        again = two.final.get(where)
-        far = math.inf if again is None else relative_error(value, again)
-        rounded = value.is_floating_point() or value.is_complex()
-        if not far <= (limit(value, tolerance) if rounded else 0.0):
-            check_not_random(trial)
-            return Break(
-                layer=ROOT,
-                line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
-                advice="Look for positional embeddings, and for a last step that picks one element.",
-            )
-    return f"{count(len(one.final), 'output')} of {count(tensor.shape[axis], 'element')} in another order"
+
+def _orders(length: int) -> list[Tensor]:
+    """Return two permutations that every other is made of: the first two elements exchanged, and all moved by one."""
+    exchanged = torch.arange(length)
+    exchanged[:2] = exchanged[:2].flip(0)
+    return [exchanged, torch.arange(length).roll(1)][: length - 1]
+
+
+def _orders_text(length: int) -> str:
+    return "2 other orders" if length > 2 else "another order"
 
 
 def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
@@ -312,13 +327,13 @@ def _unused_masks(trial: Trial) -> list[str]:
     return [name for name in inspect.signature(trial.model.forward).parameters if name.endswith("mask")]
 
 
-def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> tuple[Trace, Trace]:
-    """Return a run on the inputs, and one with the elements of one input permuted."""
+def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> Trace:
+    """Return a run with the elements of one input permuted."""
 
     def vary(name: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order) if name == path else x
+        return x.index_select(axis, order.to(x.device)) if name == path else x
 
-    return trial.reference(mode="eval"), trial.variation(mode="eval", vary=vary)
+    return trial.variation(mode="eval", vary=vary)
 
 
 def replaced_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:

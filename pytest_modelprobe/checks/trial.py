@@ -147,6 +147,8 @@ class Trial:
         self.args, self.kwargs = args, dict(kwargs or {})
         self.layers = Layers(model)
         self.name = type(next(iter(self.layers.modules.values()))).__name__
+        self.numbers: dict[str, None] = {}
+        """Paths of outputs that are numbers of Python, which no check compares."""
         self._loss: Loss = "random" if loss is None else loss
         self._randomize_zeros = randomize_zeros
         self._check_reference = check_reference
@@ -404,8 +406,11 @@ class Trial:
             except Exception as error:  # noqa: BLE001 - the trace reports it
                 trace.error = error
                 return
-        if hidden := unseen(flatten("output", trace.output)):
+        found = flatten("output", trace.output)
+        if hidden := unseen(found):
             raise NotApplicableError(hidden)
+        numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
+        self.numbers.update(dict.fromkeys(numbers))
         if backward:
             trace.loss = self.loss(trace.output)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

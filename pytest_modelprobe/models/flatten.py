@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -89,7 +90,9 @@ class Flat:
                     known.add(id(tensor))
                     self.tensors.append((where, tensor))
             self.opaque.update(inside.opaque)
-            if not known and not inside.opaque and any(_is_closure(part) for part in attributes.values()):
+            closures = [part for part in attributes.values() if _is_closure(part)]
+            unsearched = not known and not inside.opaque
+            if any(unsearched or _holds_tensors(part) for part in closures):
                 self._leave(path, value)
 
     def _leave(self, path: str, value: Any, more: str = "") -> None:
@@ -154,6 +157,18 @@ def _is_code(value: Any) -> bool:
 def _is_closure(value: Any) -> bool:
     """Whether a function may contain results."""
     return isinstance(value, functools.partial) or bool(getattr(value, "__closure__", None))
+
+
+def _holds_tensors(function: Any) -> bool:
+    """Whether a closure refers to tensors, of which it may compute a result later."""
+    if isinstance(function, functools.partial):
+        return bool(flatten_call(function.args, function.keywords).tensors) or _holds_tensors(function.func)
+    cells = getattr(function, "__closure__", None) or ()
+    return any(flatten("", cell.cell_contents, objects=False).tensors for cell in cells if cell != _EMPTY)
+
+
+_EMPTY = types.CellType()
+"""Equal to every cell that is not filled yet, whose contents cannot be asked for."""
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:

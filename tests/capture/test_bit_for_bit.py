@@ -341,6 +341,17 @@ def test_a_mode_of_the_user_sees_the_same_operations(case, mode):
     assert run(watched=True) == run(watched=False)
 
 
+@pytest.mark.parametrize("mode", [Functions, Operations])
+def test_a_mode_of_the_user_sees_nothing_of_outputs_that_are_kept(mode):
+    def run(watched):
+        model, args, kwargs = mlp()
+        with mode() as seen, Watch(model, keep="**") if watched else contextlib.nullcontext():
+            model(*args, **kwargs)
+        return seen.seen
+
+    assert run(watched=True) == run(watched=False)
+
+
 class Logged(torch.Tensor):
     """A tensor subclass of the user that notes each function it meets."""
 

@@ -452,6 +452,13 @@ def test_dropout_that_is_always_on_is_random_in_evaluation(probe: ModelProbe, ne
     assert named(checks.eval_stable.outcome(probe, net, ids)) == "blocks.1.drop"
 
 
+def test_a_path_that_is_rarely_dropped_in_evaluation_is_random(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Layer(lambda x: x * (torch.rand(len(x), 1) > 0.05)))
+    assert named(checks.eval_stable.outcome(probe, model, probe.randn(1, 4))) == "1"
+    unused = nn.Sequential(nn.Linear(4, 4), Layer(lambda x: (torch.rand(1), x)[1]))
+    assert checks.eval_stable(probe, unused, probe.randn(1, 4)).text.startswith("3 outputs in 53 runs")
+
+
 def test_dropout_that_is_always_on_is_no_other_in_training(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, 1e-9, False))
     assert named(checks.train_eval_differ.outcome(probe, net, ids)) == "blocks.1.drop"

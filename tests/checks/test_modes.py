@@ -201,7 +201,15 @@ def test_attention_that_drops_agrees_with_itself_in_evaluation(probe: ModelProbe
 
 def test_further_heads_in_training_are_left_out(probe: ModelProbe, rows: Tensor) -> None:
     model = Own(lambda self, x: (x, x) if self.training else x)
-    assert checks.modes_agree(probe, model, rows).text == "1 layer"
+    assert checks.modes_agree(probe, model, rows).text == (
+        "1 layer; not compared: (root), called otherwise or with other outputs"
+    )
+
+
+def test_what_gives_out_something_else_in_training_is_said_not_to_be_compared(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Own(lambda self, x: {"y": 2 * x} if self.training else x))
+    found = checks.modes_agree(probe, model, rows)
+    assert found.text == "2 layers; not compared: 1 and (root), called otherwise or with other outputs"
 
 
 def test_what_is_random_or_gathers_statistics_is_named(probe: ModelProbe, rows: Tensor) -> None:

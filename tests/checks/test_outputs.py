@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe import ModelProbe, UsageError, checks
 
 
 class Model(nn.Module):
@@ -61,6 +62,23 @@ def test_an_output_that_cannot_be_looked_into_is_refused_by_every_check(probe: M
         assert outcome.text == (
             "output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does"
         )
+
+
+def test_an_iterator_of_ones_own_is_refused_whatever_it_holds(probe: ModelProbe) -> None:
+    class Rows:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __iter__(self) -> Rows:
+            return self
+
+        def __next__(self) -> Tensor:
+            return self.x.softmax(0)
+
+    found = checks.batch_independent.outcome(probe, Model(lambda _, x: Rows(x)), probe.randn(3, 4))
+    assert found.text.startswith("output cannot be looked into (")
+    with pytest.raises(UsageError, match="output cannot be looked into"):
+        probe.run(Model(lambda _, x: Rows(x)), probe.randn(3, 4))
 
 
 def test_inputs_inside_objects_are_copied_and_cut(probe: ModelProbe) -> None:
@@ -153,6 +171,38 @@ def test_a_bottleneck_that_mixes_the_batch_a_little_is_named(probe: ModelProbe, 
 def test_a_layer_that_depends_a_little_on_the_batch_size_is_named(probe: ModelProbe) -> None:
     found = checks.any_batch_size.outcome(probe, UNet(5e-5), probe.randn(4, 6))
     assert found.text.startswith("bottleneck depends on the batch size: the first row changed by ")
+
+
+def test_a_little_of_the_batch_that_no_layer_inside_shows_is_seen_in_double_precision(probe: ModelProbe) -> None:
+    def mixing(by: float) -> nn.Module:
+        return Model(lambda model, x: model.fc(x) + by * model.fc(x).mean(0), fc=nn.Linear(4, 4))
+
+    found = checks.batch_independent.outcome(probe, mixing(5e-5), probe.randn(4, 4))
+    assert found.text.startswith("(root) mixes the batch: the first row changed by ")
+    assert checks.batch_independent.outcome(probe, mixing(1e-9), probe.randn(4, 4)).verdict == "holds"
+
+
+KEPT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+MIXING: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "mean over all tokens": (
+        lambda model, x, mask: (model.fc(x) * mask[..., None]).sum(1) / mask.sum(),
+        {"mask": KEPT},
+    ),
+    "any row that is masked": (
+        lambda model, x, kept: (model.fc(x) * kept.all(0)[:, None]).sum(1),
+        {"kept": KEPT.bool()},
+    ),
+    "greatest length": (lambda model, x, lengths: model.fc(x).sum(1) / lengths.max(), {"lengths": KEPT.sum(1)}),
+}
+
+
+@pytest.mark.parametrize("mixing", MIXING.values(), ids=MIXING)
+def test_masks_and_lengths_that_mix_the_batch_are_named(
+    probe: ModelProbe, mixing: tuple[Callable[..., Tensor], dict[str, Tensor]]
+) -> None:
+    code, named = mixing
+    found = checks.batch_independent.outcome(probe, Model(code, fc=nn.Linear(4, 4)), probe.randn(4, 4, 4), **named)
+    assert found.text.startswith("(root) mixes the batch: the ")
 
 
 def test_rows_that_are_sorted_inside_are_told(probe: ModelProbe) -> None:
@@ -277,6 +327,9 @@ def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) 
     x = probe.randn(4, 3)
     chosen = Model(lambda model, x: model.fc(x).argmax(-1), fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, chosen, x).text.endswith("; not compared, as integers: output")
+    numbers = Model(lambda model, x: (model.fc(x), model.fc(x).softmax(0).tolist(), True), fc=nn.Linear(3, 5))
+    said = "not looked at, as numbers of Python: output[1][0][0], output[1][0][1], output[1][0][2] and "
+    assert said in checks.batch_independent(probe, numbers, x).text
     loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
 
@@ -419,4 +472,16 @@ def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProb
             self.value = lambda: found
 
     found = checks.causal.outcome(probe, Model(lambda _, x: Later(x.softmax(1))), probe.randn(2, 6, 4))
+    assert found.text.startswith("output cannot be looked into (")
+
+
+@pytest.mark.parametrize("later", [lambda x: lambda: x.softmax(1), lambda x: functools.partial(torch.softmax, x, 1)])
+def test_an_object_that_computes_a_part_later_is_refused_beside_a_tensor(
+    probe: ModelProbe, later: Callable[[Tensor], Any]
+) -> None:
+    class Later:
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.shares = x, later(x)
+
+    found = checks.causal.outcome(probe, Model(lambda _, x: Later(x)), probe.randn(2, 6, 4))
     assert found.text.startswith("output cannot be looked into (")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -488,6 +489,24 @@ def test_the_place_of_the_largest_element_depends_on_the_order(probe: ModelProbe
 def test_a_count_of_elements_does_not_depend_on_their_order(probe: ModelProbe) -> None:
     model = Code(lambda self, x: (x > 0).sum(1))
     assert checks.permutation_invariant(probe, model, probe.randn(2, 5, 3)).verdict == "holds"
+
+
+NEIGHBORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "distances": ("permutation_invariant", lambda x: x.diff(dim=1).abs().mean(1)),
+    "both ends": ("permutation_invariant", lambda x: x[:, 0] + x[:, -1]),
+    "products around a ring": ("permutation_invariant", lambda x: (x * x.roll(1, 1)).mean(1)),
+    "sums around a ring": ("permutation_equivariant", lambda x: x + x.roll(1, 1).tanh() + x.roll(-1, 1).tanh()),
+    "pairs": ("permutation_equivariant", lambda x: x + x.unflatten(1, (-1, 2)).mean(2).repeat_interleave(2, 1)),
+}
+
+
+@pytest.mark.parametrize("neighbors", NEIGHBORS.values(), ids=NEIGHBORS)
+def test_what_a_reversal_a_turn_or_an_exchange_alone_leaves_is_no_set(
+    probe: ModelProbe, neighbors: tuple[str, Callable[[Tensor], Tensor]]
+) -> None:
+    check, code = neighbors
+    found = getattr(checks, check).outcome(probe, Code(lambda self, x: code(x)), probe.randn(2, 6, 4))
+    assert found.text.startswith("(root) depends on the order of its elements: output changed by ")
 
 
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
