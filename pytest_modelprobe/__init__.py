@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .assertions import (
+        assert_activation_memory,
         assert_activation_range,
         assert_activation_scale,
         assert_all_params_have_grad,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         assert_dtypes,
         assert_finite,
         assert_fits_dtype,
+        assert_flops,
         assert_frozen,
         assert_grad_finite,
         assert_grad_flow,
@@ -54,6 +56,7 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "Watch",
+    "assert_activation_memory",
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
@@ -64,6 +67,7 @@ __all__ = [
     "assert_dtypes",
     "assert_finite",
     "assert_fits_dtype",
+    "assert_flops",
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",

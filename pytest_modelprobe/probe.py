@@ -71,6 +71,7 @@ class ModelProbe:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         isolate: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
@@ -92,6 +93,7 @@ class ModelProbe:
             functionals: Whether to record functional calls (``F.relu``) as layers too.
             attention: Whether to record attention weights, for `assert_attention_mask` and the like. Weights of fused
                 attention are recomputed.
+            profile: Whether to measure what each layer costs, in `Record.profile`.
             isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to find whose
                 own code changed. The run itself takes no longer.
             kwargs: Keyword arguments for the model whose names are options of `run`.
@@ -124,6 +126,7 @@ class ModelProbe:
             layers=layers,
             functionals=functionals,
             attention=attention,
+            profile=profile,
             isolate=isolate,
         )
         record, self.kept = run.record(keep)
@@ -143,6 +146,7 @@ class ModelProbe:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         isolate: bool = True,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
@@ -170,6 +174,7 @@ class ModelProbe:
             keep=keep,
             functionals=functionals,
             attention=attention,
+            profile=profile,
             isolate=isolate,
             seed=self.seed,
         )
