@@ -14,6 +14,7 @@ from pytest_modelprobe import (
     Watch,
     assert_activation_memory,
     assert_all_params_have_grad,
+    assert_attends_to,
     assert_called,
     assert_dtypes,
     assert_finite,
@@ -60,6 +61,8 @@ def test_one_number(modelprobe: ModelProbe) -> None:
     profiled = modelprobe.run(Net(), modelprobe.randn(4, 8), profile=True)
     assert_flops(profiled, (0, 1_000))
     assert_activation_memory(profiled, 128, layers=nn.Linear)
+    cam = modelprobe.grad_cam(Net(), "conv", 1, modelprobe.randn(2, 3, 8, 8), "cam.png")
+    assert_attends_to(cam, [(0, 0, 4, 4), (2, 2, 8, 8)], share=0.8)
     assert_type(record.table(layers=["encoder.**", nn.ReLU]), str)
 
 
