@@ -96,14 +96,15 @@ push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode
 """Put a function mode on top of the stack."""
 
 
-def _missing_of_stack() -> Callable[[], int] | None:
-    refusing = (f for f in (pop_function_mode, push_function_mode) if isinstance(f, functools.partial))
-    return next(refusing, None)
+def _missing_of_stack(*needed: Callable[..., Any]) -> Callable[[], int] | None:
+    return next((f for f in needed if isinstance(f, functools.partial)), None)
 
 
 # Raises where one of the three is missing, as it is called first: a mode must not be taken off and then lost.
 count_function_modes: Callable[[], int] = (
-    _missing_of_stack() or _count_function_modes or functools.partial(_refuse, _FUNCTION_MODES, _NO_MODES)
+    _missing_of_stack(pop_function_mode, push_function_mode)
+    or _count_function_modes
+    or functools.partial(_refuse, _FUNCTION_MODES, _NO_MODES)
 )
 """Return how many function modes are active."""
 
@@ -116,8 +117,26 @@ def default_device_mode() -> object:
     return getattr(_DEFAULT_DEVICE, "device_context", None)
 
 
-dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", lambda: 1)
+_DISPATCH_MODES = "torch._C._len_torch_dispatch_stack"
+_count_dispatch_modes: Callable[[], int] | None = _private(_DISPATCH_MODES)
+
+dispatch_modes: Callable[[], int] = _count_dispatch_modes or (lambda: 1)
 """Return how many dispatch modes are active; 1 where that cannot be known."""
+
+_NO_PROFILE = "profile=True is not possible"
+
+pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch._pop_mode", cannot=_NO_PROFILE)
+"""Take the topmost dispatch mode off the stack, and return it."""
+
+push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch._push_mode", cannot=_NO_PROFILE)
+"""Put a dispatch mode on top of the stack."""
+
+count_dispatch_modes: Callable[[], int] = (
+    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode)
+    or _count_dispatch_modes
+    or functools.partial(_refuse, _DISPATCH_MODES, _NO_PROFILE)
+)
+"""Return how many dispatch modes are active; raises as `count_function_modes` does."""
 
 
 def _autocast_devices() -> list[str]:
@@ -296,7 +315,8 @@ class _NoDispatchMode:
     def __init__(self) -> None:
         _refuse(
             "torch.utils._python_dispatch.TorchDispatchMode",
-            "build() cannot tell which draw fills which weight, and architecture() takes no inputs",
+            "build() cannot tell which draw fills which weight, architecture() takes no inputs, and "
+            "profile=True is not possible",
         )
 
 
@@ -316,6 +336,10 @@ schema: Callable[[Any], Any] = _attribute(
 
 TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.trunc_normal_).__name__
 """Name in `torch.nn.init` of the function that all draws from a truncated normal distribution call."""
+
+
+FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+"""The fused attention on the CPU, which `torch.utils.flop_counter` does not count; None: there is none."""
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,8 +14,14 @@ from torch import nn
 from .exceptions import NothingObservedError, UsageError
 from .models import check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, Watch, WeakRerun, check_loss, is_same_device
+from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device
 from .runs import architecture as _architecture
+from .runs import maps as runs_maps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .figures import Figures
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
 
@@ -57,6 +64,7 @@ class ModelProbe:
         self._open: list[Watch] = []
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
+        self._kept_figures: Figures | None = None
 
     # --- running and watching -------------------------------------------------------------------------------------
 
@@ -71,6 +79,7 @@ class ModelProbe:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         isolate: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
@@ -92,6 +101,7 @@ class ModelProbe:
             functionals: Whether to record functional calls (``F.relu``) as layers too.
             attention: Whether to record attention weights, for `assert_attention_mask` and the like. Weights of fused
                 attention are recomputed.
+            profile: Whether to measure what each layer costs, in `Record.profile`.
             isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to find whose
                 own code changed. The run itself takes no longer.
             kwargs: Keyword arguments for the model whose names are options of `run`.
@@ -124,6 +134,7 @@ class ModelProbe:
             layers=layers,
             functionals=functionals,
             attention=attention,
+            profile=profile,
             isolate=isolate,
         )
         record, self.kept = run.record(keep)
@@ -143,6 +154,7 @@ class ModelProbe:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         isolate: bool = True,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
@@ -170,6 +182,7 @@ class ModelProbe:
             keep=keep,
             functionals=functionals,
             attention=attention,
+            profile=profile,
             isolate=isolate,
             seed=self.seed,
         )
@@ -194,6 +207,183 @@ class ModelProbe:
         record = _architecture.architecture(model, *args, **kwargs)
         self._remember(record.model, record)
         return record
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def feature_maps(
+        self,
+        model: nn.Module,
+        layer: str,
+        x: torch.Tensor,
+        path: str | PathLike[str] | None = None,
+        *,
+        mode: Mode | None = None,
+        **kwargs: Any,
+    ) -> Figure:
+        """Return the output of a layer as a figure: a grid of the channels of the first image.
+
+        Several outputs, such as the dict of a feature pyramid, have a row each: the mean magnitude of the channels, and
+        those that vary most. The model is run and restored as by `run`.
+
+        Args:
+            model: The model.
+            layer: Name of the layer.
+            x: The images, (N, C, H, W).
+            path: Where to write the figure too; the suffix says the format.
+            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
+            **kwargs: Keyword arguments for the model.
+
+        Raises:
+            UsageError: matplotlib is missing, or no output has 4 dimensions.
+            SelectionError: There is no such layer.
+        """
+        __tracebackhide__ = True
+        from . import figures
+
+        label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer)
+        arrays = [(at, tensor.detach().float().cpu().numpy()) for at, tensor in maps]
+        title = f"Feature maps of {label}, image 0 of {len(x)}"
+        figure = figures.feature_maps(title, arrays)
+        return self._drawn(title, figure, path)
+
+    def grad_cam(
+        self,
+        model: nn.Module,
+        layer: str,
+        target: Target,
+        x: torch.Tensor,
+        path: str | PathLike[str] | None = None,
+        *,
+        mode: Mode | None = "eval",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return for each image the map of where a layer raises the score of a class: Grad-CAM, (N, H, W).
+
+        ``ReLU(sum_k w_k A_k)`` with A_k the channels of the layer's output, and w_k the mean of the gradient of the
+        score by A_k (Selvaraju et al. 2017), enlarged bilinearly to the size of the images. The model is restored as by
+        `run`, gradients included.
+
+        Args:
+            model: The model.
+            layer: Name of the layer, mostly the last convolution; its output has the shape (N, C, h, w).
+            target: The class, or one for each image; or a function from the output to a scalar.
+            x: The images, (N, C, H, W).
+            path: Where to write the maps over the images; the suffix says the format.
+            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
+            **kwargs: Keyword arguments for the model.
+
+        Raises:
+            UsageError: The layer has no such output, the score does not depend on it, or there is a path and no
+                matplotlib.
+            SelectionError: There is no such layer.
+
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+        >>> ModelProbe().grad_cam(model, "0", 1, torch.ones(3, 1, 8, 8)).shape
+        torch.Size([3, 8, 8])
+        """
+        __tracebackhide__ = True
+        from . import figures
+
+        label, images, cam = runs_maps.grad_cam(
+            self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer, target
+        )
+        named = f", class {target}" if isinstance(target, int) else ""
+        title = f"Grad-CAM of {label}{named}"
+        arrays = [tensor.detach().float().cpu().numpy() for tensor in (images, cam)]
+
+        def draw() -> Figure:
+            return figures.overlay(title, *arrays)
+
+        if path is not None:
+            self._drawn(title, draw(), path)
+        else:
+            self._figures().add(title, draw)
+        return cam
+
+    def plot_gradients(self, record: Record, path: str | PathLike[str] | None = None) -> Figure:
+        """Return the gradients of layers' outputs by depth as a figure: boxes, or root mean squares without histograms.
+
+        Args:
+            record: A record with a backward.
+            path: Where to write the figure too.
+
+        Raises:
+            NothingObservedError: The record has no gradients.
+            UsageError: matplotlib is missing.
+        """
+        __tracebackhide__ = True
+        from . import figures
+
+        return self._drawn(f"Gradients of {record.model}", figures.gradients(record), path)
+
+    def plot_distributions(
+        self,
+        a: Record,
+        b: Record,
+        path: str | PathLike[str] | None = None,
+        *,
+        layers: Selector = "**",
+        labels: tuple[str, str] = ("a", "b"),
+    ) -> Figure:
+        """Return the outputs of each layer in two records side by side as a figure: two inputs, domains or models.
+
+        Each layer has the distance of the two distributions, in standard deviations; without histograms that of normal
+        distributions with the same means and standard deviations.
+
+        Args:
+            a: A record.
+            b: Another with layers of the same names.
+            path: Where to write the figure too.
+            layers: Which layers to draw.
+            labels: Names of the two records.
+
+        Raises:
+            NothingObservedError: No layer is in both.
+            UsageError: matplotlib is missing.
+        """
+        __tracebackhide__ = True
+        from . import figures
+
+        title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
+        return self._drawn(title, figures.distributions(a, b, layers, labels), path)
+
+    def take_figures(self) -> list[dict[str, str]]:
+        """Return the newest figures, each with its title, media type and base64 data, and forget them."""
+        return self._kept_figures.take() if self._kept_figures is not None else []
+
+    def _figures(self) -> Figures:
+        from .figures import Figures
+
+        if self._kept_figures is None:
+            self._kept_figures = Figures()
+        return self._kept_figures
+
+    def _drawn(self, title: str, figure: Figure, path: str | PathLike[str] | None) -> Figure:
+        from .figures import save
+
+        save(figure, path)
+        self._figures().add(title, lambda: figure)
+        return figure
+
+    def _unrecorded(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, *, layers: str
+    ) -> Run:
+        check_supported(model)
+        return Run(
+            model,
+            args,
+            kwargs,
+            None,
+            mode,
+            device=self.device,
+            seed=self.seed,
+            layers=layers,
+            functionals=False,
+            attention=False,
+            profile=False,
+            isolate=False,
+        )
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
 

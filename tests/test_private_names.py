@@ -68,6 +68,11 @@ def ran_with_functionals(package: Any) -> Any:
     return probe.run(model(), probe.randn(3, 4), functionals=True, keep="fc").to_dict()
 
 
+def profiled(package: Any) -> Any:
+    probe = package.ModelProbe()
+    return probe.run(model(), probe.randn(3, 4), profile=True).profile.flops
+
+
 def isolated(package: Any) -> Any:
     isolation, net, x = importlib.import_module(f"{PACKAGE}.runs.isolation"), model(), torch.ones(3, 4)
     return {str(key): str(response) for key, response in isolation.isolate(net, lambda: net(x), gradient=True).items()}
@@ -119,6 +124,7 @@ DOES = {
     "build": built,
     "run": ran,
     "functionals": ran_with_functionals,
+    "profile": profiled,
     "isolate": isolated,
     "watch": watched,
     "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
@@ -173,17 +179,20 @@ def complete() -> Iterator[dict[str, Any]]:
 
 
 # What cannot be done without a name; all else comes out as it does with it.
-WATCHED = {"run", "functionals", "watch", "autocast", "device", "dispatch", "transform", "architecture"}
+WATCHED = {"run", "functionals", "profile", "watch", "autocast", "device", "dispatch", "transform", "architecture"}
 CANNOT = {
     "torch._C._current_graph_task_id": {*WATCHED, "isolate"},
     "torch.Tensor._backward_hooks": WATCHED,
     "torch._C.DisableTorchFunction": {"functionals", "device"},
-    "torch.utils._python_dispatch._disable_current_modes": {"dispatch", "architecture"},
+    "torch.utils._python_dispatch._disable_current_modes": {"dispatch", "architecture", "profile"},
     "torch._C._DisableFuncTorch": {"transform"},
     "torch._C._len_torch_function_stack": {"functionals"},
     "torch.overrides._pop_mode": {"functionals"},
     "torch.overrides._push_mode": {"functionals"},
-    "torch.utils._python_dispatch.TorchDispatchMode": {"build", "architecture"},
+    "torch.utils._python_dispatch.TorchDispatchMode": {"build", "architecture", "profile"},
+    "torch.utils._python_dispatch._pop_mode": {"profile"},
+    "torch.utils._python_dispatch._push_mode": {"profile"},
+    "torch._C._len_torch_dispatch_stack": {"profile"},
     "torch.ops.aten.add.Tensor._schema": {"build"},
     "torch._subclasses.fake_tensor.FakeTensorMode": {"architecture"},
 }
@@ -218,7 +227,7 @@ def test_a_mode_of_the_user_stays_where_the_stack_cannot_be_changed(path: str, m
 def test_a_watch_that_is_refused_leaves_no_hook(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package, net = fresh(monkeypatch, without=path), model()
     with contextlib.suppress(importlib.import_module(f"{PACKAGE}.exceptions").ModelProbeError):
-        watch = package.ModelProbe().watch(net, functionals=True, attention=True)
+        watch = package.ModelProbe().watch(net, functionals=True, attention=True, profile=True)
         net(torch.ones(3, 4)).sum().backward()
         watch.close()
     tables = [table for module in net.modules() for key, table in vars(module).items() if key.endswith("_hooks")]

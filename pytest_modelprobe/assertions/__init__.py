@@ -2,7 +2,9 @@
 
 from .activations import assert_finite, assert_no_dead_layers
 from .attention import assert_attention_entropy, assert_attention_mask
+from .attribution import assert_attends_to
 from .behavior import assert_same_behavior
+from .budgets import assert_activation_memory, assert_flops
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
 from .parameters import (
     assert_devices,
@@ -17,9 +19,11 @@ from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, a
 from .training import assert_training_loop
 
 __all__ = [
+    "assert_activation_memory",
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
+    "assert_attends_to",
     "assert_attention_entropy",
     "assert_attention_mask",
     "assert_called",
@@ -27,6 +31,7 @@ __all__ = [
     "assert_dtypes",
     "assert_finite",
     "assert_fits_dtype",
+    "assert_flops",
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",

@@ -23,7 +23,18 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 
 from .activations import nonfinite_counts
-from .sources import Subject, called, full_name, is_watch, not_ignored, record_of, selected, source_of
+from .sources import (
+    Subject,
+    bounds,
+    called,
+    deviation,
+    full_name,
+    is_watch,
+    not_ignored,
+    record_of,
+    selected,
+    source_of,
+)
 
 # --- static facts -------------------------------------------------------------------------------------------------
 
@@ -56,9 +67,7 @@ def assert_param_count(
     >>> assert_param_count(nn.Linear(3, 2), 8)
     """
     __tracebackhide__ = True
-    low, high = expected if isinstance(expected, tuple) and len(expected) == 2 else (expected, expected)
-    if type(low) is not int or type(high) is not int or low > high:
-        raise UsageError(f"expected is a number of elements, or a tuple (minimum, maximum); got {expected!r}")
+    low, high = bounds(expected, "elements")
     counted: dict[object, _ParameterInfo] = {}
     for fact in _parameter_infos(subject, layers):
         if trainable is None or fact.requires_grad == trainable:
@@ -67,15 +76,13 @@ def assert_param_count(
     if low <= total <= high:
         return
     kind = "" if trainable is None else "trainable " if trainable else "frozen "
-    wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
     by_layer: dict[str, int] = {}
     for fact in counted.values():
         owner = fact.name.rpartition(".")[0] or "(root)"
         by_layer[owner] = by_layer.get(owner, 0) + fact.elements
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
-    more = total - (high if total > high else low)
     owner = "the model has" if layers == "**" else "the selected layers have"
-    first = f"{owner} {total:,} {kind}parameters, not {wanted}: {abs(more):,} too {'many' if more > 0 else 'few'}"
+    first = f"{owner} {total:,} {kind}parameters, {deviation(total, low, high)}"
     raise AssertionError(failure(first, ["layer", "parameters"], rows))
 
 

@@ -191,6 +191,25 @@ def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
     return left
 
 
+def bounds(expected: int | tuple[int, int], noun: str) -> tuple[int, int]:
+    """Return the minimum and the maximum that ``expected`` says; UsageError if it says none."""
+    low, high = expected if isinstance(expected, tuple) and len(expected) == 2 else (expected, expected)
+    if type(low) is not int or type(high) is not int or low > high:
+        raise UsageError(f"expected is a number of {noun}, or a tuple (minimum, maximum); got {expected!r}")
+    return low, high
+
+
+def deviation(total: int, low: int, high: int) -> str:
+    """Return how a number misses its bounds.
+
+    >>> deviation(106, 110, 120), deviation(1060, 1000, 1000)
+    ('not 110 to 120: 4 too few', 'not 1,000: 60 too many')
+    """
+    wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    more = total - (high if total > high else low)
+    return f"not {wanted}: {abs(more):,} too {'many' if more > 0 else 'few'}"
+
+
 # --- values -------------------------------------------------------------------------------------------------------
 
 

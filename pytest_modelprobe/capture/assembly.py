@@ -18,7 +18,9 @@ from pytest_modelprobe.record import (
     Call,
     ForwardKind,
     Layer,
+    LayerProfile,
     Parameter,
+    Profile,
     Reading,
     Record,
     Value,
@@ -28,6 +30,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
+from .costs import TOTAL, Costs
 from .observation import (
     AttentionObservation,
     CallObservation,
@@ -88,8 +91,45 @@ def _assembled(
         loss=loss,
         notes=observed.notes,
         training=observed.training if which == "all" else None,
+        profile=_profile(observed, parts.values()),
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
     )
+
+
+def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
+    """Return what the forwards cost; None where that was not measured."""
+    measured = [(part.forwards, part.costs) for part in parts if part.costs is not None]
+    if not measured:
+        return None
+    costs = Costs()
+    for _, of_kind in measured:
+        costs.merge_from(of_kind)
+    times, modules = costs.times(), observed.layers.modules
+    return Profile(
+        layers={
+            name: LayerProfile(
+                type=observed.functional_types.get(name) or type_name(modules[name]).rpartition(".")[2],
+                calls=calls,
+                wall_time=times.get(name, 0.0),
+                flops=costs.flops[name],
+                own_flops=costs.own_flops[name],
+                activation_bytes=costs.activation_bytes[name],
+                parameters=_elements(modules.get(name)),
+            )
+            for name, calls in costs.calls.items()
+        },
+        forwards=sum(forwards for forwards, _ in measured),
+        wall_time=times.get(TOTAL, 0.0),
+        flops=costs.flops[TOTAL],
+        activation_bytes=costs.activation_bytes[TOTAL],
+        parameters=_elements(next(iter(modules.values()))),
+        probe_time=costs.probe_time,
+    )
+
+
+def _elements(module: nn.Module | None) -> int:
+    parameters = () if module is None else module.parameters()
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
 
 class _Builder:

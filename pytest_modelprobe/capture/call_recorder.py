@@ -14,6 +14,7 @@ from pytest_modelprobe._torch import any_autocast
 from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
 
 from .attention import AttentionMode
+from .profiler import Profiler
 from .random_draws import random_states
 from .running_calls import RunningCall, RunningCalls
 from .tensor_hooks import TensorObserver
@@ -26,6 +27,7 @@ class CallRecorder:
 
     Args:
         attention: Where to look for attention weights among outputs; None: nowhere.
+        profiler: Measures what each call costs; None: that is not asked for.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class CallRecorder:
         running: RunningCalls,
         notes: dict[str, None],
         attention: AttentionMode | None,
+        profiler: Profiler | None,
     ) -> None:
         self._tensors = tensors
         self._running = running
         self._notes = notes
         self._attention = attention
+        self._profiler = profiler
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
@@ -60,14 +64,17 @@ class CallRecorder:
                 for path, tensor in running.inputs.tensors
             ]
             running.random_states = random_states() if may_draw else ()
+            if self._profiler is not None:
+                self._profiler.start_call(running)
 
-    def finish(self, running: RunningCall, output: Any, module: nn.Module | None) -> None:
+    def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
         """Observe the outputs of a call, which is off the stack.
 
         Args:
             running: The call.
             output: What it returned.
             module: The module that was called; None for a function.
+            leaf: Whether no layer is inside.
         """
         call = running.observation
         if call is None:
@@ -76,6 +83,8 @@ class CallRecorder:
         with statistics.ambient_modes_disabled():
             running.forward.end_call(call)
             outputs = flatten("output", output)
+            if self._profiler is not None:
+                self._profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
             for path, tensor in outputs.tensors:
                 axis = running.inherited_axis(tensor)
                 if module is not None and not tensor.is_nested:

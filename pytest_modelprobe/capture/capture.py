@@ -15,9 +15,15 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import count_function_modes, graph_task, is_wrapped, without_torch_function
+from pytest_modelprobe._torch import (
+    count_dispatch_modes,
+    count_function_modes,
+    graph_task,
+    is_wrapped,
+    without_torch_function,
+)
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.models import Layers, flatten, flatten_call, map_tensors, run_eagerly
+from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, run_eagerly
 from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
@@ -33,6 +39,7 @@ from .observation import Observations, ObservedForwards
 from .optimizer_hooks import OptimizerHooks
 from .parameter_hooks import ParameterHooks
 from .parameters import read_parameters, storage_keys
+from .profiler import Profiler, TimedGuard
 from .random_draws import may_draw
 from .recomputation import Recomputation
 from .running_calls import RunningCall, RunningCalls, input_keys
@@ -52,6 +59,7 @@ class Capture:
         keep: Names of those whose output tensors of the newest forward are kept.
         functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
         attention: Whether to look at attention weights.
+        profile: Whether to measure what each layer costs.
         on_forward: Called before each forward with its kind and its arguments.
     """
 
@@ -63,6 +71,7 @@ class Capture:
         keep: Collection[str] = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self.layers = layers
@@ -71,11 +80,14 @@ class Capture:
         self.kept: dict[str, list[Any]] = {}
         """Copies of the outputs of the layers in ``keep`` in the newest forward, one entry a call."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
-        self.guard = HookGuard(self.notes)
+        self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
         small = SmallTensors()
         self._forwards = ObservedForwards()
         self._running = RunningCalls(on_abandoned=self._leave_forward)
+        self._profiler: Profiler | None = None
+        if isinstance(self.guard, TimedGuard):
+            self._profiler = self.guard.profiler = Profiler(self._running, on_cuda=_is_on_cuda(layers))
         self._views = HookedViews()
         self._steps = Steps()
         self._backward = BackwardPasses(self._forwards, self._running, self._views, self._steps, small)
@@ -88,7 +100,7 @@ class Capture:
             self.guard, self._parameters, self._steps, read=lambda: read_parameters(layers, self.selected)
         )
         attending = AttentionMode(self.guard, self._running) if attention else None
-        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending)
+        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
@@ -138,6 +150,8 @@ class Capture:
         graph_task()
         if self._modes:
             count_function_modes()
+        if self._profiler is not None:
+            count_dispatch_modes()
         try:
             with gc_paused(), without_torch_function():
                 self._exit.enter_context(run_eagerly(self.layers))
@@ -207,7 +221,7 @@ class Capture:
             return
         outermost = not self._running
         if outermost:
-            self._begin_forward(name, module)
+            self._begin_forward(name, module, inputs)
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():
@@ -245,7 +259,7 @@ class Capture:
             if error is not None and error is not running.error_before:
                 note_raising_layer(error, name, module, running.inputs)
                 return
-            self._calls.finish(running, output, module)
+            self._calls.finish(running, output, module, leaf=self.layers.is_leaf(name))
             if name in self.keep:
                 self._keep(name, output)
         finally:
@@ -263,7 +277,7 @@ class Capture:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""
         self._set_attributes.update()
 
-    def _begin_forward(self, name: str, module: nn.Module) -> None:
+    def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
         self._forwards.begin(kind)
         self._modules.stay_last()
@@ -277,9 +291,14 @@ class Capture:
         if kind not in self._forwards.totals:
             self._set_attributes.begin(name)
         self.kept = {}
+        if self._profiler is not None and self._forwards.newest is not None:
+            tensors = [tensor for _, tensor in inputs.tensors]
+            self._forwards.newest.costs = self._profiler.begin(tensors, self._tensors.model_storages)
 
     def _leave_forward(self) -> None:
         leave(self._modes)
+        if self._profiler is not None:
+            self._profiler.end()
         self._set_attributes.update()
         if self._content_keys_after_first_forward is None and self._forwards.first is not None:
             self._content_keys_after_first_forward = self._parameters.content_keys()
@@ -289,6 +308,11 @@ class Capture:
             self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+
+
+def _is_on_cuda(layers: Layers) -> bool:
+    root = next(iter(layers.modules.values()))
+    return any(parameter.is_cuda for parameter in root.parameters())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, Training, merge_dimensions
 from pytest_modelprobe.statistics import Reduced
 
+from .costs import Costs
 from .parameters import ParameterReading
 from .tensors import ContentKey, plain_name, shape_of
 
@@ -228,6 +229,8 @@ class Forward:
         """By full name; of the passes that ran while this was the newest forward, or reached it."""
         self._tensors = itertools.count()
         self._events = itertools.count()
+        self.costs: Costs | None = None
+        """None: they are not measured."""
         self.reductions: dict[ContentKey, ReductionCacheEntry] = {}
         """Of the tensors seen in this forward."""
 
@@ -258,11 +261,15 @@ class Totals:
     def __init__(self) -> None:
         self.forwards = 0
         self.calls: dict[tuple[str, int], CallObservation] = {}
+        self.costs: Costs | None = None
 
     def merge_from(self, forward: Forward, *, final: bool = True) -> None:
         """Merge a forward. If ``final``, gradients that it receives later are added too."""
         merge = functools.cache(statistics.merge)  # one tensor is seen in several places
         self.forwards += 1
+        if forward.costs is not None:
+            self.costs = self.costs or Costs()
+            self.costs.merge_from(forward.costs)
         for key, call in forward.calls.items():
             total = self.calls.get(key)
             if total is None:
@@ -275,6 +282,7 @@ class Totals:
         copy = Totals()
         copy.forwards = self.forwards
         copy.calls = {key: call.copy() for key, call in self.calls.items()}
+        copy.costs = None if self.costs is None else self.costs.copy()
         return copy
 
 

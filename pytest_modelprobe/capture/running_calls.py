@@ -25,8 +25,8 @@ class RunningCall:
     """A call that has begun and not ended."""
 
     __slots__ = (
-        "attended", "error_before", "forward", "frame", "input_keys", "inputs", "name", "observation", "random_states",
-        "unit_axes",
+        "attended", "error_before", "forward", "frame", "input_keys", "inputs", "mark", "name", "observation",
+        "random_states", "unit_axes",
     )  # fmt: skip
 
     def __init__(self, name: str, frame: FrameType, forward: Forward, inputs: Flat) -> None:
@@ -44,6 +44,8 @@ class RunningCall:
         """Of the inputs as they were read, where another hook runs after ours and may change them."""
         self.attended = False
         """Whether attention weights were seen in the call."""
+        self.mark: int | None = None
+        """Where its time begins; None: it is not profiled."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
     def is_over(self, thread: int) -> bool:
@@ -81,6 +83,11 @@ class RunningCalls:
     def innermost(self) -> RunningCall | None:
         """The newest call on the stack; None where no call runs."""
         return self._stack[-1] if self._stack else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the layers that run, outermost first."""
+        return [running.name for running in self._stack]
 
     def innermost_here(self) -> RunningCall | None:
         """Return the innermost call, if it still runs."""

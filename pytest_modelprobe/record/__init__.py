@@ -7,6 +7,7 @@ from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, 
 from .garbage import gc_paused
 from .layer import Layer, Parameter
 from .naming import NOT_DEFAULT, ROOT, address, label_of, qualified
+from .profile import LayerProfile, Profile
 from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
@@ -29,11 +30,13 @@ __all__ = [
     "Glob",
     "EmittedTensor",
     "Layer",
+    "LayerProfile",
     "NOT_DEFAULT",
     "Operation",
     "Parameter",
     "CallScope",
     "Plain",
+    "Profile",
     "ROOT",
     "Reading",
     "Record",

@@ -16,6 +16,7 @@ from pytest_modelprobe.exceptions import UnknownLayerError
 from .calls import Call
 from .codec import decode, encode
 from .layer import Layer
+from .profile import Profile
 from .tensor_statistics import is_read
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class Record:
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
+    profile: Profile | None = field(default=None, compare=False)
+    """What each layer costs, with ``profile=True``; never compared, and not in snapshots."""
     noise: str | None = None
     """``measured``, ``not repeatable``, or None: not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)

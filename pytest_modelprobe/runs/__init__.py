@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from . import maps
 from .loss import Loss, NoGradientError, check_loss, loss_of
+from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
 from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
@@ -15,10 +17,12 @@ __all__ = [
     "Run",
     "Source",
     "SourceMode",
+    "Target",
     "Watch",
     "WeakRerun",
     "check_loss",
     "find_gradient_origin",
     "is_same_device",
+    "maps",
     "loss_of",
 ]

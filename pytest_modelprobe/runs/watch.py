@@ -40,6 +40,7 @@ class Watch:
         keep: Which layers' output tensors of the newest forward to keep.
         functionals: Whether to record functional calls (``F.relu``) too.
         attention: Whether to record attention weights.
+        profile: Whether to measure what each layer costs.
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
         seed: Stored in the record.
@@ -63,6 +64,7 @@ class Watch:
         keep: Selector = (),
         functionals: bool = False,
         attention: bool = False,
+        profile: bool = False,
         isolate: bool = True,
         seed: int | None = None,
     ) -> None:
@@ -82,6 +84,7 @@ class Watch:
             keep=() if _is_empty(keep) else select(found.modules, keep),
             functionals=functionals,
             attention=attention,
+            profile=profile,
             on_forward=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()

@@ -12,10 +12,13 @@ from pytest_modelprobe import (
     ModelProbeSnapshot,
     Record,
     Watch,
+    assert_activation_memory,
     assert_all_params_have_grad,
+    assert_attends_to,
     assert_called,
     assert_dtypes,
     assert_finite,
+    assert_flops,
     assert_grad_finite,
     assert_grad_flow,
     assert_no_dead_layers,
@@ -55,6 +58,11 @@ def test_one_number(modelprobe: ModelProbe) -> None:
     assert value.statistics.min <= value.statistics.mean <= value.statistics.max
     assert_type(value.statistics.nan, int)
     assert_type(value.gradient.rms, float)
+    profiled = modelprobe.run(Net(), modelprobe.randn(4, 8), profile=True)
+    assert_flops(profiled, (0, 1_000))
+    assert_activation_memory(profiled, 128, layers=nn.Linear)
+    cam = modelprobe.grad_cam(Net(), "conv", 1, modelprobe.randn(2, 3, 8, 8), "cam.png")
+    assert_attends_to(cam, [(0, 0, 4, 4), (2, 2, 8, 8)], share=0.8)
     assert_type(record.table(layers=["encoder.**", nn.ReLU]), str)
 
 
