@@ -52,6 +52,7 @@ class Capture:
         keep: Names of those whose output tensors of the newest forward are kept.
         functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
         attention: Whether to look at attention weights.
+        histograms: Whether to count the elements of each tensor and gradient in bins.
         on_forward: Called before each forward with its kind and its arguments.
     """
 
@@ -63,6 +64,7 @@ class Capture:
         keep: Collection[str] = (),
         functionals: bool = False,
         attention: bool = False,
+        histograms: bool = False,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self.layers = layers
@@ -78,8 +80,12 @@ class Capture:
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._views = HookedViews()
         self._steps = Steps()
-        self._backward = BackwardPasses(self._forwards, self._running, self._views, self._steps, small)
-        self._tensors = TensorObserver(self.guard, self._views, small, on_gradient=self._backward.receive)
+        self._backward = BackwardPasses(
+            self._forwards, self._running, self._views, self._steps, small, histograms=histograms
+        )
+        self._tensors = TensorObserver(
+            self.guard, self._views, small, on_gradient=self._backward.receive, histograms=histograms
+        )
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)

@@ -141,8 +141,9 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     """A `ModelProbe` on the test's device: run or watch a model and assert on the record."""
     from pytest_modelprobe.probe import ModelProbe
 
-    required = request.config.stash[SETTINGS].requires(modelprobe_device)
-    with ModelProbe(modelprobe_device, _seed_of(request.node), device_required=required) as probe:
+    settings = request.config.stash[SETTINGS]
+    options = settings.options_of_probe(modelprobe_device)
+    with ModelProbe(modelprobe_device, _seed_of(request.node), **options) as probe:
         yield probe
         _keep_observed(request.node, named_records(probe))
 
@@ -159,8 +160,8 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
     with contextlib.ExitStack() as probes:
 
         def make() -> ModelProbe:
-            required = settings.requires(modelprobe_device)
-            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, device_required=required))
+            options = settings.options_of_probe(modelprobe_device)
+            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, **options))
             settings.shared_probes.append(probe)
             return probe
 

@@ -49,6 +49,8 @@ class ResultsWriter:
         outcome = _outcome(report, test["outcome"])
         if outcome != test["outcome"]:
             test.update(outcome=outcome, message=_message(report), failure=_failure(report))
+        if report.when not in ("setup", "call", "teardown"):  # xdist made it: a worker died in the test
+            test.update(runs=[], snapshots=[], figures=[])
         if report.when == "teardown":
             self._ended.add(report.nodeid)
             test.update(getattr(report, "modelprobe_results", {}))
@@ -86,7 +88,7 @@ class ResultsWriter:
 
 def _new(report: pytest.TestReport) -> dict[str, Any]:
     path, line, _ = report.location
-    test = {
+    return {
         "id": report.nodeid,
         "outcome": "passed",
         "duration": 0.0,
@@ -95,9 +97,6 @@ def _new(report: pytest.TestReport) -> dict[str, Any]:
         "message": "",
         "failure": "",
     }
-    if report.when not in ("setup", "call", "teardown"):  # xdist made it for a worker that died in the test
-        test.update(runs=[], snapshots=[], figures=[])
-    return test
 
 
 def _outcome(report: pytest.TestReport, before: str) -> str:

@@ -37,9 +37,11 @@ class Settings:
         """Whether the results of the run are asked for."""
         return self.json is not None or self.html is not None
 
-    def requires(self, device: Any) -> bool:
-        """Whether a model on another device is an error: ``device`` was given by option and is not the CPU."""
-        return self.devices_from == "command line" and device.type != "cpu"
+    def options_of_probe(self, device: Any) -> dict[str, bool]:
+        """Return the options of a probe on a device."""
+        # A model on another device is an error if the device was given by option and is not the CPU.
+        required = self.devices_from == "command line" and device.type != "cpu"
+        return {"device_required": required, "histograms": self.reports}
 
 
 SETTINGS = pytest.StashKey[Settings]()

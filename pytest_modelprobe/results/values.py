@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pytest_modelprobe.record import Plain, Reading, Statistics, Value
+from pytest_modelprobe.record import Histogram, Plain, Reading, Statistics, Value
 
 
 def number(value: float | None) -> float | str | None:
@@ -51,9 +51,9 @@ def tensor_data(value: Value) -> dict[str, Any]:
         "dtype": value.dtype,
         "statistics": statistics_data(value.forward.statistics),
         "reason": None if value.forward.statistics is not None else text(value.forward.reason or "not recorded"),
-        "histogram": None,
+        "histogram": histogram_data(value.forward.histogram),
         "gradient": None if backward is None else statistics_data(backward.statistics),
-        "gradient_histogram": None,
+        "gradient_histogram": None if backward is None else histogram_data(backward.histogram),
     }
 
 
@@ -72,6 +72,19 @@ def statistics_data(s: Statistics | None) -> dict[str, Any] | None:
         "mean": number(s.mean),
         "std": number(s.std),
         "rms": number(s.rms),
+    }
+
+
+def histogram_data(histogram: Histogram | None) -> dict[str, Any] | None:
+    """Return the counts of a tensor in the bins from the first to the last of ``exponents``."""
+    if histogram is None:
+        return None
+    return {
+        "exponents": [histogram.first, histogram.first + max(len(histogram.positive) - 1, 0)],
+        "negative": list(histogram.negative or (0,)),
+        "zero": histogram.zero,
+        "positive": list(histogram.positive or (0,)),
+        "per_octave": 2,
     }
 
 

@@ -42,6 +42,7 @@ class Watch:
         attention: Whether to record attention weights.
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
+        histograms: Whether to record the histogram of each value and gradient.
         seed: Stored in the record.
 
     >>> import torch
@@ -64,6 +65,7 @@ class Watch:
         functionals: bool = False,
         attention: bool = False,
         isolate: bool = True,
+        histograms: bool = False,
         seed: int | None = None,
     ) -> None:
         found = Layers(model)
@@ -82,6 +84,7 @@ class Watch:
             keep=() if _is_empty(keep) else select(found.modules, keep),
             functionals=functionals,
             attention=attention,
+            histograms=histograms,
             on_forward=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()

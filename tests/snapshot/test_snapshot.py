@@ -1475,8 +1475,9 @@ def test_workers_of_xdist_share_the_work_and_the_controller_reports(project: Pro
         "test_net/test_x.arch.json",
         "test_net/test_z.arch.json",
     ]
-    tests = json.loads((project.pytester.path / "out.json").read_text())["tests"]
-    assert [len(test["snapshots"]) for test in tests] == [1, 1]
+    written = json.loads((project.pytester.path / "out.json").read_text())
+    assert written["complete"]
+    assert [len(test["snapshots"]) for test in written["tests"]] == [1, 1]
 
 
 def test_tests_run_again_are_counted_once(project: Project) -> None:
