@@ -79,7 +79,7 @@ def test_the_least_number_of_a_bin_is_in_it_and_the_one_below_is_not(dtype: torc
         torch.tensor([1.5, -2.0]).expand(1000, 2),
         torch.empty(0, 3),
         torch.tensor([math.nan, math.inf, -math.inf]),
-        torch.tensor([1e200, -1e200, 1e-100, 5e-320 * 0], dtype=torch.float64),
+        torch.tensor([1e300, -1e200, 1e-100, 5e-320, -5e-324, 0.0], dtype=torch.float64),
     ],
     ids=lambda tensor: f"{str(tensor.dtype)[6:]}-{tuple(tensor.shape)}",
 )
