@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Record, Step, Value
 
@@ -19,16 +20,17 @@ _BENT = {"Tanh": (-math.sqrt(1 - _SLOPE), math.sqrt(1 - _SLOPE)),
 
 
 def layers_data(
-    record: Record, diagnosis: Diagnosis | None = None, expected: Record | None = None
+    record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None = None, expected: Record | None = None
 ) -> list[dict[str, Any]]:
     """Return the layers: those that were called in order of execution, then the others.
 
     Args:
         record: The record.
+        dead: What `find_dead` returned for all of its layers.
         diagnosis: Of its comparison with a snapshot, if they differ.
         expected: The record in that snapshot, with the current names of layers.
     """
-    found, tree = statuses(record, diagnosis), CallTree(record)
+    found, tree = statuses(record, dead, diagnosis), CallTree(record)
     first = {step.layer.name: step for step in reversed(tree.started)}
     given = _given(tree)
     ended = sorted(first.values(), key=lambda step: step.call.finished if step.call.finished >= 0 else math.inf)

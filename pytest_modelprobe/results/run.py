@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pytest_modelprobe.assertions.activations import find_dead
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record
@@ -34,6 +35,7 @@ def run_data(
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'
     """
+    dead = find_dead(record, record.layers)
     owned = [parameter for layer in record.layers.values() for parameter in layer.parameters]
     return {
         "name": text(name or record.model),
@@ -47,11 +49,11 @@ def run_data(
         "parameters": elements(owned),
         "trainable": elements(parameter for parameter in owned if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
-        "findings": [text(finding) for finding in findings(record)],
+        "findings": [text(finding) for finding in findings(record, dead)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None,
-        "layers": layers_data(record, diagnosis, expected),
+        "layers": layers_data(record, dead, diagnosis, expected),
     }
 
 

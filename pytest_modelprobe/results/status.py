@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.assertions.activations import find_dead
+from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.assertions.ranges import find_saturated
 from pytest_modelprobe.assertions.structure import uncalled, weights_in_use
 from pytest_modelprobe.comparison import Cause, CauseKind, Diagnosis
@@ -21,22 +21,23 @@ _OF_CAUSE: dict[CauseKind, str] = {
 }  # fmt: skip
 
 
-def statuses(record: Record, diagnosis: Diagnosis | None) -> dict[str, list[str]]:
+def statuses(record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None) -> dict[str, list[str]]:
     """Return the status of each layer that has one, worst first.
 
     Args:
         record: The record.
+        dead: What `find_dead` returned for all of its layers.
         diagnosis: Of its comparison with a snapshot; None: there was none, or nothing differs. Only causes that are
             certain count.
 
     >>> from pytest_modelprobe.record import Parameter
     >>> weight = Parameter(name="weight", shape=(2, 2), dtype="float32", device="cpu")
     >>> fc = Layer(name="fc", type="Linear", parameters=(weight,))
-    >>> statuses(Record(model="Net", layers={"fc": fc}, forwards=1), None)
+    >>> statuses(Record(model="Net", layers={"fc": fc}, forwards=1), [], None)
     {'fc': ['not called']}
     """
     found: dict[str, set[str]] = {}
-    for name, word in (*_changes(diagnosis), *_findings(record)):
+    for name, word in (*_changes(diagnosis), *_findings(record, dead)):
         if name in record.layers:
             found.setdefault(name, set()).add(word)
     return {name: sorted(words, key=STATUSES.index) for name, words in found.items()}
@@ -58,10 +59,10 @@ def _layers_of(cause: Cause, diagnosis: Diagnosis) -> set[str]:
     return {difference.layer for difference in diagnosis.comparison.differences if difference.kind == "weights"}
 
 
-def _findings(record: Record) -> Iterator[tuple[str, str]]:
+def _findings(record: Record, dead: Sequence[Dead]) -> Iterator[tuple[str, str]]:
     if not record.forwards:
         return
-    yield from ((dead.where, "dead") for dead in find_dead(record, record.layers) if not dead.received)
+    yield from ((found.where, "dead") for found in dead if not found.received)
     yield from ((layer.name, "saturated") for layer in find_saturated(record.layers.values()))
     in_use = weights_in_use(record)
     unused = {layer.name for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
