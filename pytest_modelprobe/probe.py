@@ -41,6 +41,7 @@ class ModelProbe:
         device: Device of runs and generated inputs: ``"cpu"``, ``"cuda"``, a `torch.device`.
         seed: Seed of all random numbers of the probe.
         device_required: Whether to reject watches of models on other devices. Set if the user named the device.
+        histograms: The default of the option of `run` and `watch`. Set if a report is asked for.
 
     >>> from torch import nn
     >>> with ModelProbe(seed=0) as probe:
@@ -50,7 +51,14 @@ class ModelProbe:
     ((4, 2), 1)
     """
 
-    def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, device_required: bool = False) -> None:
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        *,
+        device_required: bool = False,
+        histograms: bool = False,
+    ) -> None:
         if type(seed) is not int:
             raise UsageError(f"a seed is an integer; got {seed!r}")
         self.device = _device(device)
@@ -58,6 +66,7 @@ class ModelProbe:
         self.kept: Mapping[str, list[Any]] = {}
         """Outputs of the layers in ``keep=`` of the newest `run`."""
         self._device_required = device_required
+        self._histograms = histograms
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
         self._reported = 0
@@ -81,6 +90,7 @@ class ModelProbe:
         attention: bool = False,
         profile: bool = False,
         isolate: bool = True,
+        histograms: bool | None = None,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Record:
@@ -104,6 +114,8 @@ class ModelProbe:
             profile: Whether to measure what each layer costs, in `Record.profile`.
             isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to find whose
                 own code changed. The run itself takes no longer.
+            histograms: Whether to record the histogram of each value and gradient, in `Reading.histogram`. None: if a
+                report of the run of pytest is asked for.
             kwargs: Keyword arguments for the model whose names are options of `run`.
             **model_kwargs: Keyword arguments for the model.
 
@@ -136,6 +148,7 @@ class ModelProbe:
             attention=attention,
             profile=profile,
             isolate=isolate,
+            histograms=self._histograms if histograms is None else histograms,
         )
         record, self.kept = run.record(keep)
         with_rerun(record, WeakRerun(run, _FORGOTTEN, Run.isolated, Run.measured))
@@ -156,6 +169,7 @@ class ModelProbe:
         attention: bool = False,
         profile: bool = False,
         isolate: bool = True,
+        histograms: bool | None = None,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -184,6 +198,7 @@ class ModelProbe:
             attention=attention,
             profile=profile,
             isolate=isolate,
+            histograms=self._histograms if histograms is None else histograms,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.text import count, listed
 
-from .activations import find_dead, find_nonfinite
+from .activations import Dead, find_dead, find_nonfinite
 from .sources import full_name
 from .structure import uncalled, weights_in_use
 
 
-def findings(record: Record) -> list[str]:
+def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     """Return one line for each kind of finding; empty if there are none.
+
+    Args:
+        record: The record.
+        dead: What `find_dead` returned for all of its layers, if it is known.
 
     >>> findings(Record(model="Net"))
     []
@@ -19,7 +25,7 @@ def findings(record: Record) -> list[str]:
     if not record.forwards:
         return []
     found = []
-    dead = find_dead(record, record.layers)
+    dead = find_dead(record, record.layers) if dead is None else dead
     if dead:
         found.append(f"dead: {listed([d.label for d in dead])}")
     origin = find_nonfinite(record, record.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
+
+
+def find_saturated(layers: Iterable[Layer], min_slope: float = 0.05) -> list[Layer]:
+    """Return the layers among ``layers`` that `assert_not_saturated` would report."""
+    return [layer for layer in layers if (found := _slope(layer)) is not None and found.share < min_slope]
 
 
 @dataclass(frozen=True)

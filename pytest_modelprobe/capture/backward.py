@@ -24,13 +24,21 @@ class BackwardPasses:
     """Counts backward passes, and receives their gradients."""
 
     def __init__(
-        self, forwards: ObservedForwards, running: RunningCalls, views: HookedViews, steps: Steps, small: SmallTensors
+        self,
+        forwards: ObservedForwards,
+        running: RunningCalls,
+        views: HookedViews,
+        steps: Steps,
+        small: SmallTensors,
+        *,
+        histograms: bool,
     ) -> None:
         self._forwards = forwards
         self._running = running
         self._views = views
         self._steps = steps
         self._small = small
+        self._histograms = histograms
         self._current = -1
         self._newest_task = -1
         # Gradients of the newest backward pass, by index of the forward and content key.
@@ -99,9 +107,10 @@ class BackwardPasses:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
         key = content_key(gradient) if gradient.numel() > _LARGE else None
         if key is None:
-            return statistics.reduce(gradient, index=index, small=self._small)
+            return statistics.reduce(gradient, index=index, histogram=self._histograms, small=self._small)
         known = self._cache.get((index, key))
         if known is None:
             kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
-            known = self._cache[index, key] = statistics.reduce(gradient, index=index), kept
+            reduced = statistics.reduce(gradient, index=index, histogram=self._histograms)
+            known = self._cache[index, key] = reduced, kept
         return known[0]

@@ -60,6 +60,7 @@ class Capture:
         functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
         attention: Whether to look at attention weights.
         profile: Whether to measure what each layer costs.
+        histograms: Whether to count the elements of each tensor and gradient in bins.
         on_forward: Called before each forward with its kind and its arguments.
     """
 
@@ -72,6 +73,7 @@ class Capture:
         functionals: bool = False,
         attention: bool = False,
         profile: bool = False,
+        histograms: bool = False,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self.layers = layers
@@ -90,8 +92,12 @@ class Capture:
             self._profiler = self.guard.profiler = Profiler(self._running, on_cuda=_is_on_cuda(layers))
         self._views = HookedViews()
         self._steps = Steps()
-        self._backward = BackwardPasses(self._forwards, self._running, self._views, self._steps, small)
-        self._tensors = TensorObserver(self.guard, self._views, small, on_gradient=self._backward.receive)
+        self._backward = BackwardPasses(
+            self._forwards, self._running, self._views, self._steps, small, histograms=histograms
+        )
+        self._tensors = TensorObserver(
+            self.guard, self._views, small, on_gradient=self._backward.receive, histograms=histograms
+        )
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)

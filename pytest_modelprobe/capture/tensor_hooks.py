@@ -25,15 +25,19 @@ class TensorObserver:
 
     Args:
         on_gradient: Called with the observations of a tensor, by forward, and its whole gradient.
+        histograms: Whether to count the elements of each tensor in bins.
     """
 
-    def __init__(self, guard: HookGuard, views: HookedViews, small: SmallTensors, on_gradient: OnGradient) -> None:
+    def __init__(
+        self, guard: HookGuard, views: HookedViews, small: SmallTensors, on_gradient: OnGradient, *, histograms: bool
+    ) -> None:
         self.guard = guard
         self.on_gradient = on_gradient
         self.model_storages: frozenset[int] = frozenset()
         """Keys of the storages of the model's parameters and buffers."""
         self._views = views
         self._small = small
+        self._histograms = histograms
         # Those of the newest forward, and those before it that were alive when it began.
         self._hooks: list[ReferenceType[_TensorHook]] = []
 
@@ -81,7 +85,9 @@ class TensorObserver:
         if known is not None:
             return known.number, known.reduced
         number = forward.next_number()
-        reduced = statistics.reduce(tensor, axis=axis, index=forward.index, small=self._small)
+        reduced = statistics.reduce(
+            tensor, axis=axis, index=forward.index, histogram=self._histograms, small=self._small
+        )
         if key is not None:
             forward.reductions[key] = ReductionCacheEntry(tensor, number, reduced)
         return number, reduced

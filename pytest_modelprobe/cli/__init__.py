@@ -22,6 +22,7 @@ from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE
 from .init import GIT_ATTRIBUTES, run_init
 from .log import run_log
+from .report import run_report
 from .show import run_show
 
 __all__ = ["GIT_ATTRIBUTES", "main"]
@@ -108,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("layer", nargs="?", metavar="LAYER", help="a name or a glob")
     _add_format(log, "text", "markdown", "json")
     log.set_defaults(run=run_log)
+
+    report = commands.add_parser("report", help="write the report of a file of results, a page of its own")
+    report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")
+    report.add_argument("-o", "--output", metavar="PATH", required=True, help="where the page is written")
+    report.set_defaults(run=run_report)
 
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
     init.set_defaults(run=run_init)

@@ -15,11 +15,14 @@ import pytest
 from .devices import as_list, resolve
 from .marker import marker_arguments, marker_error, marker_location
 from .settings import SETTINGS, add_options, settings_of
-from .terminal import Terminal, summaries
+from .terminal import Terminal, named_records, summaries
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
+    from pytest_modelprobe.snapshot.comparer import Comparer
     from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
+
+    from .terminal import NamedRecord
 
 # Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
 pytest_plugins = ("syrupy",)
@@ -27,6 +30,7 @@ pytest_plugins = ("syrupy",)
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 
 _SUMMARIES = pytest.StashKey[list[dict[str, Any]]]()
+_OBSERVED = pytest.StashKey[list["NamedRecord"]]()
 _FAILED = pytest.StashKey[bool]()
 _SNAPSHOTS = pytest.StashKey[Any]()
 _COMPARER = pytest.StashKey[Any]()
@@ -57,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
     config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+    if config.stash[SETTINGS].reports:
+        from .results import ResultsWriter
+
+        config.pluginmanager.register(ResultsWriter(config, lambda: snapshots.unused), "modelprobe-results")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -133,10 +141,11 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     """A `ModelProbe` on the test's device: run or watch a model and assert on the record."""
     from pytest_modelprobe.probe import ModelProbe
 
-    required = request.config.stash[SETTINGS].requires(modelprobe_device)
-    with ModelProbe(modelprobe_device, _seed_of(request.node), device_required=required) as probe:
+    settings = request.config.stash[SETTINGS]
+    options = settings.options_of_probe(modelprobe_device)
+    with ModelProbe(modelprobe_device, _seed_of(request.node), **options) as probe:
         yield probe
-        request.node.stash[_SUMMARIES] = summaries(probe, request.config)
+        _keep_observed(request.node, named_records(probe))
 
 
 @pytest.fixture(scope="session")
@@ -151,8 +160,8 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
     with contextlib.ExitStack() as probes:
 
         def make() -> ModelProbe:
-            required = settings.requires(modelprobe_device)
-            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, device_required=required))
+            options = settings.options_of_probe(modelprobe_device)
+            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, **options))
             settings.shared_probes.append(probe)
             return probe
 
@@ -258,21 +267,46 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "call":
         item.stash[_FAILED] = report.failed
     elif report.when == "teardown":
+        for probe in item.config.stash[SETTINGS].shared_probes:
+            _keep_observed(item, named_records(probe))
         found = _summaries_of(item)
         if found:
             report.modelprobe = found
+        if item.config.stash[SETTINGS].reports and (_has_probe(item) or comparer is not None):
+            report.modelprobe_results = _results_of(item, comparer)
         if comparer is not None:
             report.modelprobe_snapshots = comparer.results()
             del item.stash[_COMPARER]  # a test that is run again has another
     return report
 
 
+def _keep_observed(item: pytest.Item, observed: list[NamedRecord]) -> None:
+    """Keep what the reports of a test need of its runs and watches."""
+    if not observed:
+        return
+    item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
+    if item.config.stash[SETTINGS].reports:
+        item.stash.setdefault(_OBSERVED, []).extend(observed)
+
+
 def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
     """Return what the probes recorded in a test; without findings if it failed."""
     found = item.stash.get(_SUMMARIES, [])
-    for probe in item.config.stash[SETTINGS].shared_probes:
-        found += summaries(probe, item.config)
+    item.stash[_SUMMARIES] = []  # a test that is run again has others
     return [{**summary, "findings": []} for summary in found] if item.stash.get(_FAILED, False) else found
+
+
+def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
+    """Return what a test recorded and compared, for the files of results."""
+    from pytest_modelprobe.results import Compared, Observed, observed_data
+
+    observed = item.stash.get(_OBSERVED, [])
+    item.stash[_OBSERVED] = []  # records are large
+    return observed_data(
+        [Observed(*one) for one in observed],
+        [Compared(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())],
+        comparer.results() if comparer else (),
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

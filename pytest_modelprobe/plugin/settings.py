@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,14 +23,25 @@ class Settings:
     """``command line``, ``ini`` or None: the default."""
     seed: int
     verbose: bool
+    json: Path | None = None
+    """Where the results of the run are written."""
+    html: Path | None = None
+    """Where the report of the run is written."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
     """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
     """Probes that outlive a test: each of their runs is reported with the test in which it was recorded."""
 
-    def requires(self, device: Any) -> bool:
-        """Whether a model on another device is an error: ``device`` was given by option and is not the CPU."""
-        return self.devices_from == "command line" and device.type != "cpu"
+    @property
+    def reports(self) -> bool:
+        """Whether the results of the run are asked for."""
+        return self.json is not None or self.html is not None
+
+    def options_of_probe(self, device: Any) -> dict[str, bool]:
+        """Return the options of a probe on a device."""
+        # A model on another device is an error if the device was given by option and is not the CPU.
+        required = self.devices_from == "command line" and device.type != "cpu"
+        return {"device_required": required, "histograms": self.reports}
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -48,6 +60,10 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test recorded"
     )
+    group.addoption(
+        "--modelprobe-json", metavar="PATH", default=None, help="write what every probe recorded and compared as JSON"
+    )
+    group.addoption("--modelprobe-html", metavar="PATH", default=None, help="write a report, a page of its own")
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
@@ -68,7 +84,14 @@ def settings_of(config: pytest.Config) -> Settings:
         devices_from="command line" if asked else "ini" if devices else None,
         seed=seed,
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
+        json=_path(config, "--modelprobe-json"),
+        html=_path(config, "--modelprobe-html"),
     )
+
+
+def _path(config: pytest.Config, option: str) -> Path | None:
+    given = config.getoption(option)
+    return Path(config.invocation_params.dir, given) if given else None
 
 
 def _seed(config: pytest.Config) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
@@ -12,23 +12,48 @@ from .settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
+    from pytest_modelprobe.record import Record
 
 _FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
 
 
-def summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
-    """Return a summary of each run and watch of a probe that was not reported before, in builtin types."""
-    from pytest_modelprobe.assertions.findings import findings
+class NamedRecord(NamedTuple):
+    """A run or watch of a probe."""
+
+    name: str
+    kind: Literal["run", "watch"]
+    record: Record | None
+    """None: it could not be made."""
+    error: str = ""
+    """Why."""
+
+
+def named_records(probe: ModelProbe) -> list[NamedRecord]:
+    """Return each run and watch of a probe that was not reported before."""
     from pytest_modelprobe.exceptions import ModelProbeError
+
+    found = []
+    for name, source in probe.take_unreported():
+        if not hasattr(source, "record"):
+            found.append(NamedRecord(name, "run", source))
+            continue
+        try:
+            found.append(NamedRecord(name, "watch", source.record))
+        except ModelProbeError as error:
+            found.append(NamedRecord(name, "watch", None, str(error)))
+    return found
+
+
+def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[dict[str, Any]]:
+    """Return a summary of each run and watch, in builtin types."""
+    from pytest_modelprobe.assertions.findings import findings
     from pytest_modelprobe.report.text import layer_table
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
     found = []
-    for name, source in probe.take_unreported():
-        try:
-            record = source if not hasattr(source, "record") else source.record
-        except ModelProbeError as error:
-            found.append({"name": name, "layers": 0, "calls": 0, "findings": [str(error)], "table": []})
+    for name, _, record, error in observed:
+        if record is None:
+            found.append({"name": name, "layers": 0, "calls": 0, "findings": [error], "table": []})
             continue
         found.append(
             {

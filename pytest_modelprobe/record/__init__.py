@@ -12,6 +12,7 @@ from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
 from .tensor_statistics import (
+    Histogram,
     Reading,
     Statistics,
     Units,
@@ -28,6 +29,7 @@ __all__ = [
     "Dimension",
     "ForwardKind",
     "Glob",
+    "Histogram",
     "EmittedTensor",
     "Layer",
     "LayerProfile",

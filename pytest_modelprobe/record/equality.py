@@ -26,12 +26,12 @@ class NanEqual:
 
 
 def _fields(numbers: Any) -> tuple[Any, ...]:
-    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers))
+    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in dataclasses.fields(numbers) if f.compare)
 
 
 @functools.cache
 def _values_of(kind: type[Any]) -> Callable[[object], object]:
-    return operator.attrgetter(*(field.name for field in dataclasses.fields(kind)))
+    return operator.attrgetter(*(field.name for field in dataclasses.fields(kind) if field.compare))
 
 
 def _with_one_nan(value: Any) -> Any:

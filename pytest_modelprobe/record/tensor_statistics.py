@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .equality import NanEqual
@@ -156,6 +156,52 @@ class Units(NanEqual):
         return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts of finite elements in exponential bins, two to an octave, which are the same for every tensor.
+
+    Bin k counts 2**(k/2) <= x < 2**((k+1)/2), for k from -80 to 80; what is smaller or larger is in the outermost.
+    """
+
+    first: int = 0
+    """The k of the first bin."""
+    negative: tuple[int, ...] = ()
+    """Negative elements by magnitude."""
+    zero: int = 0
+    """Elements equal to zero."""
+    positive: tuple[int, ...] = ()
+    """Positive elements; as many bins as of negative ones."""
+
+    def merge(self, other: Histogram) -> Histogram:
+        """Return the counts of both together.
+
+        >>> a = Histogram(first=-1, negative=(1, 0), positive=(0, 3))
+        >>> a.merge(Histogram(first=1, negative=(0,), zero=2, positive=(4,)))
+        Histogram(first=-1, negative=(1, 0, 0), zero=2, positive=(0, 3, 4))
+        """
+        if not (self.positive and other.positive):
+            wider = self if self.positive else other
+            return Histogram(
+                first=wider.first, negative=wider.negative, zero=self.zero + other.zero, positive=wider.positive
+            )
+        first = min(self.first, other.first)
+        last = max(self.first + len(self.positive), other.first + len(other.positive))
+
+        def added(mine: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+            counts = [0] * (last - first)
+            for start, part in ((self.first, mine), (other.first, others)):
+                for k, n in enumerate(part, start - first):
+                    counts[k] += n
+            return tuple(counts)
+
+        return Histogram(
+            first=first,
+            negative=added(self.negative, other.negative),
+            zero=self.zero + other.zero,
+            positive=added(self.positive, other.positive),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading(NanEqual):
     """The numbers of one value in one direction."""
@@ -172,6 +218,8 @@ class Reading(NanEqual):
     """Change under harmless perturbations, relative to the norm (integers: share of elements); None: not measured."""
     reason: str | None = None
     """Why there are no statistics (a meta tensor, a sparse one...)."""
+    histogram: Histogram | None = field(default=None, compare=False)
+    """Of the values, with ``histograms=True``; never compared, and in no snapshot file."""
 
 
 def is_read(reading: Reading) -> bool:

@@ -61,6 +61,7 @@ class Run:
         attention: bool,
         profile: bool,
         isolate: bool,
+        histograms: bool = False,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise UnsupportedModelError(
@@ -70,7 +71,7 @@ class Run:
         self.args, self.kwargs, self.loss, self.mode = args, kwargs, loss, mode
         self.device, self.seed = device, seed
         self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
-        self.profile = profile
+        self.profile, self.histograms = profile, histograms
         self._model = weakref.ref(model)
         # Repeats use the contexts of the first run.
         self._grad_enabled = torch.is_grad_enabled()
@@ -87,7 +88,7 @@ class Run:
     def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
-        record, kept = self._observed(keep=keep, profile=self.profile)
+        record, kept = self._observed(keep=keep, profile=self.profile, histograms=self.histograms)
         record = self._with_origins(record)
         self._settings = self._settings_now()
         return record, kept
@@ -186,14 +187,20 @@ class Run:
     # --- the step -------------------------------------------------------------------------------------------------
 
     def _observed(
-        self, move: noise.Perturbation | None = None, keep: Selector = (), *, repeat: int = 0, profile: bool = False
+        self,
+        move: noise.Perturbation | None = None,
+        keep: Selector = (),
+        *,
+        repeat: int = 0,
+        profile: bool = False,
+        histograms: bool = False,
     ) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record of one step, perturbed by ``move``, and the tensors kept.
 
         In repeat ``repeat``, the model's own random generators start in another state, as in another process.
         """
         __tracebackhide__ = True
-        with self._prepared(repeat) as state, self._watch(keep, profile=profile) as watch:
+        with self._prepared(repeat) as state, self._watch(keep, profile=profile, histograms=histograms) as watch:
             watch._capture.notes.update(dict.fromkeys(state.notes))
             before = read_parameters(watch._capture.layers, watch._capture.selected)
             if move is not None:
@@ -203,7 +210,7 @@ class Run:
             record = assemble(watch._capture.observations(), seed=self.seed, loss=_loss_name(self.loss), before=before)
         return record, watch.kept
 
-    def _watch(self, keep: Selector = (), *, profile: bool = False) -> Watch:
+    def _watch(self, keep: Selector = (), *, profile: bool = False, histograms: bool = False) -> Watch:
         return Watch(
             self.model,
             layers=self.layers,
@@ -212,6 +219,7 @@ class Run:
             attention=self.attention,
             profile=profile,
             isolate=False,
+            histograms=histograms,
             seed=self.seed,
         )
 
@@ -274,7 +282,9 @@ class Run:
 
     def _note_misspelt(self, error: TypeError) -> None:
         """Add a note to an error about an unknown keyword that resembles an option of `ModelProbe.run`."""
-        options = ("loss", "mode", "layers", "keep", "functionals", "attention", "profile", "isolate", "kwargs")
+        options = (
+            "loss", "mode", "layers", "keep", "functionals", "attention", "profile", "isolate", "histograms", "kwargs",
+        )  # fmt: skip
         for name in self.kwargs:
             if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")

@@ -43,6 +43,7 @@ class Watch:
         profile: Whether to measure what each layer costs.
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
+        histograms: Whether to record the histogram of each value and gradient.
         seed: Stored in the record.
 
     >>> import torch
@@ -66,6 +67,7 @@ class Watch:
         attention: bool = False,
         profile: bool = False,
         isolate: bool = True,
+        histograms: bool = False,
         seed: int | None = None,
     ) -> None:
         found = Layers(model)
@@ -85,6 +87,7 @@ class Watch:
             functionals=functionals,
             attention=attention,
             profile=profile,
+            histograms=histograms,
             on_forward=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -107,6 +108,11 @@ class Comparer:
             error.args = (own + text,)
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        """Every comparison of this process."""
+        return self._outcomes
+
     def results(self) -> list[dict[str, Any]]:
         """Return every comparison in builtin types, those of forked processes too."""
         return [*(outcome.to_dict(self._item) for outcome in self._outcomes), *self._forked.received]
@@ -162,6 +168,7 @@ class Comparer:
             known = parts if stored.complete else "architecture"
             diagnosis = _diagnosis(outcome.record, stored.record, known, arguments)
             outcome.values_not_compared = diagnosis.comparison.unknown
+            outcome.expected = diagnosis.comparison.expected
             if not diagnosis.comparison.same or self._updates_notes(outcome, arguments, diagnosis):
                 outcome.diagnosis = diagnosis
         outcome.scope_message = self._scope_message(outcome, stored.texts)

@@ -57,7 +57,6 @@ class Policy:
     accept: tuple[Accepted, ...] = ()
     accept_from: str = ""
     output: Path | None = None
-    json: Path | None = None
     may_write: bool = True
     """Whether an update may write: not while ``CI`` is set, unless that is allowed."""
 
@@ -87,7 +86,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         default=None,
         help="write the snapshots that failed or are new there as they would be now: cp -r DIR/. . takes them over",
     )
-    group.addoption("--modelprobe-json", metavar="PATH", default=None, help="write the results of all snapshots there")
     group.addoption(
         "--modelprobe-allow-update-in-ci",
         action="store_true",
@@ -103,7 +101,7 @@ def policy_of(config: pytest.Config) -> Policy:
     if ini not in get_args(Parts):
         raise pytest.UsageError(f"modelprobe_compare is all, architecture or behavior; the ini file has {ini!r}")
     reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
-    updating = getattr(config.option, "update_snapshots", False)
+    updating, output = getattr(config.option, "update_snapshots", False), config.getoption("--modelprobe-output")
     if reason is not None and not reason.strip():
         raise pytest.UsageError("--modelprobe-reason is empty: say why the architecture changes, or leave it out")
     for name, given in {"reason": reason, "accept": accept}.items():
@@ -119,15 +117,9 @@ def policy_of(config: pytest.Config) -> Policy:
         reason=reason,
         accept=tuple(_accepted(text) for text in accept),
         accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
-        output=_path(config, "--modelprobe-output"),
-        json=_path(config, "--modelprobe-json"),
+        output=Path(config.invocation_params.dir, output) if output else None,
         may_write=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
     )
-
-
-def _path(config: pytest.Config, option: str) -> Path | None:
-    given = config.getoption(option)
-    return Path(config.invocation_params.dir, given) if given else None
 
 
 def _accepted(text: str) -> Accepted:

@@ -46,9 +46,16 @@ class Outcome:
     declared: bool = False
     """Whether the reason that was given is written into the file."""
     diagnosis: Diagnosis | None = None
+    given: Record = dataclasses.field(init=False)
+    """The record as the test gave it."""
+    expected: Record | None = None
+    """The record in the snapshot, with the current names of layers."""
     text: str = ""
     was_read: bool = False
     """Whether the test used the result, by `assert` or otherwise."""
+
+    def __post_init__(self) -> None:
+        self.given = self.record
 
     @property
     def passed(self) -> bool:

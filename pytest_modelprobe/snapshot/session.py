@@ -1,4 +1,4 @@
-"""The snapshots of a whole run of pytest: results, unused files, the summary.
+"""The snapshots of a whole run of pytest: comparisons, unused files, the summary.
 
 The reports of the tests carry the results, in builtin types. Under xdist the workers send what they collected when
 they end, and only the controller deletes, prints and writes. This module is loaded in every run of pytest, so modules
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +54,8 @@ class SnapshotSession:
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._results: dict[tuple[str, str], dict[str, Any]] = {}
-        self._unused = UnusedFiles()
+        self.unused = UnusedFiles()
+        """Known when the run has ended."""
 
     # --- what was collected ---------------------------------------------------------------------------------------
 
@@ -185,11 +184,9 @@ class SnapshotSession:
             return (yield)
         if not self._runs_no_test and not getattr(option, "disable_unused_snapshots", False):
             self._handle_unused(self._reason_to_keep(session, exitstatus))
-            fails = self._unused.unused and not getattr(option, "warn_unused_snapshots", False)
+            fails = self.unused.unused and not getattr(option, "warn_unused_snapshots", False)
             if fails and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self.policy.json and not self._runs_no_test:
-            self._write_results(self.policy.json)
         return (yield)
 
     @property
@@ -223,7 +220,7 @@ class SnapshotSession:
         ran = {result["device"] for result in self.results} or {self._device()}
         for module in self._modules():
             for path, reason in unused_files(module, used, ran):
-                self._unused.add(shown_path(path, self._config), reason or why, delete=updating)
+                self.unused.add(shown_path(path, self._config), reason or why, delete=updating)
                 if updating and not (reason or why):
                     path.unlink(missing_ok=True)
             for folder in (module.folder, module.folder.parent) if updating and not why else ():
@@ -250,17 +247,4 @@ class SnapshotSession:
         if self._runs_no_test:
             return
         details = getattr(self._config.option, "include_snapshot_details", False)
-        yield from lines(self.results, self._unused, self.policy, details=details)
-
-    def _write_results(self, path: Path) -> None:
-        """Write the results as strict JSON, atomically."""
-        hidden = ("key", "text", "arch", "probe", "declared")
-        data = {
-            "schema": 1,
-            "results": [{k: v for k, v in result.items() if k not in hidden} for result in self.results],
-            **dataclasses.asdict(self._unused),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
-        part.replace(path)
+        yield from lines(self.results, self.unused, self.policy, details=details)

@@ -11,7 +11,7 @@ Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.models import as_array
-from pytest_modelprobe.record import Reading, Statistics, Units
+from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
+from .histogram import count, from_counts
 from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .small import SMALL, SmallTensors
@@ -48,6 +49,7 @@ def reduce(
     axis: int | None = None,
     index: int = 0,
     fingerprint: bool = True,
+    histogram: bool = False,
     small: SmallTensors | None = None,
 ) -> Reduced:
     """Return the reduction of a tensor, or the reason why it cannot be read.
@@ -59,6 +61,7 @@ def reduce(
         axis: Axis of the units, counted from the end (-1 is the last); None for no units.
         index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
         fingerprint: Whether to compute the fingerprint too.
+        histogram: Whether to count the elements in bins too.
         small: Batch in which small tensors are reduced together, later; None: reduce it at once.
 
     >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
@@ -69,12 +72,19 @@ def reduce(
     """
     context = ambient_modes_disabled()
     if context is NO_CONTEXT:
-        return _reduced(tensor, axis, index, fingerprint, small)
+        return _reduced(tensor, axis, index, fingerprint, histogram, small)
     with context:
-        return _reduced(tensor, axis, index, fingerprint, small)
+        return _reduced(tensor, axis, index, fingerprint, histogram, small)
 
 
-def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0, fingerprint: bool = True) -> Reduced:
+def reduce_on_device(
+    tensor: Tensor,
+    *,
+    axis: int | None = None,
+    index: int = 0,
+    fingerprint: bool = True,
+    histogram: bool = False,
+) -> Reduced:
     """Return the reduction of a tensor without reading an element of it.
 
     `reduce` does this for tensors that are not on the CPU. It runs on any device, also ``meta`` and fake ones.
@@ -83,7 +93,7 @@ def reduce_on_device(tensor: Tensor, *, axis: int | None = None, index: int = 0,
     torch.Size([3])
     """
     with ambient_modes_disabled():
-        return on_device(tensor.detach(), axis, index, fingerprint)
+        return on_device(tensor.detach(), axis, index, fingerprint, histogram)
 
 
 def merge(a: Reduced, b: Reduced) -> Reduced:
@@ -98,6 +108,9 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     if not (_has_numbers(a) and _has_numbers(b)):
         return merged
     merged.row = a.row or b.row
+    if a.histogram is not None and b.histogram is not None:
+        with ambient_modes_disabled():
+            merged.histogram = a.histogram + b.histogram.to(a.histogram.device, non_blocking=True)
     if a.row is not None and b.row is not None:
         merged.row = merged_row(a.row, b.row)
     if a.rows is None and b.rows is None:
@@ -124,7 +137,12 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     (1.0, 0.0)
     """
     reduced = [one.computed() for one in reduced]
-    remote = [t for r in reduced for t in (r.rows, r.low, r.high, r.remote_fingerprint) if isinstance(t, Tensor)]
+    remote = [
+        t
+        for r in reduced
+        for t in (r.rows, r.low, r.high, r.remote_fingerprint, r.histogram)
+        if isinstance(t, Tensor) and not (t is r.histogram and t.is_cpu)
+    ]
     with ambient_modes_disabled():
         numbers = fetch(remote)
 
@@ -153,9 +171,17 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
                 fingerprint=fingerprint,
                 digest=digest,
                 reason=one.reason,
+                histogram=_histogram(one.histogram, numbers),
             )
         )
     return readings
+
+
+def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram | None:
+    """Return the histogram of counts; ``numbers`` has those of other devices by `id`, as floats."""
+    if counts is None:
+        return None
+    return from_counts(numbers[id(counts)].astype(np.int64) if id(counts) in numbers else as_array(counts))
 
 
 def _statistics(row: Sequence[float]) -> Statistics:
@@ -178,19 +204,23 @@ def _statistics(row: Sequence[float]) -> Statistics:
     )
 
 
-def _reduced(tensor: Tensor, axis: int | None, index: int, fingerprint: bool, small: SmallTensors | None) -> Reduced:
+def _reduced(
+    tensor: Tensor, axis: int | None, index: int, fingerprint: bool, histogram: bool, small: SmallTensors | None
+) -> Reduced:
     plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
     if not plain.is_cpu:
-        return on_device(plain, axis, index, fingerprint)
+        return on_device(plain, axis, index, fingerprint, histogram)
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
-        reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint)
+        reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint, histogram)
         return reduced.computed() if small is None else reduced
     reduced = on_cpu(plain, axis, index)
     if fingerprint:
         reduced.fingerprint = project(plain, index)
+    if histogram:
+        reduced.histogram = count(plain, torch.float64)
     return reduced
 
 

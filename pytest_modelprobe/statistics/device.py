@@ -12,6 +12,7 @@ from torch import Tensor
 from pytest_modelprobe.models import as_array
 
 from .fingerprint import project_on_device
+from .histogram import count
 from .memory_order import in_memory_order
 from .readable import real
 from .reduced import Array, Reduced
@@ -20,7 +21,9 @@ _CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 hol
 _WITH_FLOAT64 = {"cuda", "cpu", "meta"}
 
 
-def on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True) -> Reduced:
+def on_device(
+    tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True, histogram: bool = False
+) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
     x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
@@ -36,6 +39,8 @@ def on_device(tensor: Tensor, axis: int | None, index: int, fingerprint: bool = 
         if fingerprint:
             largest = torch.maximum(-rows[:, 8].amin(), rows[:, 9].amax())
             reduced.remote_fingerprint = project_on_device(tensor, largest, index)
+        if histogram:
+            reduced.histogram = count(tensor, wide, _CHUNK)
         return reduced
     except NotImplementedError:
         return Reduced(reason=f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}")

@@ -45,6 +45,8 @@ class Reduced:
     """Fingerprint of the tensors reduced on the CPU, as `fingerprint.project` returns it."""
     remote_fingerprint: Tensor | None = None
     """Fingerprint of the tensors reduced on another device, still there."""
+    histogram: Tensor | None = None
+    """Counts of the elements, still on their device."""
     reason: str | None = None
     """Why there are no statistics, or no units any more."""
     pending: Batch | None = None

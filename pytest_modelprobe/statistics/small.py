@@ -15,6 +15,7 @@ import torch
 
 from .cpu import on_cpu
 from .fingerprint import project, project_rows
+from .histogram import count_rows
 from .readable import ambient_modes_disabled
 from .reduced import Array, Reduced, row_of_finite
 
@@ -23,8 +24,8 @@ _MOST = 1 << 18
 _COPIES = 1 << 12
 _HUGE = 1e150  # magnitudes whose squares, or their sum, float64 may not hold
 
-_Copy = tuple[Reduced, Array, int, bool]
-_Form = tuple[int, int, int, bool]
+_Copy = tuple[Reduced, Array, int, bool, bool]
+_Form = tuple[int, int, int, bool, bool]
 
 
 class SmallTensors:
@@ -42,10 +43,10 @@ class SmallTensors:
         self._elements = 0
         self._lock = threading.Lock()
 
-    def add(self, values: Array, axis: int | None, index: int, fingerprint: bool) -> Reduced:
+    def add(self, values: Array, axis: int | None, index: int, fingerprint: bool, histogram: bool = False) -> Reduced:
         """Return a placeholder filled by `flush`. The array has floating elements, one at least, and is kept."""
         reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, pending=self)
-        self._waiting.append((reduced, values, index, fingerprint))
+        self._waiting.append((reduced, values, index, fingerprint, histogram))
         self._elements += values.size
         if self._elements > _MOST or len(self._waiting) > _COPIES:
             self.flush()
@@ -65,27 +66,34 @@ class SmallTensors:
 
 
 def _form(copy: _Copy) -> _Form:
-    """Return the key of the tensors that are reduced together: (outer, units, inner), and whether with fingerprint."""
-    reduced, values, _, fingerprint = copy
+    """Return the key of the tensors that are reduced together: (outer, units, inner), fingerprint, histogram."""
+    reduced, values, _, fingerprint, histogram = copy
     if reduced.axis is None:
-        return 1, 1, values.size, fingerprint
+        return 1, 1, values.size, fingerprint, histogram
     unit = values.ndim + reduced.axis
-    return math.prod(values.shape[:unit]), values.shape[unit], math.prod(values.shape[unit + 1 :]), fingerprint
+    return (
+        math.prod(values.shape[:unit]),
+        values.shape[unit],
+        math.prod(values.shape[unit + 1 :]),
+        fingerprint,
+        histogram,
+    )
 
 
-def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint: bool) -> None:
-    x = np.concatenate([values for _, values, _, _ in copies], axis=None, dtype=np.float64).reshape(len(copies), -1)
+def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint: bool, histogram: bool) -> None:
+    x = np.concatenate([values for _, values, *_ in copies], axis=None, dtype=np.float64).reshape(len(copies), -1)
     low, high = _ranges(x.reshape(-1, outer, units, inner))
     bottom, top = low.min(axis=1), high.max(axis=1)
     count = x.shape[1]
     mean = np.where(bottom == top, bottom, np.add.reduce(x, axis=1) / count)
     certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
     zeros = count - np.count_nonzero(x, axis=1)
-    numbers = project_rows(x, [index for _, _, index, _ in copies]) if fingerprint else None
+    numbers = project_rows(x, [index for _, _, index, *_ in copies]) if fingerprint else None
+    counts = count_rows(torch.from_numpy(x)) if histogram else None
     x = x - mean[:, None]  # not in place: ranges may be views
     deviations = np.einsum("kn,kn->k", x, x)
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
-    for i, ((reduced, values, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
+    for i, ((reduced, values, index, *_), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
             reduced.row = row_of_finite(count, *row)
             if reduced.axis is not None:
@@ -96,6 +104,7 @@ def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint
             careful = on_cpu(tensor, reduced.axis, index)
             reduced.row, reduced.low, reduced.high = careful.row, careful.low, careful.high
             reduced.fingerprint = project(tensor, index) if fingerprint else None
+        reduced.histogram = None if counts is None else counts[i].clone()
         reduced.pending = None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pytest_modelprobe.probe
+import pytest_modelprobe.results  # pytester forgets what its runs import
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
@@ -1407,14 +1408,14 @@ def test_results_are_written_as_json(project: Project) -> None:
     project.update(test=TWO)
     project.run("--modelprobe-json=out/results.json", test=TWO.replace("record()", "record(eps=float('inf'))", 1))
     data = json.loads((project.pytester.path / "out" / "results.json").read_text())
-    assert [(r["test"], r["verdict"]) for r in data["results"]] == [
-        ("test_net.py::test_x", "changed"),
-        ("test_net.py::test_y", "same"),
-    ]
-    (cause,) = data["results"][0]["causes"]
+    (changed,), (same,) = (test["snapshots"] for test in data["tests"])
+    assert (changed["test"], changed["verdict"]) == ("test_net.py::test_x", "changed")
+    assert (same["test"], same["verdict"]) == ("test_net.py::test_y", "same")
+    (cause,) = changed["causes"]
     expected = {"kind": "attribute", "layer": "norm", "what": "eps", "actual": "inf", "expected": 1e-05, "layers": 1}
     assert expected.items() <= cause.items()
-    assert data["results"][0]["snapshot"] == "__modelprobe__/test_net/test_x.arch.json"
+    assert changed["snapshot"] == "__modelprobe__/test_net/test_x.arch.json"
+    assert changed.keys().isdisjoint({"key", "arch", "probe"})
 
 
 def test_a_cause_of_several_tests_is_reported_once(project: Project) -> None:
@@ -1474,7 +1475,9 @@ def test_workers_of_xdist_share_the_work_and_the_controller_reports(project: Pro
         "test_net/test_x.arch.json",
         "test_net/test_z.arch.json",
     ]
-    assert len(json.loads((project.pytester.path / "out.json").read_text())["results"]) == 2
+    written = json.loads((project.pytester.path / "out.json").read_text())
+    assert written["complete"]
+    assert [len(test["snapshots"]) for test in written["tests"]] == [1, 1]
 
 
 def test_tests_run_again_are_counted_once(project: Project) -> None:
@@ -1484,7 +1487,8 @@ def test_tests_run_again_are_counted_once(project: Project) -> None:
     result = project.pytester.runpytest_subprocess(*args, "--modelprobe-json=out.json")
     result.stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
     assert len(project.names()) == 2
-    assert len(json.loads((project.pytester.path / "out.json").read_text())["results"]) == 1
+    (test,) = json.loads((project.pytester.path / "out.json").read_text())["tests"]
+    assert (test["outcome"], len(test["snapshots"])) == ("passed", 1)
 
 
 # --- what lasts ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,29 @@
+"""`modelprobe report`: the report of a file of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.results import SCHEMA, as_html, write_text
+
+from .common import SAME
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Write the report."""
+    path = Path(options.results)
+    try:
+        results = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from error
+    found = results.get("schema") if isinstance(results, dict) else None
+    if found != SCHEMA:
+        raise UsageError(
+            f"{path} has schema {found!r}, and this version reads {SCHEMA}: write it with pytest "
+            "--modelprobe-json=PATH of the same version"
+        )
+    write_text(Path(options.output), as_html(results))
+    return SAME

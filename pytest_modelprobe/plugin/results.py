@@ -1,0 +1,128 @@
+"""Gathers what the tests recorded, and writes the files of `--modelprobe-json` and `--modelprobe-html`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .settings import SETTINGS
+
+_MOST = 20_000  # characters of the text of a failure
+
+
+class ResultsWriter:
+    """A plugin that is registered if a report is asked for. Workers of xdist only say how many tests they selected.
+
+    Args:
+        config: The configuration of the run.
+        unused: Returns the unused files of snapshots, once they are known.
+    """
+
+    def __init__(self, config: pytest.Config, unused: Callable[[], Any]) -> None:
+        self._config = config
+        self._unused = unused
+        self._tests: dict[str, dict[str, Any]] = {}
+        self._ended: set[str] = set()
+        self._selected: int | None = None
+        self._lost = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the tests that are to run."""
+        self._selected = len({item.nodeid for item in session.items})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Receive how many tests a worker of xdist selected, and whether it died."""
+        self._lost |= bool(error)
+        self._selected = getattr(node, "workeroutput", {}).get("modelprobe_selected", self._selected)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect outcome, failure and what was recorded; of a test that is run again, those of its last attempt."""
+        if report.when == "setup" or report.nodeid not in self._tests:
+            self._ended.discard(report.nodeid)
+            self._tests[report.nodeid] = _new(report)
+        test = self._tests[report.nodeid]
+        test["duration"] += report.duration
+        outcome = _outcome(report, test["outcome"])
+        if outcome != test["outcome"]:
+            test.update(outcome=outcome, message=_message(report), failure=_failure(report))
+        if report.when not in ("setup", "call", "teardown"):  # xdist made it: a worker died in the test
+            test.update(runs=[], snapshots=[], figures=[])
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+            test.update(getattr(report, "modelprobe_results", {}))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the files, after the unused files of snapshots were found."""
+        if hasattr(self._config, "workerinput"):
+            self._config.workeroutput["modelprobe_selected"] = self._selected  # type: ignore[attr-defined]
+            return
+        option = self._config.option
+        if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
+            return
+        from pytest_modelprobe.results import as_html, as_json, document, write_text
+
+        settings = self._config.stash[SETTINGS]
+        results = document(
+            [test for test in self._tests.values() if "runs" in test],
+            dataclasses.asdict(self._unused()),
+            complete=self._is_complete(int(session.exitstatus)),
+            exit_status=int(session.exitstatus),
+            root=self._config.rootpath,
+            seed=settings.seed,
+            devices=settings.devices,
+        )
+        if settings.json is not None:
+            write_text(settings.json, as_json(results))
+        if settings.html is not None:
+            write_text(settings.html, as_html(results))
+
+    def _is_complete(self, exit_status: int) -> bool:
+        stopped = exit_status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+        return not (stopped or self._lost or self._selected is None or len(self._ended) < self._selected)
+
+
+def _new(report: pytest.TestReport) -> dict[str, Any]:
+    path, line, _ = report.location
+    return {
+        "id": report.nodeid,
+        "outcome": "passed",
+        "duration": 0.0,
+        "file": path.replace("\\", "/"),
+        "line": None if line is None else line + 1,
+        "message": "",
+        "failure": "",
+    }
+
+
+def _outcome(report: pytest.TestReport, before: str) -> str:
+    """Return the outcome of a test after another phase, in the words of pytest's summary."""
+    if before == "failed":
+        return before
+    if report.failed:
+        return "error" if report.when in ("setup", "teardown") else "failed"
+    expected = hasattr(report, "wasxfail")
+    if report.skipped:
+        return "xfailed" if expected else "skipped"
+    return "xpassed" if expected and report.when == "call" else before
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Return the first line of a failure, or the reason of a skip."""
+    said = getattr(report, "wasxfail", "")
+    if not said and isinstance(report.longrepr, tuple):
+        said = report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = said or (report.longreprtext if crash is None else crash.message)
+    return next(iter(said.strip().splitlines()), "")
+
+
+def _failure(report: pytest.TestReport) -> str:
+    """Return the text of a failure; of a long one the end."""
+    text = report.longreprtext if report.failed else ""
+    more = len(text) - _MOST
+    return text if more <= 0 else f"... {more:,} characters before this are left out\n{text[-_MOST:]}"

@@ -1,0 +1,21 @@
+"""The results of a run of pytest as plain data, from which every report is made."""
+
+from __future__ import annotations
+
+from .document import SCHEMA, as_html, as_json, document, write_text
+from .observed import Compared, Observed, observed_data
+from .run import run_data
+from .status import STATUSES
+
+__all__ = [
+    "Compared",
+    "Observed",
+    "SCHEMA",
+    "STATUSES",
+    "as_html",
+    "as_json",
+    "document",
+    "observed_data",
+    "run_data",
+    "write_text",
+]

@@ -1,0 +1,98 @@
+"""The results of a whole run of pytest: the document, and its file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .values import text
+
+SCHEMA = 2
+
+
+def document(
+    tests: Sequence[dict[str, Any]],
+    unused: Mapping[str, Any],
+    *,
+    complete: bool,
+    exit_status: int,
+    root: Path,
+    seed: int,
+    devices: Sequence[str],
+) -> dict[str, Any]:
+    """Return the results of a run of pytest as plain dicts, lists, numbers and strings that strict JSON can hold.
+
+    Args:
+        tests: Of each test with a probe or a snapshot, what `observed_data` returned and its outcome.
+        unused: Files of snapshots that no test uses, and what became of them.
+        complete: Whether every selected test ran to its end.
+        exit_status: That of pytest.
+        root: The root directory of the run.
+        seed: The seed of the run.
+        devices: The devices of the run.
+    """
+    torch = next((v for test in tests for run in test["runs"] if (v := run["versions"].get("torch"))), None)
+    versions = {
+        "pytest-modelprobe": importlib.metadata.version("pytest-modelprobe"),
+        "python": platform.python_version(),
+        "pytest": importlib.metadata.version("pytest"),
+        **({"torch": torch} if torch else {}),
+    }
+    return {
+        "schema": SCHEMA,
+        "complete": complete,
+        "exit_status": exit_status,
+        "versions": versions,
+        "commit": _commit(root),
+        "root": text(root.name),
+        "seed": seed,
+        "devices": list(devices),
+        "tests": list(tests),
+        **unused,
+    }
+
+
+def _commit(root: Path) -> str | None:
+    """Return the hash of the commit that is checked out; None where git knows none."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file in one step: a reader sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(content, "utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def as_json(results: Mapping[str, Any]) -> str:
+    """Return strict JSON, in ASCII."""
+    return json.dumps(results, allow_nan=False, ensure_ascii=True, separators=(",", ":")) + "\n"
+
+
+def as_html(results: dict[str, Any]) -> str:
+    """Return the report of the results in HTML."""
+    from pytest_modelprobe.report.html import render  # type: ignore[import-not-found,unused-ignore]
+
+    page: str = render(results)
+    return page

@@ -1,0 +1,143 @@
+"""The layers of a record as plain data, in order of execution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pytest_modelprobe.assertions.activations import Dead
+from pytest_modelprobe.comparison import Diagnosis
+from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Record, Step, Value
+
+from .status import statuses
+from .values import number, plain_mapping, rms_of, tensor_data, text
+
+_SLOPE = 0.05  # as the default of `assert_not_saturated`
+_BENT = {"Tanh": (-math.sqrt(1 - _SLOPE), math.sqrt(1 - _SLOPE)),
+         "Sigmoid": ((1 - math.sqrt(1 - _SLOPE)) / 2, (1 + math.sqrt(1 - _SLOPE)) / 2)}  # fmt: skip
+"""Type name of functions → the outputs between which their slope is above the least share of its maximum."""
+
+
+def layers_data(
+    record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None = None, expected: Record | None = None
+) -> list[dict[str, Any]]:
+    """Return the layers: those that were called in order of execution, then the others.
+
+    Args:
+        record: The record.
+        dead: What `find_dead` returned for all of its layers.
+        diagnosis: Of its comparison with a snapshot, if they differ.
+        expected: The record in that snapshot, with the current names of layers.
+    """
+    found, tree = statuses(record, dead, diagnosis), CallTree(record)
+    first = {step.layer.name: step for step in reversed(tree.started)}
+    given = _given(tree)
+    ended = sorted(first.values(), key=lambda step: step.call.finished if step.call.finished >= 0 else math.inf)
+    names = [*(step.layer.name for step in ended), *(name for name in record.layers if name not in first)]
+    before = {} if expected is None else expected.layers
+    return [
+        _layer(record.layers[name], first.get(name), tree, given, found.get(name, []), before.get(name))
+        for name in names
+    ]
+
+
+def _given(tree: CallTree) -> dict[tuple[str, bool], set[int]]:
+    """Return the numbers of the tensors that the test gave to the model, by kind of forward."""
+    found: dict[tuple[str, bool], set[int]] = {}
+    for step in tree.started:
+        if step.outermost:
+            found.setdefault(step.place[:2], set()).update(value.tensor for value in step.call.inputs)
+    return found
+
+
+def _layer(
+    layer: Layer,
+    step: Step | None,
+    tree: CallTree,
+    given: Mapping[tuple[str, bool], set[int]],
+    status: list[str],
+    before: Layer | None,
+) -> dict[str, Any]:
+    module, _, kind = layer.type.rpartition(".")
+    call = None if step is None else step.call
+    sources = [] if step is None else [_source(tree, step, value, given) for value in step.call.inputs]
+    known = [text(name) for name in dict.fromkeys(sources) if name is not None]
+    behind = step.previous if step is not None and None in sources else None
+    return {
+        "name": text(layer.name),
+        "type": text(kind),
+        "module": text(module),
+        "leaf": layer.leaf,
+        "functional": layer.functional,
+        "training": layer.training if call is None else call.training,
+        "calls": len(layer.calls),
+        "parameters": elements(layer.parameters),
+        "trainable": elements(p for p in layer.parameters if p.requires_grad),
+        "attributes": plain_mapping(layer.attributes),
+        "inputs": [] if call is None else [tensor_data(value) for value in call.inputs],
+        "outputs": [] if call is None else [tensor_data(value) for value in call.outputs],
+        "sources": known,
+        "after": None if behind is None else text(behind.layer.name),
+        "status": status,
+        "weights": _weights(layer),
+        "dead_units": None if call is None else _dead_units(call),
+        "saturated_units": None if call is None else _saturated_units(layer, call),
+        "attention": None if call is None else _attention(call),
+        "update_ratio": None,
+        "profile": None,
+        "before": _before(before),
+    }
+
+
+def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, bool], set[int]]) -> str | None:
+    """Return the layer whose output an input is; an empty string for an input of the model; None: code made it."""
+    producer = tree.producer(step, value)
+    if producer is not None:
+        return producer[0].layer.name
+    return "" if value.tensor in given.get(step.place[:2], ()) else None
+
+
+def elements(parameters: Iterable[Parameter]) -> int:
+    """Return the number of elements; tied parameters count where they are first."""
+    return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
+
+
+def _weights(layer: Layer) -> dict[str, Any] | None:
+    if not layer.parameters:
+        return None
+    return {
+        "rms": rms_of(p.reading for p in layer.parameters),
+        "gradient_rms": rms_of(p.gradient for p in layer.parameters),
+    }
+
+
+def _dead_units(call: Call) -> list[int] | None:
+    units = call.outputs[0].forward.units if call.outputs else None
+    if units is None or call.random:  # dropout zeroes units by chance
+        return None
+    return [units.dead, len(units)]
+
+
+def _saturated_units(layer: Layer, call: Call) -> list[int] | None:
+    """Return how many units never leave one flat end of a tanh or sigmoid, and how many there are."""
+    units = call.outputs[0].forward.units if call.outputs else None
+    if units is None or layer.type_name not in _BENT:
+        return None
+    low, high = _BENT[layer.type_name]
+    flat = sum(least > high or most < low for least, most in zip(units.low, units.high, strict=True))
+    return [flat, len(units)]
+
+
+def _attention(call: Call) -> list[Any] | None:
+    entropies = [weights.entropy for weights in call.attention if weights.kind == "attention"]
+    return [number(entropy) for entropy in entropies[0]] if entropies else None
+
+
+def _before(layer: Layer | None) -> dict[str, Any] | None:
+    value = next((value for _, value in layer.outputs), None) if layer is not None else None
+    s = None if value is None else value.forward.statistics
+    if s is None:
+        return None
+    numbers = {"mean": s.mean, "std": s.std, "min": s.min, "max": s.max}
+    return {**{name: number(value) for name, value in numbers.items()}, "histogram": None}

@@ -1,0 +1,62 @@
+"""One run or watch as plain data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pytest_modelprobe.assertions.activations import find_dead
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.comparison import Diagnosis
+from pytest_modelprobe.record import Record
+
+from .layers import elements, layers_data
+from .values import text
+
+Kind = Literal["run", "watch"]
+
+
+def run_data(
+    record: Record,
+    *,
+    name: str | None = None,
+    kind: Kind = "run",
+    diagnosis: Diagnosis | None = None,
+    expected: Record | None = None,
+) -> dict[str, Any]:
+    """Return what was recorded in one run or watch, in builtin types.
+
+    Args:
+        record: The record.
+        name: Its name; None: that of the model.
+        kind: Whether it is of a run or of a watch.
+        diagnosis: Of its comparison with a snapshot, if they differ.
+        expected: The record in that snapshot, with the current names of layers.
+
+    >>> run_data(Record(model="Net", forwards=1))["name"]
+    'Net'
+    """
+    dead = find_dead(record, record.layers)
+    owned = [parameter for layer in record.layers.values() for parameter in layer.parameters]
+    return {
+        "name": text(name or record.model),
+        "kind": kind,
+        "model": text(record.model),
+        "device": record.device,
+        "seed": record.seed,
+        "loss": None if record.loss is None else text(record.loss),
+        "forwards": record.forwards,
+        "backwards": record.backwards,
+        "parameters": elements(owned),
+        "trainable": elements(parameter for parameter in owned if parameter.requires_grad),
+        "notes": [text(note) for note in record.notes],
+        "findings": [text(finding) for finding in findings(record, dead)],
+        "error": None,
+        "versions": {name: text(version) for name, version in record.versions.items()},
+        "profile": None,
+        "layers": layers_data(record, dead, diagnosis, expected),
+    }
+
+
+def failed_run(name: str, kind: Kind, error: str) -> dict[str, Any]:
+    """Return the data of a run or watch whose record could not be made."""
+    return {**run_data(Record(model=name), kind=kind), "error": text(error)}

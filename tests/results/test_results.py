@@ -1,0 +1,303 @@
+"""The results of a run of pytest: the data of a record, and what is written however the run ends."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_modelprobe.plugin.results
+import pytest_modelprobe.probe
+import pytest_modelprobe.results  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe import cli
+from pytest_modelprobe.comparison import compare, diagnose
+from pytest_modelprobe.record import (
+    Attention,
+    Call,
+    Histogram,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Units,
+    Value,
+)
+from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
+
+
+def value(path: str, tensor: int, mean: float = 0.5, source: str | None = None, **more: Any) -> Value:
+    statistics = Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0)
+    reading = Reading(statistics=statistics, fingerprint=(mean, *[0.0] * 15), **more)
+    return Value(path=path, shape=(2, 4), dtype="float32", device="cpu", tensor=tensor, forward=reading, source=source)
+
+
+def call(started: int, finished: int, entered: Value, left: Value, **more: Any) -> Call:
+    return Call(
+        root="(root)", root_training=False, index=0, started=started, finished=finished, inputs=(entered,),
+        outputs=(left,), **more,
+    )  # fmt: skip
+
+
+def net(mean: float = 0.5, eps: float = 1e-5) -> Record:
+    """A record of ``head(norm(x) + x)``, with a layer that is not called."""
+    weight = Parameter(name="weight", shape=(4, 4), dtype="float32", device="cpu", requires_grad=True)
+    layers = [
+        Layer(name="(root)", type="models.Net", leaf=False, calls=(call(0, 5, value("input", 0), value("output", 3)),)),
+        Layer(name="head", type="torch.nn.modules.linear.Linear", parameters=(weight,),
+              calls=(call(3, 4, value("input", 2), value("output", 3)),)),
+        Layer(name="norm", type="torch.nn.modules.normalization.LayerNorm", attributes={"eps": eps},
+              calls=(call(1, 2, value("input", 0), value("output", 1, mean)),)),
+        Layer(name="spare", type="torch.nn.modules.linear.Linear", parameters=(weight,)),
+    ]  # fmt: skip
+    return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, versions={"torch": "2.13"})
+
+
+def by_name(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {layer["name"]: layer for layer in run["layers"]}
+
+
+# --- the data of a record ---------------------------------------------------------------------------------------------
+
+
+def test_layers_stand_in_order_of_execution_and_those_not_called_last() -> None:
+    assert [layer["name"] for layer in run_data(net())["layers"]] == ["norm", "head", "(root)", "spare"]
+
+
+def test_the_source_of_an_input_is_known_or_what_ran_before_is_said() -> None:
+    layers = by_name(run_data(net()))
+    assert (layers["norm"]["sources"], layers["norm"]["after"]) == ([""], None)
+    assert (layers["head"]["sources"], layers["head"]["after"]) == ([], "norm")
+
+
+def test_a_changed_attribute_is_structure_and_what_follows_has_moved() -> None:
+    expected = net()
+    diagnosis = diagnose(compare(net(mean=0.7, eps=1e-3), expected))
+    layers = by_name(run_data(net(mean=0.7, eps=1e-3), diagnosis=diagnosis, expected=expected))
+    assert layers["norm"]["status"] == ["structure"]
+    assert layers["norm"]["before"] == {"mean": 0.5, "std": 1.0, "min": -0.5, "max": 1.5, "histogram": None}
+    assert layers["spare"]["status"] == ["not called"]
+
+
+def test_a_layer_has_its_dead_and_saturated_units_and_the_entropy_of_its_heads() -> None:
+    flat = value("output", 1, units=Units(axis=-1, low=(0.99, 0.0, 0.0), high=(1.0, 0.0, 0.5)))
+    attention = Attention(shape=(1, 1, 1), entropy=(0.5, None), most=(1.0,))
+    layer = Layer(name="act", type="Tanh", calls=(call(0, 1, value("input", 0), flat, attention=(attention,)),))
+    (data,) = run_data(Record(model="Net", layers={"act": layer}, forwards=1))["layers"]
+    assert (data["dead_units"], data["saturated_units"], data["attention"]) == ([1, 3], [1, 3], [0.5, None])
+
+
+def test_a_histogram_begins_with_its_first_exponent() -> None:
+    left = value("output", 1, histogram=Histogram(first=-3, negative=(0, 1), zero=2, positive=(4, 0)))
+    layer = Layer(name="act", type="Tanh", calls=(call(0, 1, value("input", 0), left),))
+    (data,) = run_data(Record(model="Net", layers={"act": layer}, forwards=1))["layers"]
+    expected = {"exponents": [-3, -2], "negative": [0, 1], "zero": 2, "positive": [4, 0], "per_octave": 2}
+    assert data["outputs"][0]["histogram"] == expected
+
+
+class Mode(enum.IntEnum):
+    SAME = 2
+
+
+def test_data_is_of_builtin_types_that_can_be_sent_and_written() -> None:
+    name = "fc\ud800<b>\x1b[31m"
+    attributes = {"mode": Mode.SAME, "limit": float("inf"), "text": name}
+    record = Record(model=name, layers={name: Layer(name=name, type="a.B", attributes=attributes)})
+    run = run_data(record)
+    (layer,) = run["layers"]
+    assert layer["name"] == "fc\\ud800<b>\x1b[31m"
+    assert layer["attributes"] == {"mode": 2, "limit": "inf", "text": "fc\\ud800<b>\x1b[31m"}
+    assert type(layer["attributes"]["mode"]) is int
+    assert json.loads(as_json(run), parse_constant=pytest.fail) == run
+
+
+def test_a_comparison_is_of_the_run_whose_record_it_was_given() -> None:
+    first, second, other = net(), net(0.6), net(0.7)
+    data = observed_data(
+        [Observed("a", "run", first), Observed("b", "watch", second)],
+        [Compared(second, None, None), Compared(other, None, None)],
+        [{"verdict": "same", "key": "k", "arch": "a", "probe": "p"}, {"verdict": "same"}, {"verdict": "new"}],
+    )
+    assert [run["name"] for run in data["runs"]] == ["a", "b", "Net"]
+    assert data["snapshots"] == [
+        {"verdict": "same", "run": 1},
+        {"verdict": "same", "run": 2},
+        {"verdict": "new", "run": None},
+    ]
+
+
+def test_a_record_that_cannot_be_shown_is_an_error_of_its_run_alone() -> None:
+    broken = Record(model="Net", layers={"a": Layer(name="a", type="A", calls=(None,))})  # type: ignore[arg-type]
+    data = observed_data([Observed("a", "run", broken), Observed("b", "run", net())], [], [])
+    assert [run["error"] is None for run in data["runs"]] == [False, True]
+
+
+# --- a run of pytest --------------------------------------------------------------------------------------------------
+
+TESTS = """
+import pytest, torch
+from torch import nn
+
+@pytest.fixture
+def broken(): raise RuntimeError("no data")
+
+def test_passes(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert modelprobe.run(model, modelprobe.randn(2, 4), loss="random") == modelprobe_snapshot
+
+def test_fails(modelprobe):
+    watch = modelprobe.watch(nn.Linear(2, 2), name="<b>")
+    watch.model(torch.tensor([[1.0, float("inf")]]))
+    raise AssertionError("first line" + chr(10) + "x " * 12_000)
+
+def test_not_set_up(modelprobe, broken): pass
+
+@pytest.mark.skip(reason="later")
+def test_skipped(modelprobe): pass
+
+@pytest.mark.xfail(reason="known")
+def test_xfailed(modelprobe): assert 0
+
+def test_without_a_probe(): pass
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> Any:
+    """Run pytest with options, and return its results."""
+    monkeypatch.delenv("CI", raising=False)
+
+    def run(text: str, *options: str, subprocess: bool = False) -> dict[str, Any]:
+        pytester.makepyfile(text)
+        method = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
+        more = {} if subprocess else {"no_reraise_ctrlc": True}
+        method("-p", "no:cacheprovider", "--modelprobe-json=out/results.json", *options, **more)
+        assert [path.name for path in (pytester.path / "out").iterdir()] == ["results.json"]
+        written = (pytester.path / "out" / "results.json").read_text("ascii")
+        results: dict[str, Any] = json.loads(written, parse_constant=pytest.fail)
+        return results
+
+    return run
+
+
+def outcomes(results: dict[str, Any]) -> dict[str, str]:
+    return {test["id"].partition("::")[2]: test["outcome"] for test in results["tests"]}
+
+
+def test_every_test_with_a_probe_has_its_outcome_and_what_it_recorded(run: Any) -> None:
+    results = run(TESTS, "--snapshot-update")
+    assert (results["complete"], results["exit_status"], results["seed"]) == (True, 1, 0)
+    assert outcomes(results) == {
+        "test_passes": "passed",
+        "test_fails": "failed",
+        "test_not_set_up": "error",
+        "test_skipped": "skipped",
+        "test_xfailed": "xfailed",
+    }
+    passed, failed, error, skipped, xfailed = results["tests"]
+    assert [(test["message"]) for test in (failed, error, skipped, xfailed)] == [
+        "AssertionError: first line", "RuntimeError: no data", "Skipped: later", "known",
+    ]  # fmt: skip
+    assert failed["failure"].startswith("... ")
+    assert 20_000 < len(failed["failure"]) < 20_100
+    assert (passed["file"], passed["line"]) == (passed["id"].partition("::")[0], 7)
+    assert (passed["snapshots"][0]["verdict"], passed["snapshots"][0]["run"]) == ("created", 0)
+    histogram = passed["runs"][0]["layers"][1]["outputs"][0]["histogram"]
+    assert histogram["zero"] + sum(histogram["positive"]) == 8
+    assert sum(histogram["negative"]) == 0
+    (watch,) = failed["runs"]
+    assert (watch["name"], watch["kind"], watch["layers"][0]["status"]) == ("<b>", "watch", ["nonfinite"])
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
+
+
+TWO = """
+import torch
+from torch import nn
+
+def test_a(modelprobe): modelprobe.run(nn.Linear(2, 2), torch.ones(1, 2))
+def test_b(modelprobe): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "found"),
+    [
+        ("raise KeyboardInterrupt", (), {"test_a": "passed"}),
+        ("assert 0", ("-x",), {"test_a": "passed", "test_b": "failed"}),
+    ],
+    ids=["interrupted", "stopped"],
+)
+def test_a_run_that_is_cut_short_is_not_complete(run: Any, second: str, options: Any, found: dict[str, str]) -> None:
+    results = run(TWO.format(second) + "def test_c(): pass\n", *options)
+    assert (results["complete"], outcomes(results)) == (False, found)
+    assert len(results["tests"][0]["runs"]) == 1
+
+
+def test_the_results_of_a_worker_that_dies_are_there_but_not_complete(run: Any) -> None:
+    results = run("import os\n" + TWO.format("os._exit(1)"), "-p", "xdist", "-n1", subprocess=True)
+    assert (results["complete"], outcomes(results)) == (False, {"test_a": "passed", "test_b": "failed"})
+    assert [len(test["runs"]) for test in results["tests"]] == [1, 0]
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_without_the_option_nothing_is_computed(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import torch
+        from torch import nn
+        def test_a(modelprobe, request):
+            record = modelprobe.run(nn.Linear(2, 2), torch.ones(1, 2))
+            assert record["(root)"].output.forward.histogram is None
+            assert not request.config.pluginmanager.has_plugin("modelprobe-results")
+    """)
+    pytester.makeconftest("""
+        def pytest_runtest_logreport(report):
+            assert not hasattr(report, "modelprobe_results")
+    """)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that holds the names of its tests."""
+    module = types.ModuleType("pytest_modelprobe.report.html")
+    module.render = lambda results: "<p>" + " ".join(test["id"] for test in results["tests"])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("_page", "_plugin_alone")
+def test_the_page_is_written_at_the_end_of_a_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TWO.format("pass"))
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--modelprobe-html=out/report.html")
+    written = (pytester.path / "out" / "report.html").read_text("utf-8")
+    assert written.startswith("<p>test_the_page_is_written_at_the_end_of_a_run.py::test_a ")
+
+
+def results_file(path: Path, schema: int) -> None:
+    unused = {"unused": [], "deleted": [], "kept": {}}
+    results = document([], unused, complete=True, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
+    path.write_text(as_json({**results, "schema": schema}))
+
+
+@pytest.mark.usefixtures("_page")
+def test_the_command_makes_the_page_of_a_file(tmp_path: Path) -> None:
+    results_file(tmp_path / "results.json", 2)
+    assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report.html")]) == 0
+    assert (tmp_path / "report.html").read_text() == "<p>"
+
+
+def test_the_command_refuses_another_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results_file(tmp_path / "results.json", 3)
+    assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report.html")]) == 2
+    assert "has schema 3, and this version reads 2: write it with pytest" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
