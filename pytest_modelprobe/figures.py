@@ -9,7 +9,7 @@ import base64
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -297,16 +297,11 @@ def distance(a: Reading, b: Reading) -> float:
 
 def _bins(reading: Reading) -> tuple[Array, Array] | None:
     """Return the edges of a histogram and the share of the elements below each; None where there is no histogram."""
-    histogram = getattr(reading, "histogram", None)
+    histogram = reading.histogram
     if histogram is None:
         return None
-
-    def read(name: str) -> Any:
-        return histogram[name] if isinstance(histogram, Mapping) else getattr(histogram, name)
-
-    first, last = read("exponents")
-    magnitudes = 2.0 ** (numpy.arange(first, last + 2) / read("per_octave"))
-    counts = numpy.array([*reversed(read("negative")), read("zero"), *read("positive")], dtype=float)
+    magnitudes = 2.0 ** (numpy.arange(histogram.first, histogram.first + len(histogram.positive) + 1) / 2)
+    counts = numpy.array([*reversed(histogram.negative), histogram.zero, *histogram.positive], dtype=float)
     if not counts.sum():
         return None
     edges = numpy.concatenate([-magnitudes[::-1], magnitudes])

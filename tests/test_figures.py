@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError, UsageError
 from pytest_modelprobe import figures as drawing
 from pytest_modelprobe.record import Call, Layer, Reading, Statistics, Value
+from pytest_modelprobe.statistics import collect, reduce
 
 needs_matplotlib = pytest.mark.skipif(not drawing.is_available(), reason="needs matplotlib, the extra plots")
 PNG = b"\x89PNG\r\n"
@@ -257,31 +257,9 @@ def test_records_without_a_layer_in_common_are_refused(probe: ModelProbe) -> Non
 # --- histograms -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class WithHistogram:
-    """What a figure reads of a reading."""
-
-    statistics: Statistics
-    histogram: dict[str, object]
-
-
-def binned(values: np.ndarray) -> WithHistogram:
-    k = np.floor(2 * np.log2(np.abs(values[values != 0]))).astype(int)
-    sign = np.sign(values[values != 0])
-    low, high = int(k.min()), int(k.max())
-    sides = {s: [int(((k == i) & (sign == s)).sum()) for i in range(low, high + 1)] for s in (-1, 1)}
-    histogram = {
-        "exponents": [low, high],
-        "negative": sides[-1],
-        "zero": int((values == 0).sum()),
-        "positive": sides[1],
-        "per_octave": 2,
-    }
-    mean, deviations = float(values.mean()), float(((values - values.mean()) ** 2).sum())
-    s = Statistics(
-        count=values.size, min=float(values.min()), max=float(values.max()), mean=mean, deviations=deviations
-    )
-    return WithHistogram(s, histogram)
+def binned(values: np.ndarray) -> Reading:
+    (reading,) = collect([reduce(torch.from_numpy(values), histogram=True)])
+    return reading
 
 
 def test_the_distance_of_histograms_is_that_of_wasserstein() -> None:

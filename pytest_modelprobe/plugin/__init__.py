@@ -31,6 +31,7 @@ _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_dev
 
 _SUMMARIES = pytest.StashKey[list[dict[str, Any]]]()
 _OBSERVED = pytest.StashKey[list["NamedRecord"]]()
+_FIGURES = pytest.StashKey[list[dict[str, str]]]()
 _FAILED = pytest.StashKey[bool]()
 _SNAPSHOTS = pytest.StashKey[Any]()
 _COMPARER = pytest.StashKey[Any]()
@@ -145,7 +146,7 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     options = settings.options_of_probe(modelprobe_device)
     with ModelProbe(modelprobe_device, _seed_of(request.node), **options) as probe:
         yield probe
-        _keep_observed(request.node, named_records(probe))
+        _keep_observed(request.node, probe)
 
 
 @pytest.fixture(scope="session")
@@ -268,7 +269,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.stash[_FAILED] = report.failed
     elif report.when == "teardown":
         for probe in item.config.stash[SETTINGS].shared_probes:
-            _keep_observed(item, named_records(probe))
+            _keep_observed(item, probe)
         found = _summaries_of(item)
         if found:
             report.modelprobe = found
@@ -280,13 +281,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def _keep_observed(item: pytest.Item, observed: list[NamedRecord]) -> None:
-    """Keep what the reports of a test need of its runs and watches."""
-    if not observed:
-        return
-    item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
+def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
+    """Keep what the reports of a test need of the runs, watches and figures of a probe."""
+    observed = named_records(probe)
+    if observed:
+        item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
         item.stash.setdefault(_OBSERVED, []).extend(observed)
+        item.stash.setdefault(_FIGURES, []).extend(probe.take_figures())
 
 
 def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
@@ -300,12 +302,13 @@ def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
     """Return what a test recorded and compared, for the files of results."""
     from pytest_modelprobe.results import Compared, Observed, observed_data
 
-    observed = item.stash.get(_OBSERVED, [])
-    item.stash[_OBSERVED] = []  # records are large
+    observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
+    item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large
     return observed_data(
         [Observed(*one) for one in observed],
         [Compared(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())],
         comparer.results() if comparer else (),
+        figures,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Record, Step, Value
+from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Parameter, Profile, Record, Step, Value
 
 from .status import statuses
 from .values import number, plain_mapping, rms_of, tensor_data, text
@@ -36,8 +36,11 @@ def layers_data(
     ended = sorted(first.values(), key=lambda step: step.call.finished if step.call.finished >= 0 else math.inf)
     names = [*(step.layer.name for step in ended), *(name for name in record.layers if name not in first)]
     before = {} if expected is None else expected.layers
+    profiles = {} if record.profile is None else record.profile.layers
     return [
-        _layer(record.layers[name], first.get(name), tree, given, found.get(name, []), before.get(name))
+        _layer(
+            record.layers[name], first.get(name), tree, given, found.get(name, []), before.get(name), profiles.get(name)
+        )
         for name in names
     ]
 
@@ -58,6 +61,7 @@ def _layer(
     given: Mapping[tuple[str, bool], set[int]],
     status: list[str],
     before: Layer | None,
+    profile: LayerProfile | None,
 ) -> dict[str, Any]:
     module, _, kind = layer.type.rpartition(".")
     call = None if step is None else step.call
@@ -85,7 +89,7 @@ def _layer(
         "saturated_units": None if call is None else _saturated_units(layer, call),
         "attention": None if call is None else _attention(call),
         "update_ratio": None,
-        "profile": None,
+        "profile": None if profile is None else costs(profile),
         "before": _before(before),
     }
 
@@ -96,6 +100,15 @@ def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, 
     if producer is not None:
         return producer[0].layer.name
     return "" if value.tensor in given.get(step.place[:2], ()) else None
+
+
+def costs(profile: Profile | LayerProfile) -> dict[str, Any]:
+    """Return time in seconds, operations and bytes."""
+    return {
+        "wall_time": profile.wall_time,
+        "flops": profile.flops,
+        "activation_bytes": profile.activation_bytes,
+    }
 
 
 def elements(parameters: Iterable[Parameter]) -> int:

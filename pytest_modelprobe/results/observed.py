@@ -40,9 +40,12 @@ class Compared:
 
 
 def observed_data(
-    observed: Iterable[Observed], compared: Sequence[Compared], results: Iterable[dict[str, Any]]
+    observed: Iterable[Observed],
+    compared: Sequence[Compared],
+    results: Iterable[dict[str, Any]],
+    figures: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """Return the runs and snapshots of a test in builtin types.
+    """Return the runs, snapshots and figures of a test in builtin types.
 
     A record that was compared and is that of no run, such as the first forward of a watch, is a run of its own.
 
@@ -50,6 +53,7 @@ def observed_data(
         observed: Runs and watches.
         compared: Comparisons.
         results: What `Outcome.to_dict` returned for each, followed by those of other processes.
+        figures: What `ModelProbe.take_figures` returned.
     """
     sources = list(observed)
     records = [source.record for source in sources]
@@ -80,7 +84,7 @@ def observed_data(
     snapshots = [{**_builtin({k: v for k, v in result.items() if k not in _HIDDEN}), "run": None} for result in results]
     for snapshot, place in zip(snapshots, places, strict=False):  # others have no record here
         snapshot["run"] = place
-    return {"runs": runs, "snapshots": snapshots, "figures": []}
+    return {"runs": runs, "snapshots": snapshots, "figures": [_builtin(one) for one in figures]}
 
 
 def _builtin(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record
 
-from .layers import elements, layers_data
+from .layers import costs, elements, layers_data
 from .values import text
 
 Kind = Literal["run", "watch"]
@@ -35,7 +35,7 @@ def run_data(
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'
     """
-    dead = find_dead(record, record.layers)
+    dead, profile = find_dead(record, record.layers), record.profile
     owned = [parameter for layer in record.layers.values() for parameter in layer.parameters]
     return {
         "name": text(name or record.model),
@@ -52,7 +52,7 @@ def run_data(
         "findings": [text(finding) for finding in findings(record, dead)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
-        "profile": None,
+        "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},
         "layers": layers_data(record, dead, diagnosis, expected),
     }
 

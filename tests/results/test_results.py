@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import importlib.util
 import json
 import sys
 import types
@@ -29,6 +31,9 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data
+
+with contextlib.suppress(ImportError):
+    import matplotlib.backends.backend_agg  # noqa: F401 - it cannot be imported twice either
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
 
@@ -150,7 +155,8 @@ def broken(): raise RuntimeError("no data")
 
 def test_passes(modelprobe, modelprobe_snapshot):
     model = modelprobe.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert modelprobe.run(model, modelprobe.randn(2, 4), loss="random") == modelprobe_snapshot
+    assert modelprobe.run(model, modelprobe.randn(2, 4), loss="random", profile=True) == modelprobe_snapshot
+    modelprobe.grad_cam(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), "0", 0, modelprobe.randn(1, 1, 4, 4))
 
 def test_fails(modelprobe):
     watch = modelprobe.watch(nn.Linear(2, 2), name="<b>")
@@ -212,6 +218,9 @@ def test_every_test_with_a_probe_has_its_outcome_and_what_it_recorded(run: Any) 
     histogram = passed["runs"][0]["layers"][1]["outputs"][0]["histogram"]
     assert histogram["zero"] + sum(histogram["positive"]) == 8
     assert sum(histogram["negative"]) == 0
+    assert passed["runs"][0]["profile"]["flops"] == passed["runs"][0]["layers"][0]["profile"]["flops"] == 2 * 2 * 4 * 4
+    if importlib.util.find_spec("matplotlib"):
+        assert [figure["media"] for figure in passed["figures"]] == ["image/png"]
     (watch,) = failed["runs"]
     assert (watch["name"], watch["kind"], watch["layers"][0]["status"]) == ("<b>", "watch", ["nonfinite"])
     jsonschema = pytest.importorskip("jsonschema")
