@@ -93,10 +93,12 @@ def forked_workers(folder: Path) -> Iterator[Path]:
 
 def _work(connection: socket.socket) -> None:
     """Be the worker that is asked for, and die with those that asked for it."""
-    message, received, *_ = socket.recv_fds(connection, 1 << 20, 2)
-    group, folder, environment = json.loads(message)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
+        message, received, *_ = socket.recv_fds(connection, 1 << 20, 2)
+        if not message:  # killed before it had asked
+            return
+        group, folder, environment = json.loads(message)
         os.setpgid(0, group)
         os.chdir(folder)
         os.environ.update(environment)
@@ -121,6 +123,8 @@ def update(folder: Path, side: str, *arguments: str) -> int:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         os._exit(int(pytest.main([*ARGUMENTS, *arguments])))
+    with contextlib.suppress(OSError):  # here too: it may be killed before it gets there
+        os.setpgid(child, child)
     return child
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, common, main
-from pytest_modelprobe.files import architecture_digest, encode
-from pytest_modelprobe.gate import snapshot_sources
+from pytest_modelprobe.files import StoredSnapshot, architecture_digest, decode, encode
+from pytest_modelprobe.gate import removals, snapshot_sources
 from pytest_modelprobe.gate.declarations import superseded
 from pytest_modelprobe.gate.git import Repository
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
@@ -276,6 +278,26 @@ def test_a_reason_for_a_deletion_that_cannot_be_read_is_an_error(
     assert f"{PATH}.removed.json {said}" in err
 
 
+def test_a_reason_for_a_deletion_in_the_base_that_is_too_large_is_not_read(
+    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removals, "MOST_BYTES", 1000)
+    git("switch", "-q", "main")
+    Path(f"{PATH}.removed.json").write_text(" " * 1001, "utf-8")
+    commit(git)
+    read, lengths = Repository.read, list[int]()
+
+    def counted(self: Repository, names: Iterable[str]) -> dict[str, bytes]:
+        found = read(self, names)
+        lengths.extend(map(len, found.values()))
+        return found
+
+    monkeypatch.setattr(Repository, "read", counted)
+    git("rm", "-q", f"{PATH}.removed.json")
+    assert modelprobe("check", "--base", "main")[0] == 0
+    assert lengths == []
+
+
 def test_a_reason_for_a_deletion_is_not_written_through_a_link(
     git: Git, branch: str, modelprobe: Run, tmp_path: Path
 ) -> None:
@@ -287,6 +309,29 @@ def test_a_reason_for_a_deletion_is_not_written_through_a_link(
     git("rm", "-q", f"{PATH}.arch.json", f"{PATH}.probe.json")
     assert modelprobe("declare", "not used any more")[0] == 2
     assert not target.exists()
+
+
+@pytest.mark.parametrize("reason", ["why \ud800", "\udcff \U0001f600 why"])
+def test_a_reason_may_hold_what_is_no_text(git: Git, branch: str, modelprobe: Run, reason: str) -> None:
+    write(net(width=3))
+    assert modelprobe("declare", reason, "--base", "main") == (0, f"declared in {PATH}.arch.json\n", "")
+    code, out, err = modelprobe("check", "--base", "main", "--format", "github")
+    assert (code, err) == (0, "")
+    out.encode()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
+@pytest.mark.parametrize("form", ["text", "markdown", "json", "github"])
+def test_a_path_may_hold_what_is_no_text(git: Git, branch: str, modelprobe: Run, form: str) -> None:
+    path = f"{PATH}\udced\udca0\udc80"  # a surrogate as bytes
+    write(net(), path)
+    commit(git)
+    write(net(width=3), path)
+    assert modelprobe("check", "--base", "HEAD", "--format", form)[0] == 1
+    assert modelprobe("declare", "wider") == (0, f"declared in {PATH}\\udced\\udca0\\udc80.arch.json\n", "")
+    code, out, err = modelprobe("check", "--base", "HEAD", "--format", form)
+    assert (code, err) == (0, "")
+    out.encode()
 
 
 def test_a_snapshot_that_moved_is_one_that_was_renamed(git: Git, branch: str, modelprobe: Run) -> None:
@@ -974,6 +1019,36 @@ def test_what_is_too_large_is_refused_unread(
     code, _, err = modelprobe("show", f"{ref}{PATH}")
     assert code == 2
     assert f"{PATH}.arch.json has 65 MB, more than a snapshot ever has (64 MB)" in err
+
+
+def test_of_the_records_only_those_of_one_snapshot_are_held_at_once(
+    git: Git, modelprobe: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(5):
+        write(net(), f"{PATH}{i}")
+    commit(git)
+    for i in range(5):
+        write(net(mean=3.0) if i else net(width=3), f"{PATH}{i}")
+    write(net(act="GELU"), f"{PATH}_new")
+    held: list[weakref.ref[Record]] = []
+    most = 0
+
+    def read(*texts: str | None, **where: str) -> StoredSnapshot:
+        nonlocal most
+        found = decode(*texts, **where)
+        held.append(weakref.ref(found.record))
+        most = max(most, sum(record() is not None for record in held))
+        return found
+
+    monkeypatch.setattr(snapshot_sources, "decode", read)
+    gc.disable()
+    try:
+        code, out, _ = modelprobe("check", "--base", "main")
+    finally:
+        gc.enable()
+    assert code == 1
+    assert out.startswith("Net: checkpoint change is not declared; 6 models changed, 0 unchanged")
+    assert (len(held), most) == (11, 2)
 
 
 def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(

@@ -76,10 +76,11 @@ def _between(old: str, new: str) -> Verdict:
     return judge(_relative(old), _relative(new), levels=_DIFF_LEVELS)
 
 
-def _relative(argument: str) -> dict[str, SnapshotVersion]:
+def _relative(argument: str) -> Mapping[str, SnapshotVersion]:
     """Return the snapshots of an argument by their names relative to it."""
     source, start = resolve_source(argument)
-    return {name.removeprefix(start).lstrip("/"): snapshot for name, snapshot in source.read().items()}
+    pairs = {name.removeprefix(start).lstrip("/"): pair for name, pair in source.pairs.items()}
+    return dataclasses.replace(source, pairs=pairs).read()
 
 
 def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> Verdict:
@@ -115,17 +116,24 @@ def _base_of_event(repository: Repository) -> str:
     return actions.base(repository, os.environ)
 
 
-def _readable(source: SnapshotSource, names: Collection[str]) -> dict[str, SnapshotVersion]:
+def _readable(source: SnapshotSource, names: Collection[str]) -> Mapping[str, SnapshotVersion]:
     """Return the snapshots that can be read, in whole or their structure alone; the others count as new.
 
     If they were an error, no commit could repair them.
     """
-    found, broken = source.readable(names)
-    structures = source.structures(broken)
-    for name, error in broken.items():
-        rest = "of it the structure alone is compared" if name in structures else "the snapshot is taken as new"
-        print(printable(f"modelprobe: {error}; {rest}"), file=sys.stderr)
-    return found | structures
+    said: set[str] = set()
+
+    def instead(name: str, error: SourceError) -> SnapshotVersion:
+        structure = source.structure(name)
+        rest = "the snapshot is taken as new" if structure is None else "of it the structure alone is compared"
+        if name not in said:
+            print(printable(f"modelprobe: {error}; {rest}"), file=sys.stderr)
+        said.add(name)
+        if structure is None:
+            raise KeyError(name)
+        return structure
+
+    return source.read(names, instead)
 
 
 def _print(
@@ -174,7 +182,7 @@ def _declared_change(before: SnapshotVersion | None, now: SnapshotVersion, reaso
     digest = now.architecture if before is None else before.architecture
     chain = None if before is None else " ".join(before.supersedes)
     try:
-        return with_reason(now.text, reason, superseded(chain, digest, now.architecture))
+        return with_reason(now.read_text(), reason, superseded(chain, digest, now.architecture))
     except SnapshotError as error:
         raise SourceError(f"{now.path}: {error}") from error
 

@@ -45,6 +45,8 @@ def _removals_in(repository: Repository, commit: str) -> dict[str, Removal]:
     """Return path → removal, of the files in a commit that can be read."""
     listing = repository.files(commit)
     names = {path: listing[path] for path in _removal_paths(listing)}
+    sizes = repository.sizes(names.values())
+    names = {path: name for path, name in names.items() if sizes.get(name, 0) <= MOST_BYTES}
     contents = repository.read(names.values())
     found = {}
     for path, name in names.items():

@@ -36,6 +36,9 @@ class SourceError(ModelProbeError, LookupError):
     """There is no such snapshot, or it cannot be read."""
 
 
+Instead = Callable[[str, SourceError], SnapshotVersion]
+
+
 class SnapshotPaths(NamedTuple):
     """The paths of the two files of a snapshot."""
 
@@ -82,47 +85,24 @@ class SnapshotSource:
             raise SourceError(f"there is no snapshot {scope or DIRECTORY}{self._at}{hint}")
         return chosen
 
-    def read(self, names: Collection[str] | None = None) -> dict[str, SnapshotVersion]:
-        """Return name → snapshot, for all or some names.
+    def read(
+        self, names: Collection[str] | None = None, instead: Instead | None = None
+    ) -> Mapping[str, SnapshotVersion]:
+        """Return name → snapshot, for all or some names; each is read whenever it is asked for.
 
-        Raises:
-            SourceError: One cannot be read; the message has its path.
+        Asking for one that cannot be read raises `SourceError` with its path, or is what ``instead`` returns, if that
+        is given: it gets the name and the error, and raises `KeyError` if there is nothing instead.
         """
-        found, errors = self.readable(names)
-        for error in errors.values():
-            raise error
-        return found
+        return _Snapshots(self, names, instead)
 
-    def readable(
-        self, names: Collection[str] | None = None
-    ) -> tuple[dict[str, SnapshotVersion], dict[str, SourceError]]:
-        """Return name → snapshot for those that can be read, and name → error for the others."""
-        found, errors = {}, {}
-        pairs = {name: pair for name, pair in self.pairs.items() if names is None or name in names}
-        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
-        for batch in _batches(pairs, sizes):  # bounds the memory
-            contents = self.load([path for path in _files(pairs[name] for name in batch) if path in sizes])
-            for name in batch:
-                try:
-                    found[name] = self._snapshot(pairs[name], contents)
-                except SourceError as error:
-                    errors[name] = error
-        for name in pairs.keys() - found.keys() - errors.keys():
-            errors[name] = self._too_large(pairs[name], sizes)
-        return found, errors
-
-    def structures(self, names: Collection[str]) -> dict[str, SnapshotVersion]:
-        """Return name → snapshot without numbers, for those whose architecture can be read."""
-        pairs = {name: SnapshotPaths(self.pairs[name].architecture, None) for name in names}
-        sizes = self.sizes([path for path in _files(pairs.values()) if path in self.contents])
-        found = {}
-        for name, pair in pairs.items():
-            path = pair.architecture
-            with contextlib.suppress(SnapshotError):
-                if sizes.get(path, MOST_BYTES) < MOST_BYTES:
-                    text = text_of(self.load([path])[path], path)
-                    found[name] = _version(pair, text, None, decode_architecture(text, where=path))
-        return found
+    def structure(self, name: str) -> SnapshotVersion | None:
+        """Return a snapshot without numbers; None if its architecture cannot be read either."""
+        path = self.pairs[name].architecture
+        with contextlib.suppress(SnapshotError):
+            if path in self.contents and self.sizes([path])[path] < MOST_BYTES:
+                text = text_of(self.load([path])[path], path)
+                return self._version(SnapshotPaths(path, None), text, None, decode_architecture(text, where=path))
+        return None
 
     def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
         path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
@@ -141,9 +121,63 @@ class SnapshotSource:
             raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
         try:
             numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
-            return _decoded(pair, text_of(architecture, pair.architecture), numbers)
+            text = text_of(architecture, pair.architecture)
+            found = decode(text, numbers, where=pair.architecture, numbers_at=pair.numbers)
+            return self._version(pair, text, numbers, found)
         except SnapshotError as error:
             raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
+
+    def _version(
+        self, pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot
+    ) -> SnapshotVersion:
+        digest, path = architecture_digest(architecture), pair.architecture
+        return SnapshotVersion(
+            path=path,
+            numbers=pair.numbers,
+            record=found.record,
+            architecture=digest,
+            content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
+            reason=found.reason,
+            supersedes=tuple((found.supersedes or "").split()),
+            compared=found.compared,
+            read_text=lambda: text_of(self.load([path])[path], path),
+        )
+
+
+class _Snapshots(Mapping[str, SnapshotVersion]):
+    """The snapshots of a source by name. In memory are the contents of one batch of files, and no records."""
+
+    def __init__(self, source: SnapshotSource, names: Collection[str] | None, instead: Instead | None) -> None:
+        self._source, self._instead = source, instead
+        self._pairs = {name: pair for name, pair in source.pairs.items() if names is None or name in names}
+        self._sizes = source.sizes([path for path in _files(self._pairs.values()) if path in source.contents])
+        self._batches = {name: batch for batch in _batches(self._pairs, self._sizes) for name in batch}
+        self._batch: list[str] = []
+        self._contents: Mapping[str, bytes] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, name: str) -> SnapshotVersion:
+        pair = self._pairs[name]
+        try:
+            if name not in self._batches:
+                raise self._source._too_large(pair, self._sizes)
+            self._load(self._batches[name])
+            return self._source._snapshot(pair, self._contents)
+        except SourceError as error:
+            if self._instead is None:
+                raise
+            return self._instead(name, error)
+
+    def _load(self, batch: list[str]) -> None:
+        if batch is not self._batch:
+            self._batch, self._contents = batch, {}
+            paths = _files(self._pairs[name] for name in batch)
+            self._contents = self._source.load([path for path in paths if path in self._sizes])
 
 
 def on_disk(argument: str) -> SnapshotSource:
@@ -324,23 +358,3 @@ def text_of(data: bytes, where: str) -> str:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
-
-
-def _decoded(pair: SnapshotPaths, architecture: str, numbers: str | None) -> SnapshotVersion:
-    found = decode(architecture, numbers, where=pair.architecture, numbers_at=pair.numbers)
-    return _version(pair, architecture, numbers, found)
-
-
-def _version(pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
-    digest = architecture_digest(architecture)
-    return SnapshotVersion(
-        path=pair.architecture,
-        numbers=pair.numbers,
-        record=found.record,
-        architecture=digest,
-        content=hashlib.sha256(f"{digest}{numbers}".encode()).hexdigest(),
-        reason=found.reason,
-        supersedes=tuple((found.supersedes or "").split()),
-        compared=found.compared,
-        text=architecture,
-    )

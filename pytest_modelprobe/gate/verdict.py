@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pytest_modelprobe.comparison import Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Layer, Reading, Record
 
 from .checkpoints import Effect, effect_on_checkpoints
 from .classes import (
@@ -46,8 +46,8 @@ class SnapshotVersion:
     """Digests of the earlier architectures."""
     compared: Parts = "all"
     """The part that its test compares."""
-    text: str = field(default="", repr=False)
-    """The ``.arch.json``, for the lines of annotations."""
+    read_text: Callable[[], str] = field(default=str, repr=False, compare=False)
+    """Returns the ``.arch.json``, read again: for the lines of annotations, and to write a reason into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +160,15 @@ def judge(
     >>> judge({"net": net}, {}, removals={("net", "a"): "the net is not used any more"}).denied
     ()
     """
-    changes, same = [], unchanged
+    changes: list[SnapshotChange] = []
+    same = unchanged
     reported: set[str] = set()
-    for old, new, renamed in _pairs(before, now):
-        if old and new and not renamed and (old.content, old.text) == (new.content, new.text):
+
+    def add(old: SnapshotVersion | None, new: SnapshotVersion | None, *, renamed: bool = False) -> None:
+        nonlocal same
+        if old and new and not renamed and old.content == new.content and old.read_text() == new.read_text():
             same += 1
-            continue
+            return
         # Several devices share one architecture: its changes are reported for the first.
         architecture = new is None or new.path not in reported
         if old and new:
@@ -174,6 +177,19 @@ def judge(
         if old and new is None:
             change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
         changes.append(change)
+
+    gone, came, paired = _by_name(before, now, add)
+    past = _of_other_devices(gone, came, paired)
+    for name, new in came.items():
+        if name in past:
+            add(before[past[name]], now[name])
+        elif old_name := _same(gone, new):
+            del gone[old_name]
+            add(before[old_name], now[name], renamed=True)
+        else:
+            add(None, new)
+    for old in gone.values():
+        add(old, None)
     changes.sort(key=_severity)
     return Verdict(changes=tuple(changes), unchanged=same)
 
@@ -183,32 +199,43 @@ def _severity(change: SnapshotChange) -> tuple[bool, int, int, str]:
     return not change.denied, LEVELS.index(change.level), CLASSES.index(first.kind), change.path
 
 
-def _pairs(
-    before: Mapping[str, SnapshotVersion], now: Mapping[str, SnapshotVersion]
-) -> Iterator[tuple[SnapshotVersion | None, SnapshotVersion | None, bool]]:
-    """Yield pairs of old and new snapshots, each once, and whether the snapshot was renamed.
+def _by_name(
+    before: Mapping[str, SnapshotVersion],
+    now: Mapping[str, SnapshotVersion],
+    add: Callable[[SnapshotVersion, SnapshotVersion], None],
+) -> tuple[dict[str, SnapshotVersion], dict[str, SnapshotVersion], set[str]]:
+    """Add the pairs of the same path; return the other snapshots, outlined, and the files of the pairs.
 
-    They are paired by path, the rest by equal contents.
+    Each snapshot is read, and let go of, before the next one is: together they may not fit into memory.
     """
-    gone, found = dict(before), {}
-    for name, new in now.items():
-        if name in before and _file(name, before[name]) == _file(name, new):
-            found[name] = gone.pop(name)
-    paired = {_file(name, now[name]) for name in found}
-    for name, new in now.items():  # numbers of another device beside the same architecture
+    came, names, paired = {}, set(), set()
+    for name in now:
+        old, new = before.get(name), now[name]
+        file = _file(name, new)
+        if old and _file(name, old) == file:
+            names.add(name)
+            paired.add(file)
+            add(old, new)
+        else:
+            came[name] = _outlined(new)
+        del old, new
+    gone = {name: _outlined(old) for name in before if name not in names and (old := before.get(name))}
+    return gone, came, paired
+
+
+def _of_other_devices(
+    gone: dict[str, SnapshotVersion], came: Mapping[str, SnapshotVersion], paired: set[str]
+) -> dict[str, str]:
+    """Return new name → old name of numbers of another device beside the same architecture, and remove the old ones."""
+    found = {}
+    for name, new in came.items():
         file = _file(name, new)
         past = next((other for other, old in gone.items() if _file(other, old) == file), None)
-        if name not in found and file not in paired and past is not None:
-            found[name] = gone.pop(past)
+        if file not in paired and past is not None:
+            found[name] = past
+            del gone[past]
             paired.add(file)
-    for name, new in now.items():
-        if name in found:
-            yield found[name], new, False
-        else:
-            old = _take(gone, new)
-            yield old, new, old is not None
-    for old in gone.values():
-        yield old, None, False
+    return found
 
 
 def _file(name: str, snapshot: SnapshotVersion) -> str:
@@ -216,13 +243,27 @@ def _file(name: str, snapshot: SnapshotVersion) -> str:
     return name if snapshot.path.removesuffix(".arch.json").endswith(name) else name.rpartition(".")[0]
 
 
-def _take(gone: dict[str, SnapshotVersion], new: SnapshotVersion) -> SnapshotVersion | None:
-    """Remove and return the deleted snapshot with the same content."""
+def _same(gone: Mapping[str, SnapshotVersion], new: SnapshotVersion) -> str | None:
+    """Return the name of the deleted snapshot with the same content."""
     for agree in ("content", "architecture"):
         for name, old in gone.items():
             if getattr(old, agree) == getattr(new, agree) and old.record.device == new.record.device:
-                return gone.pop(name)
+                return name
     return None
+
+
+def _outlined(snapshot: SnapshotVersion) -> SnapshotVersion:
+    """Return a snapshot with what is printed of its layers: their names, types and buffers."""
+    return dataclasses.replace(snapshot, record=_outlined_record(snapshot.record))
+
+
+def _outlined_record(record: Record) -> Record:
+    return dataclasses.replace(record, layers={name: _outline(layer) for name, layer in record.layers.items()})
+
+
+def _outline(layer: Layer) -> Layer:
+    buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
+    return Layer(name=layer.name, type=layer.type, buffers=buffers)
 
 
 def _change(
@@ -240,6 +281,7 @@ def _change(
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
     comparison = compare(new.record, old.record, parts=parts)
+    old, new = _outlined(old), _outlined(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
     by_class = _differences(diagnosis, effect, architecture=architecture)
@@ -259,12 +301,19 @@ def _change(
         if kind in by_class
     ]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    outlined = dataclasses.replace(
+        comparison,
+        actual=new.record,
+        expected=_outlined_record(comparison.expected),
+        changes={place: change for place, change in comparison.changes.items() if not change.known},
+        calls=(),
+    )
     return SnapshotChange(
         before=old,
         now=new,
         findings=tuple(findings),
-        comparison=comparison,
-        diagnosis=None if comparison.same else diagnosis,
+        comparison=outlined,
+        diagnosis=None if comparison.same else dataclasses.replace(diagnosis, comparison=outlined),
         effect=effect,
     )
 

@@ -68,7 +68,7 @@ def _annotation(name: str, change: SnapshotChange) -> str:
     where: dict[str, str | int] = {}
     if change.now is not None:  # a deleted file has no line
         changed = details(change)
-        line = line_number_of(change.now.text, changed[0].layers[0]) if changed else 1
+        line = line_number_of(change.now.read_text(), changed[0].layers[0]) if changed else 1
         where = {"file": change.path, "line": line}
     title = printable(f"{change.model}: {first.kind}")
     return command(name, said + (f"\ndeclared: {printable(reason)}" if reason else ""), **where, title=title)

@@ -203,6 +203,16 @@ def dynamically_quantized():
 
 
 @odd
+def statically_quantized():
+    quantization = torch.ao.quantization
+    with warnings.catch_warnings(action="ignore"):
+        model = quantization.QuantWrapper(mlp()).eval()
+        model.qconfig = quantization.default_qconfig
+        quantization.prepare(model, inplace=True)(torch.randn(8, 4))
+        return quantization.convert(model), torch.randn(3, 4)
+
+
+@odd
 def quantized_tensors():
     def forward(self, a):
         q = torch.quantize_per_tensor(a.detach(), 0.1, 0, torch.qint8)
@@ -368,6 +378,11 @@ def conjugated():
     return Call(lambda self, a: self.keep(self.fc(a).conj()).imag, keep=nn.Identity(), fc=complex_weights()[0]), (
         torch.randn(3, 4, dtype=torch.complex64)
     )
+
+
+@odd
+def empty_model():
+    return nn.Sequential(), x()
 
 
 @odd
@@ -985,6 +1000,30 @@ def cells():
         return h
 
     return Call(forward, cell=nn.LSTMCell(4, 4)), x()
+
+
+def padding_mask(rows, size, padded):
+    return torch.arange(size).expand(rows, size) >= size - padded
+
+
+@odd
+def encoder_with_padding():
+    def forward(self, a):
+        return self.inner(a, src_key_padding_mask=padding_mask(2, 5, 2))  # a nested tensor inside, where not trained
+
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    inner = nn.TransformerEncoder(layer, 2).eval().requires_grad_(requires_grad=False)
+    return Call(forward, inner=inner), torch.randn(2, 5, 4)
+
+
+@odd
+def encoder_with_padding_without_gradients():
+    @torch.no_grad()
+    def forward(self, a):
+        return self.inner(a, src_key_padding_mask=padding_mask(2, 5, 2))
+
+    inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2).eval()
+    return Call(forward, inner=inner), torch.randn(2, 5, 4)
 
 
 @odd

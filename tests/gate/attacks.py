@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import architecture_digest, encode
+from pytest_modelprobe.files.layout import digest_of
 from pytest_modelprobe.gate.snapshot_sources import SnapshotSource, _is_snapshot, _pairs
 from pytest_modelprobe.gate.verdict import Verdict, judge
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
@@ -93,8 +94,8 @@ def said(attack: Attack) -> str:
     """Return the verdict on the worst that an attack does, and of which class it is; or that it is no verdict."""
     before = attack.before()
     now = dict(before)
+    attack.edit(now)
     try:
-        attack.edit(now)
         verdict = check(before, now)
     except ModelProbeError:
         return "error"
@@ -131,7 +132,7 @@ def in_architecture(*pairs: tuple[str, str]) -> Callable[[Files], None]:
         for before, after in pairs:
             assert before in now[ARCH], before
             now[ARCH] = now[ARCH].replace(before, after, 1)
-        now[PROBE] = now[PROBE].replace(old, architecture_digest(now[ARCH]))
+        now[PROBE] = now[PROBE].replace(old, digest_of(json.loads(now[ARCH])))  # also of what cannot be read
 
     return edit
 

@@ -45,7 +45,12 @@ def snapshot(
     text = repr(record)
     exact = repr([dataclasses.replace(layer, calls=()) for layer in record.layers.values()])
     return SnapshotVersion(
-        path=path, record=record, architecture=exact, content=f"{record.noise} {record.layers}", text=text, **other
+        path=path,
+        record=record,
+        architecture=exact,
+        content=f"{record.noise} {record.layers}",
+        read_text=lambda: text,
+        **other,
     )
 
 

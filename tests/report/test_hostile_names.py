@@ -64,7 +64,7 @@ def _snapshot(name: str, path: str, act: str, **other: object) -> SnapshotVersio
     }
     text = encode(Record(model=name, layers=layers)).architecture
     record = Record(model=name, layers=layers, notes=(name,))
-    return SnapshotVersion(path=f"{path}.arch.json", record=record, architecture=text, content=text, text=text, **other)
+    return SnapshotVersion(path=f"{path}.arch.json", record=record, architecture=text, content=text, **other)
 
 
 # --- the log of a job ---------------------------------------------------------------------------------------------

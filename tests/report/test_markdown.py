@@ -25,7 +25,7 @@ def snapshot(
     record: Record, path: str = "tests/__modelprobe__/test_net/test_a.arch.json", **other: object
 ) -> SnapshotVersion:
     text = repr(record.layers)
-    return SnapshotVersion(path=path, record=record, architecture=text, content=text, text="", **other)
+    return SnapshotVersion(path=path, record=record, architecture=text, content=text, **other)
 
 
 def changed() -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -329,11 +330,17 @@ class ComparisonIndex:
         """
         new = name in self.added
         layer = (self.comparison.actual if new else self.comparison.expected).layers[name]
-        others = self.added if new else self.removed
         if not layer.calls:
             return not layer.parameters  # a list of layers; one with parameters may be used without a call
-        steps = self.steps if new else self._steps_before
-        return _passes_on(layer, [step for step in steps if step.layer.name not in others])
+        return _passes_on(layer, self._kept_steps_now if new else self._kept_steps_before)
+
+    @functools.cached_property
+    def _kept_steps_now(self) -> Mapping[str, Sequence[Step]]:
+        return _by_root(step for step in self.steps if step.layer.name not in self.added)
+
+    @functools.cached_property
+    def _kept_steps_before(self) -> Mapping[str, Sequence[Step]]:
+        return _by_root(step for step in self._steps_before if step.layer.name not in self.removed)
 
     def is_unchanged_in_run(self, pair: CallPair) -> bool:
         """Whether the run shows the same outputs and buffers for the same inputs."""
@@ -401,18 +408,38 @@ def _receivers(pair: CallPair, response: IsolatedResponse | None) -> list[str]:
 
 def _returns_its_input(record: Record, name: str) -> bool:
     """Whether a layer without parameters, itself or inside it, returned its inputs in the run."""
+    if not _passes_on(record.layers[name], {}):
+        return False
     inside = [layer for other, layer in record.layers.items() if f"{other}.".startswith(f"{name}.")]
-    return not any(layer.parameters for layer in inside) and _passes_on(record.layers[name], ())
+    return not any(layer.parameters for layer in inside)
 
 
-def _passes_on(layer: Layer, steps: Iterable[Step]) -> bool:
-    """Whether each output of a layer is one of its inputs, or an output of one of these calls inside it."""
+def _by_root(steps: Iterable[Step]) -> dict[str, list[Step]]:
+    """Return root → its calls, in the order in which they started."""
+    found: dict[str, list[Step]] = {}
+    for step in sorted(steps, key=_started):
+        found.setdefault(step.call.root, []).append(step)
+    return found
+
+
+def _started(step: Step) -> int:
+    return step.call.started
+
+
+def _passes_on(layer: Layer, steps: Mapping[str, Sequence[Step]]) -> bool:
+    """Whether each output of a layer is one of its inputs, or an output of one of these calls inside it.
+
+    Args:
+        layer: The layer.
+        steps: As `_by_root` returns them.
+    """
     for call in layer.calls:
-        known = [v.forward.fingerprint for v in call.inputs]
-        for step in steps:
-            inside = call.started < step.call.started and step.call.finished < call.finished
-            if inside and step.call.root == call.root:
-                known += [v.forward.fingerprint for v in step.call.outputs]
+        known = {v.forward.fingerprint for v in call.inputs}
+        others = steps.get(call.root, ())
+        start = bisect.bisect_right(others, call.started, key=_started)
+        for step in others[start : bisect.bisect_left(others, call.finished, start, key=_started)]:
+            if step.call.finished < call.finished:
+                known.update(v.forward.fingerprint for v in step.call.outputs)
         if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
             return False
     return True
