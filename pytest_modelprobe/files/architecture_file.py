@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
 from pytest_modelprobe.record import ROOT, ForwardKind, Plain
 
 from .layout import ABSENT, ARROW, LAYERS
-from .order import Timeline, containers, events, implied_timelines
+from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
@@ -173,9 +172,9 @@ class Structure:
             order = implied_timelines([line.name for line in self.lines], self.calls)
         elif not all(type(line) is list and all(type(token) is int and token for token in line) for line in order):
             raise FormatError("the order is no list of lists of whole numbers")
-        self.order: list[Timeline] = order
+        self.events = events(order, self.calls)
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
-        for timeline in events(order, self.calls):
+        for timeline in self.events:
             for position, (i, j, end) in enumerate(timeline):
                 self.places[i, j] = (self.places[i, j][0], position) if end else (position, -1)
 
@@ -202,10 +201,17 @@ def _plain_value(value: Any) -> Plain:
     return value  # type: ignore[no-any-return]
 
 
-@contextmanager
-def in_line(name: str) -> Iterator[None]:
-    """Add the name of the line to a `FormatError`."""
-    try:
-        yield
-    except FormatError as error:
-        raise FormatError(f"in the line of {excerpt(name)}: {error}") from None
+class in_line:
+    """Add the name of the line to a `FormatError` raised in a `with` block: a class, for each line enters several."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FormatError):
+            raise FormatError(f"in the line of {excerpt(self._name)}: {error}") from None
