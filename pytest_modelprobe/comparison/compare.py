@@ -127,6 +127,8 @@ class _Comparer:
         self.actual, self.expected = actual, expected
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
+        self.within_tolerance: dict[tuple[int, int, str, Direction, float], ValueChange] = {}
+        """By the ids of two readings: an input has the readings of the output that it is."""
         self.pairs: list[CallPair] = []
         self.notes: list[Difference] = []
         self.looser: list[Difference] = []
@@ -170,8 +172,10 @@ class _Comparer:
                 self.notes.append(found)
         if a.training != e.training:
             yield Difference(layer=a.name, kind="mode", what="training", actual=a.training, expected=e.training)
-        yield from self._parameters(a, a.parameters, e.parameters, "parameter")
-        yield from self._parameters(a, a.buffers, e.buffers, "buffer")
+        if a.parameters or e.parameters:
+            yield from self._parameters(a, a.parameters, e.parameters, "parameter")
+        if a.buffers or e.buffers:
+            yield from self._parameters(a, a.buffers, e.buffers, "buffer")
         yield from self._calls(a, e)
 
     # --- parameters and buffers -----------------------------------------------------------------------------------
@@ -359,16 +363,23 @@ class _Comparer:
             self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
-        found = self.changes[place] = _tolerance.change(
-            a,
-            e,
-            direction=direction,
-            dtype=dtype,
-            measured=self.measured,
-            scale=scale,
-            times=self.times.of(layer),
-            rounding=self.rounding,
-        )
+        times = self.times.of(layer)
+        pair = id(a), id(e), dtype, direction, times
+        found = self.within_tolerance.get(pair)
+        if found is None:
+            found = _tolerance.change(
+                a,
+                e,
+                direction=direction,
+                dtype=dtype,
+                measured=self.measured,
+                scale=scale,
+                times=times,
+                rounding=self.rounding,
+            )
+            if not found.differs and not (isinstance(scale, _Scale) and scale.computed):
+                self.within_tolerance[pair] = found
+        self.changes[place] = found
         index = 0 if key is None else key[-1]
         if a.noise and allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
             noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
@@ -473,6 +484,11 @@ class _Scale:
     def __init__(self, largest: Callable[[], float]) -> None:
         self._largest = largest
         self._scale: float | None = None
+
+    @property
+    def computed(self) -> bool:
+        """Whether a value needed it."""
+        return self._scale is not None
 
     def __call__(self) -> float:
         if self._scale is None:
