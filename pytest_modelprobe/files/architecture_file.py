@@ -82,6 +82,8 @@ class Structure:
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
+        self._contents: dict[str, tuple[Any, ...]] = {}
+        """By their texts: the lines of repeated blocks are equal."""
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 
@@ -89,27 +91,29 @@ class Structure:
         with in_line(name):
             if type(line) is not dict or "type" not in line:
                 raise FormatError("it describes no layer")
-            check_fields(line, _LAYER)
             if name.count(".") >= _DEEPEST:
                 raise FormatError(f"its name has {name.count('.') + 1:,} parts")
-            training = line.get("training", self.training)
             inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
-            functional = line.get("functional", False)
-            own = _attributes(line.get("attributes", {}))
-            calls, values = self._calls(line.get("calls", ()), training)
-            return LayerLine(
-                name,
-                line["type"],
-                line.get("leaf", not inner),
-                functional,
-                training,
-                string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
-                own if functional else self._with_usual(own, line.get("attributes", {})),
-                self._own(line.get("parameters", {}), trainable=True),
-                self._own(line.get("buffers", {}), trainable=False),
-                calls,
-                values,
-            )
+            text = repr(line)
+            if text not in self._contents:
+                self._contents[text] = self._content(line)
+            return LayerLine(name, line["type"], line.get("leaf", not inner), *self._contents[text])
+
+    def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the fields of a `LayerLine` from ``functional`` on."""
+        check_fields(line, _LAYER)
+        training = line.get("training", self.training)
+        functional = line.get("functional", False)
+        own = _attributes(line.get("attributes", {}))
+        return (
+            functional,
+            training,
+            string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
+            own if functional else self._with_usual(own, line.get("attributes", {})),
+            self._own(line.get("parameters", {}), trainable=True),
+            self._own(line.get("buffers", {}), trainable=False),
+            *self._calls(line.get("calls", ()), training),
+        )
 
     def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
         if not self.attributes:

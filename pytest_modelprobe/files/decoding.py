@@ -123,11 +123,13 @@ def architecture_digest(text: str) -> str:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Add the path of the file to a `FormatError`."""
+    """Add the path of the file to a `FormatError`, and to one of Python's recursion limit."""
     try:
         yield
     except FormatError as error:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
+    except RecursionError:
+        raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
 
 
 def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:
