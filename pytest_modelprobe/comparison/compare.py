@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
@@ -126,6 +127,8 @@ class _Comparer:
         self.actual, self.expected = actual, expected
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
+        self.within_tolerance: dict[tuple[int, int, str, Direction, float], ValueChange] = {}
+        """By the ids of two readings: an input has the readings of the output that it is."""
         self.pairs: list[CallPair] = []
         self.notes: list[Difference] = []
         self.looser: list[Difference] = []
@@ -161,18 +164,18 @@ class _Comparer:
     def _layer(self, a: Layer, e: Layer) -> Iterator[Difference]:
         if a.type_name != e.type_name:
             yield Difference(layer=a.name, kind="type", actual=a.type_name, expected=e.type_name)
-        for name in dict.fromkeys((*e.attributes, *a.attributes)):
-            mine, theirs = a.attributes.get(name), e.attributes.get(name)
-            if not _equal(mine, theirs):
-                found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
-                if name in a.attributes and name in e.attributes:
-                    yield found
-                else:
-                    self.notes.append(found)
+        for name, mine, theirs in _unequal(a.attributes, e.attributes):
+            found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
+            if name in a.attributes and name in e.attributes:
+                yield found
+            else:
+                self.notes.append(found)
         if a.training != e.training:
             yield Difference(layer=a.name, kind="mode", what="training", actual=a.training, expected=e.training)
-        yield from self._parameters(a, a.parameters, e.parameters, "parameter")
-        yield from self._parameters(a, a.buffers, e.buffers, "buffer")
+        if a.parameters or e.parameters:
+            yield from self._parameters(a, a.parameters, e.parameters, "parameter")
+        if a.buffers or e.buffers:
+            yield from self._parameters(a, a.buffers, e.buffers, "buffer")
         yield from self._calls(a, e)
 
     # --- parameters and buffers -----------------------------------------------------------------------------------
@@ -181,11 +184,7 @@ class _Comparer:
         self, layer: Layer, actual: Sequence[Parameter], expected: Sequence[Parameter], what: str
     ) -> Iterator[Difference]:
         mine, theirs = {p.name: p for p in actual}, {p.name: p for p in expected}
-
-        @functools.cache
-        def scale() -> float:
-            return max((_norm(p.gradient) for p in expected), default=0.0)
-
+        scale = _Scale(lambda: max((_norm(p.gradient) for p in expected), default=0.0))
         for name in dict.fromkeys((*theirs, *mine)):
             if name not in theirs:
                 yield _structural_difference(layer.name, what, name, "added", _description(mine[name]), None)
@@ -193,15 +192,11 @@ class _Comparer:
                 yield _structural_difference(layer.name, what, name, "removed", None, _description(theirs[name]))
             else:
                 a, e = mine[name], theirs[name]
-                for aspect, x, y in (
-                    ("shape", a.shape, e.shape),
-                    ("dtype", a.dtype, e.dtype),
-                    ("trainable", a.requires_grad, e.requires_grad),
-                    ("tied", a.tied_to, e.tied_to),
-                    ("persistent", a.persistent, e.persistent),
-                ):
+                for aspect, x, y in zip(_ASPECTS, _aspects(a), _aspects(e), strict=True):
+                    if x == y:
+                        continue
                     unknown = aspect == "persistent" and None in (x, y)
-                    if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
+                    if not unknown and not (what == "buffer" and aspect == "trainable"):
                         shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
                         yield _structural_difference(layer.name, what, name, aspect, *shown)
                 if a.shape == e.shape:
@@ -238,9 +233,8 @@ class _Comparer:
     def _call(self, pair: CallPair) -> Iterator[Difference]:
         a, e = pair.actual, pair.expected
         at = functools.partial(Difference, layer=pair.layer, call=a.index)
-        for name in dict.fromkeys((*e.arguments, *a.arguments)):
-            mine, theirs = a.arguments.get(name), e.arguments.get(name)
-            if not (_equal(mine, theirs) or _is_default(name, a.arguments, e.arguments)):
+        for name, mine, theirs in _unequal(a.arguments, e.arguments):
+            if not _is_default(name, a.arguments, e.arguments):
                 yield at(kind="argument", what=name, actual=mine, expected=theirs)
         for name in ("grad_enabled", "autocast"):
             mine, theirs = getattr(a, name), getattr(e, name)
@@ -251,7 +245,7 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_description(value))
-        scales = _Scale(e, "forward"), _Scale(e, "backward")
+        scales = _Scale(lambda: _largest(e, "forward")), _Scale(lambda: _largest(e, "backward"))
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scales)
         outputs, added, removed = paired_values(a.outputs, e.outputs)
@@ -291,7 +285,7 @@ class _Comparer:
             yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
-            scale = _Scale(pair.expected, "backward_inner")
+            scale = _Scale(lambda: _largest(pair.expected, "backward_inner"))
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
 
     def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
@@ -370,16 +364,22 @@ class _Comparer:
             return ()
         layer, key, _, path = place
         times = self.times.of(layer)
-        found = self.changes[place] = _tolerance.change(
-            a,
-            e,
-            direction=direction,
-            dtype=dtype,
-            measured=self.measured,
-            scale=scale,
-            times=times,
-            rounding=self.rounding,
-        )
+        pair = id(a), id(e), dtype, direction, times
+        found = self.within_tolerance.get(pair)
+        if found is None:
+            found = _tolerance.change(
+                a,
+                e,
+                direction=direction,
+                dtype=dtype,
+                measured=self.measured,
+                scale=scale,
+                times=times,
+                rounding=self.rounding,
+            )
+            if not found.differs and not (isinstance(scale, _Scale) and scale.computed):
+                self.within_tolerance[pair] = found
+        self.changes[place] = found
         index = 0 if key is None else key[-1]
         if a.noise and allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
             noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
@@ -412,6 +412,10 @@ class _Comparer:
         return (found,)
 
 
+_ASPECTS = ("shape", "dtype", "trainable", "tied", "persistent")
+_aspects = operator.attrgetter("shape", "dtype", "requires_grad", "tied_to", "persistent")
+
+
 def _structural_difference(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
     kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
@@ -435,9 +439,12 @@ def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
     }
 
 
-def _equal(a: Plain, e: Plain) -> bool:
-    """Whether two plain values are equal; NaN equals NaN, True is not 1."""
-    return type(a) is type(e) and (a == e or (a != a and e != e))
+def _unequal(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, Plain, Plain]]:
+    """Yield name and values of the entries that differ; NaN equals NaN, True is not 1, and None is no entry."""
+    for name in expected if actual.keys() == expected.keys() else dict.fromkeys((*expected, *actual)):
+        mine, theirs = actual.get(name), expected.get(name)
+        if type(mine) is not type(theirs) or not (mine == theirs or (mine != mine and theirs != theirs)):
+            yield name, mine, theirs
 
 
 def _one_sided(difference: Difference) -> Sequence[Difference]:
@@ -467,22 +474,32 @@ def _norm(reading: Reading | None) -> float:
 
 
 class _Scale:
-    """The largest norm in a call, which values that are zero in exact arithmetic are compared with.
+    """The largest norm beside a value, which one that is zero in exact arithmetic is compared with.
 
     Computed once, when a value that differs needs it: few do.
     """
 
-    __slots__ = ("_call", "_of", "_scale")
+    __slots__ = ("_largest", "_scale")
 
-    def __init__(self, call: Call, of: str) -> None:
-        self._call, self._of = call, of
+    def __init__(self, largest: Callable[[], float]) -> None:
+        self._largest = largest
         self._scale: float | None = None
+
+    @property
+    def computed(self) -> bool:
+        """Whether a value needed it."""
+        return self._scale is not None
 
     def __call__(self) -> float:
         if self._scale is None:
-            values = filter(is_quantity, (*self._call.inputs, *self._call.outputs))
-            self._scale = max((_norm(getattr(value, self._of)) for value in values), default=0.0)
+            self._scale = self._largest()
         return self._scale
+
+
+def _largest(call: Call, of: str) -> float:
+    """Return the largest norm in a call, of ``forward`` or ``backward``."""
+    values = filter(is_quantity, (*call.inputs, *call.outputs))
+    return max((_norm(getattr(value, of)) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:

@@ -39,9 +39,10 @@ def paired_emitted(
 
     ``paths`` maps paths of outputs to the expected ones.
     """
-    positions = _numbered_otherwise(actual, expected)
-    was = [positions.get(handed.where) or paths.get(handed.where, handed.where) for handed in actual]
-    if was == [handed.where for handed in expected]:
+    now, then = ([handed.where for handed in side] for side in (actual, expected))
+    positions = {} if now == then else _numbered_otherwise(now, then)
+    was = [positions.get(where) or paths.get(where, where) for where in now]
+    if was == then:
         return list(zip(actual, expected, strict=True)), ()
     theirs: dict[str, list[EmittedTensor]] = {}
     for handed in expected:
@@ -62,13 +63,12 @@ def paired_emitted(
     return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
 
 
-def _numbered_otherwise(actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor]) -> Mapping[str, str]:
+def _numbered_otherwise(now: Sequence[str], then: Sequence[str]) -> Mapping[str, str]:
     """Return the path of the first positional input now → then, of children that get one on one side only.
 
     A single one is called ``input``, the first of several ``input[0]``.
     """
-    now, then = ({handed.where for handed in side} for side in (actual, expected))
-    came, gone = now - then, then - now
+    came, gone = set(now) - set(then), set(then) - set(now)
     alone = {where: f"{where}[0]" for where in came if where.endswith(" input")}
     first = {where: where.removesuffix("[0]") for where in came if where.endswith(" input[0]")}
     return {where: other for where, other in (alone | first).items() if other in gone}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -105,12 +106,12 @@ def change(
         both = is_read(actual) and is_read(expected)
         if not both or _available(actual) != _available(expected):
             return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
-    if _element_counts(actual) != _element_counts(expected):
+    a, e = actual.statistics, expected.statistics
+    if actual.tensors != expected.tensors or not _same_counts(a, e):
         return CAME
     floor, noise = _floor(direction, dtype, measured), NOISE_FACTOR * (expected.noise or 0.0)
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
     limit = max(floor, min(noise, most)) * times
-    a, e = actual.statistics, expected.statistics
     if expected.digest is not None:
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
@@ -176,12 +177,16 @@ def _share(actual: Reading, expected: Reading) -> float:
     return max(estimated_share(actual.fingerprint, expected.fingerprint, count), 1 / count)
 
 
-def _element_counts(reading: Reading) -> tuple[int | None, ...]:
-    """Return the counts of a reading: tensors, elements, non-finite elements, and since which forward."""
-    s = reading.statistics
-    if s is None:
-        return (reading.tensors,)
-    return reading.tensors, s.count, s.nan, s.posinf, s.neginf, s.first_nan, s.first_posinf, s.first_neginf
+_COUNTS = operator.attrgetter(
+    "count", "nan", "posinf", "neginf", "first_nan", "first_posinf", "first_neginf"
+)  # those of elements, of non-finite ones, and since which forward there are any
+
+
+def _same_counts(a: Statistics | None, e: Statistics | None) -> bool:
+    """Whether both are of as many elements, with as many non-finite ones since the same forwards."""
+    if a is None or e is None:
+        return a is e
+    return bool(_COUNTS(a) == _COUNTS(e))
 
 
 def _same_moments(a: Statistics | None, e: Statistics | None) -> bool:
@@ -195,27 +200,42 @@ def _moments_change(a: Statistics | None, e: Statistics | None, least: float) ->
     """Return a lower bound of the distance of two tensors, relative to the norm of the second, at least ``least``.
 
     No element moves by more than the distance, and mean and deviation by no more than its share of one element.
-    Differences below the printed precision count as 0.
+    Differences below the printed precision count as 0. Both have the same counts.
     """
     if a is None or e is None or a.mean is None or e.mean is None:
         return 0.0 if (a and a.mean) is (e and e.mean) else math.inf
-    norm = max(e.norm, least)
-    element = norm / math.sqrt(e.finite)
+    finite = e.finite
+    a_std, e_std = math.sqrt(a.deviations / finite), math.sqrt(e.deviations / finite)
     if (a.min is None) != (e.min is None):  # all that a file has of a gradient
-        return _scaled_difference(a.rms, e.rms, element)
+        x, y = math.hypot(a_std, a.mean), math.hypot(e_std, e.mean)
+        return 0.0 if _equal_as_printed(x, y) else _scaled_difference(x, y, max(e.norm, least) / math.sqrt(finite))
+    if (
+        _equal_as_printed(a.mean, e.mean)
+        and _equal_as_printed(a_std, e_std)
+        and _equal_as_printed(a.min, e.min)
+        and _equal_as_printed(a.max, e.max)
+    ):
+        return 0.0
+    norm = max(e.norm, least)
+    element = norm / math.sqrt(finite)
     return max(
         _scaled_difference(a.mean, e.mean, element),
-        _scaled_difference(a.std, e.std, element),
+        _scaled_difference(a_std, e_std, element),
         _scaled_difference(a.min, e.min, norm),
         _scaled_difference(a.max, e.max, norm),
     )
 
 
 def _scaled_difference(x: float | None, y: float | None, size: float) -> float:
+    if _equal_as_printed(x, y):
+        return 0.0
+    return math.inf if x is None or y is None or not size else abs(x - y) / size
+
+
+def _equal_as_printed(x: float | None, y: float | None) -> bool:
     if x is None or y is None:
-        return 0.0 if x is y else math.inf
-    apart = abs(x - y)
-    return 0.0 if apart <= _PRINTED_PRECISION * abs(y) else apart / size if size else math.inf
+        return x is y
+    return abs(x - y) <= _PRINTED_PRECISION * abs(y)
 
 
 def _same_zeros(a: Reading, e: Reading) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
 from pytest_modelprobe.record import ROOT, ForwardKind, Plain
 
 from .layout import ABSENT, ARROW, LAYERS
-from .order import Timeline, containers, events, implied_timelines
+from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
@@ -83,6 +82,8 @@ class Structure:
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
+        self._contents: dict[str, tuple[Any, ...]] = {}
+        """By their texts: the lines of repeated blocks are equal."""
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 
@@ -90,27 +91,29 @@ class Structure:
         with in_line(name):
             if type(line) is not dict or "type" not in line:
                 raise FormatError("it describes no layer")
-            check_fields(line, _LAYER)
             if name.count(".") >= _DEEPEST:
                 raise FormatError(f"its name has {name.count('.') + 1:,} parts")
-            training = line.get("training", self.training)
             inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
-            functional = line.get("functional", False)
-            own = _attributes(line.get("attributes", {}))
-            calls, values = self._calls(line.get("calls", ()), training)
-            return LayerLine(
-                name,
-                line["type"],
-                line.get("leaf", not inner),
-                functional,
-                training,
-                string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
-                own if functional else self._with_usual(own, line.get("attributes", {})),
-                self._own(line.get("parameters", {}), trainable=True),
-                self._own(line.get("buffers", {}), trainable=False),
-                calls,
-                values,
-            )
+            text = repr(line)
+            if text not in self._contents:
+                self._contents[text] = self._content(line)
+            return LayerLine(name, line["type"], line.get("leaf", not inner), *self._contents[text])
+
+    def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the fields of a `LayerLine` from ``functional`` on."""
+        check_fields(line, _LAYER)
+        training = line.get("training", self.training)
+        functional = line.get("functional", False)
+        own = _attributes(line.get("attributes", {}))
+        return (
+            functional,
+            training,
+            string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
+            own if functional else self._with_usual(own, line.get("attributes", {})),
+            self._own(line.get("parameters", {}), trainable=True),
+            self._own(line.get("buffers", {}), trainable=False),
+            *self._calls(line.get("calls", ()), training),
+        )
 
     def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
         if not self.attributes:
@@ -173,9 +176,9 @@ class Structure:
             order = implied_timelines([line.name for line in self.lines], self.calls)
         elif not all(type(line) is list and all(type(token) is int and token for token in line) for line in order):
             raise FormatError("the order is no list of lists of whole numbers")
-        self.order: list[Timeline] = order
+        self.events = events(order, self.calls)
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
-        for timeline in events(order, self.calls):
+        for timeline in self.events:
             for position, (i, j, end) in enumerate(timeline):
                 self.places[i, j] = (self.places[i, j][0], position) if end else (position, -1)
 
@@ -202,10 +205,17 @@ def _plain_value(value: Any) -> Plain:
     return value  # type: ignore[no-any-return]
 
 
-@contextmanager
-def in_line(name: str) -> Iterator[None]:
-    """Add the name of the line to a `FormatError`."""
-    try:
-        yield
-    except FormatError as error:
-        raise FormatError(f"in the line of {excerpt(name)}: {error}") from None
+class in_line:
+    """Add the name of the line to a `FormatError` raised in a `with` block: a class, for each line enters several."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FormatError):
+            raise FormatError(f"in the line of {excerpt(self._name)}: {error}") from None

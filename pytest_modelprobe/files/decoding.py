@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.record import (
@@ -41,11 +42,13 @@ class StoredSnapshot:
     """The part that the test compares."""
 
 
-def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> StoredSnapshot:
+def decode(
+    architecture: str | dict[str, Any], numbers: str | None, *, where: str, numbers_at: str | None = None
+) -> StoredSnapshot:
     """Return the snapshot of these two texts.
 
     Args:
-        architecture: The text of the architecture file.
+        architecture: The text of the architecture file, or what `parsed` returned for it.
         numbers: The text of the numbers file; None: there is no such file.
         where: Path of the architecture file, for messages.
         numbers_at: Path of the numbers file, for messages; None: that of the same name.
@@ -62,7 +65,7 @@ def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: st
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
     with gc_paused():
-        data = parsed(architecture, where)
+        data = parsed(architecture, where) if isinstance(architecture, str) else architecture
         with _named(where):
             structure = Structure(data)
         if numbers is None:
@@ -120,11 +123,13 @@ def architecture_digest(text: str) -> str:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Add the path of the file to a `FormatError`."""
+    """Add the path of the file to a `FormatError`, and to one of Python's recursion limit."""
     try:
         yield
     except FormatError as error:
         raise SnapshotError(f"{where} cannot be read, {error}: {RESTORE}") from None
+    except RecursionError:
+        raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
 
 
 def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:

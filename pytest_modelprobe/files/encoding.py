@@ -50,7 +50,7 @@ from .layout import (
     digest_of,
     laid_out,
 )
-from .order import all_events, containers, forward_kind_of, forward_order, implied_timelines, timelines
+from .order import all_events, containers, events, forward_kind_of, forward_order, implied_timelines, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
 from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
@@ -322,7 +322,7 @@ class _Numbers:
         owners: dict[tuple[ForwardKind, int], tuple[str, str]] = {}
         written: dict[tuple[ForwardKind, str], tuple[int, str]] = {}
         known: set[tuple[ForwardKind, str]] = set()
-        for i, j, end in all_events(timelines(calls), calls):
+        for i, j, end in all_events(events(timelines(calls), calls), calls):
             name, call = self.lines_of[i][0], calls[i][j]
             kind = forward_kind_of(call)
             for k, value in enumerate(call.outputs if end else call.inputs):

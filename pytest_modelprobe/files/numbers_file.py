@@ -186,7 +186,7 @@ class RecordBuilder:
         lines, calls = self.structure.lines, self.structure.calls
         known: dict[tuple[ForwardKind, str], _ValueReadings] = {}
         written: dict[tuple[ForwardKind, str], _ValueReadings] = {}
-        for i, j, end in all_events(self.structure.order, calls):
+        for i, j, end in all_events(self.structure.events, calls):
             values = lines[i].values[j][end]
             if not values:
                 continue

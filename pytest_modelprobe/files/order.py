@@ -8,7 +8,8 @@ of lines implies the timelines.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from pytest_modelprobe.record import ROOT, Call, ForwardKind, Layer, Record
@@ -142,9 +143,11 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     return found
 
 
-def all_events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
-    """Return all starts and ends of calls in order; those missing from the timelines last."""
-    seen = {event: None for timeline in events(given, calls) for event in timeline}
+def all_events(known: Iterable[Sequence[Event]], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
+    """Return the starts and ends of all calls in order; those that `events` does not have come last."""
+    seen = dict.fromkeys(itertools.chain.from_iterable(known))
     for i, of_layer in enumerate(calls):
-        seen |= {Event(i, j, end): None for j in range(len(of_layer)) for end in (False, True)}
+        for j in range(len(of_layer)):
+            seen.setdefault(Event(i, j, False))
+            seen.setdefault(Event(i, j, True))
     return seen

@@ -21,8 +21,8 @@ _MOST_DIGITS = 300
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
-_OURS = re.compile(r"^<{7} ?(.*)$", re.MULTILINE)
-_THEIRS = re.compile(r"^>{7} ?(.*)$", re.MULTILINE)
+_OURS = re.compile(r"<<<<<<<(?<=^.{7}) ?(.*)$", re.MULTILINE)  # the search for a literal skips most lines
+_THEIRS = re.compile(r">>>>>>>(?<=^.{7}) ?(.*)$", re.MULTILINE)
 
 
 def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:

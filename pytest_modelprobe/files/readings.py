@@ -162,25 +162,26 @@ def _fit(statistics: Statistics, projections: Sequence[float]) -> None:
 
 def check_statistics(s: Statistics) -> None:
     """Raise `FormatError` if no tensor has these statistics."""
-    mean, std, low, high = s.mean, s.std, s.min, s.max
-    if not s.finite:
+    mean, low, high, finite = s.mean, s.min, s.max, s.finite
+    if not finite:
         if s.deviations or (low, high) != (None, None):
             raise FormatError("there are numbers of no finite element")
         return
-    if mean is None or std is None or low is None or high is None:
+    if mean is None or low is None or high is None:
         raise FormatError("of its mean, deviation and range one is missing")
+    std = math.sqrt(s.deviations / finite)
     top = max(abs(low), abs(high))
     if not top < _HUGE:
         return
     open_ = _PRINTED * top  # what the digits leave open
-    least = (high - low) / math.sqrt(2 * s.finite)
+    least = (high - low) / math.sqrt(2 * finite)
     most = math.sqrt(max(high - mean + open_, 0.0) * max(mean - low + open_, 0.0))
     if not low - open_ <= mean <= high + open_ or not low <= high:
         raise FormatError(f"its mean {mean:.4g} is not between {low:.4g} and {high:.4g}")
     if not least * (1 - _PRINTED) - open_ <= std <= most * (1 + _PRINTED) + open_:
         between = f"between {low:.4g} and {high:.4g}"
-        raise FormatError(f"no {s.finite:,} elements {between} with the mean {mean:.4g} have the deviation {std:.4g}")
-    if (s.zeros and not low <= 0 <= high) or (s.zeros == s.finite) != (low == high == 0):
+        raise FormatError(f"no {finite:,} elements {between} with the mean {mean:.4g} have the deviation {std:.4g}")
+    if (s.zeros and not low <= 0 <= high) or (s.zeros == finite) != (low == high == 0):
         raise FormatError(f"{s.zeros:,} of its elements are zero, and they are between {low:.4g} and {high:.4g}")
 
 
@@ -229,7 +230,7 @@ def _statistics(
     if type(count) is not int or type(zeros) is not int:
         raise FormatError("the number of elements is missing")
     odd = {name: _whole(more[name]) for name in (*_COUNTS, *_FIRST) if name in more} if more else {}
-    finite = _whole(count) - sum(odd.get(name, 0) for name in _COUNTS)
+    finite = _whole(count) - (sum(odd.get(name, 0) for name in _COUNTS) if odd else 0)
     if not 0 <= _whole(zeros) <= finite:
         raise FormatError(f"{excerpt(zeros)} zeros are among {excerpt(finite)} finite elements")
     deviation = 0.0 if std is None else _float(std)

@@ -144,7 +144,7 @@ class Run:
     def _isolate(
         self, record: Record, request: IsolationRequest, move: noise.Perturbation | None = None
     ) -> dict[Key, IsolatedResponse]:
-        with self._prepared(values=False):
+        with self._prepared():
             return isolate(
                 self.model,
                 self._forward,
@@ -154,6 +154,7 @@ class Run:
                 names=request.names,
                 gradient=self.loss is not None,
                 perturb=move,
+                restores=False,
             )
 
     def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -49,15 +48,14 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
                 'with modelprobe_snapshot(compare="architecture"), or run the model'
             )
         return Stored(texts, _decoded_structure(data, place), complete=True)
-    fits = _fits(texts, place)
-    if not stores_numbers or texts.numbers is None or (updating and not fits):
+    if not stores_numbers or texts.numbers is None or (updating and not _fits(texts, place)):
         return Stored(Texts(texts.architecture, None), _decoded_structure(data, place), complete=False)
-    decoded = decode(*texts, where=str(place.arch), numbers_at=str(place.probe))
+    decoded = decode(data, texts.numbers, where=str(place.arch), numbers_at=str(place.probe))
     return Stored(texts, decoded.record, complete=True)
 
 
 def _decoded_structure(data: Mapping[str, Any], place: SnapshotFiles) -> Record:
-    return decode(json.dumps({**data, "numbers": False}), None, where=str(place.arch)).record
+    return decode({**data, "numbers": False}, None, where=str(place.arch)).record
 
 
 def _fits(texts: Texts, place: SnapshotFiles) -> bool:

@@ -1380,6 +1380,47 @@ def test_a_layer_that_passed_on_its_input_and_is_called_less_or_more_is_no_other
     assert not found.possible
 
 
+class Ordered(nn.Module):
+    """Calls its layers in an order."""
+
+    def __init__(self, *order: str, passing: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), passing
+        self._order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self._order:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("now", "kinds"),
+    [
+        (("a", "drop", "b"), ["weights"]),
+        (("a", "b", "drop"), ["weights"]),
+        (("b", "drop", "a"), ["computation", "weights"]),
+    ],
+)
+def test_a_layer_that_passed_on_its_input_and_is_called_elsewhere_is_no_other_code(
+    now: tuple[str, ...], kinds: list[str]
+) -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Ordered("drop", "a", "b", passing=nn.Dropout(0.1))),
+        lambda: trained_again(in_a_row(lambda: Ordered(*now, passing=nn.Dropout(0.1)))),
+    )
+    assert [cause.kind for cause in found.causes] == kinds
+    assert not found.possible
+
+
+def test_a_layer_that_did_something_and_is_called_elsewhere_is_another_code() -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Ordered("drop", "a", "b", passing=nn.Tanh())),
+        lambda: trained_again(in_a_row(lambda: Ordered("a", "drop", "b", passing=nn.Tanh()))),
+    )
+    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
+
+
 def test_code_before_a_layer_that_passed_on_its_input_is_named() -> None:
     found = refactored(
         lambda: in_a_row(lambda: Dropping("after")), lambda: trained_again(in_a_row(lambda: Dropping(scale=2.0)))

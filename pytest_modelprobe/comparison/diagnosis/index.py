@@ -308,12 +308,15 @@ class ComparisonIndex:
     def _before_pass_through(self, pair: CallPair) -> Collection[str] | None:
         """Return what a call emits before a child that passes on its input and is called less or more often now.
 
-        In the isolated response this child returns a synthetic tensor, so all that follows differs. None if there is no
-        such child; added and removed layers are left to `_is_regrouped`.
+        In the isolated response this child returns a synthetic tensor, so all that follows differs. Of one that is only
+        called elsewhere, nothing is returned if all else gets what it got. None if there is no such child; added and
+        removed layers are left to `_is_regrouped`.
         """
         a, e = pair.actual.response, pair.expected.response
-        if a is None or e is None or self.has_same_children(pair):
+        if a is None or e is None:
             return None
+        if self.has_same_children(pair):
+            return () if self._passes_on_the_same(pair, a, e) else None
         for response, other, record in ((a, e, self.comparison.actual), (e, a, self.comparison.expected)):
             more = {child_of(pair, called) for called in children(response).keys() - children(other).keys()}
             called = _receivers(pair, response)
@@ -322,6 +325,17 @@ class ComparisonIndex:
             if passing:
                 return [handed.where for handed in response.handed[: min(passing)]]
         return None
+
+    def _passes_on_the_same(self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse) -> bool:
+        """Whether responses differ, and not if children that return their input are left out."""
+        differing = {d.what for d in self.of_call(pair, "response")}
+        if not differing:
+            return False
+        now, then = (
+            _handed_on(pair, response, record)
+            for response, record in ((a, self.comparison.actual), (e, self.comparison.expected))
+        )
+        return now == then and differing.isdisjoint(where for where, source in now.items() if source is None)
 
     def is_pass_through(self, name: str) -> bool:
         """Whether an added or removed layer only passes on values: its inputs, or outputs of layers called inside it.
@@ -404,6 +418,25 @@ def _side(pair: CallPair, what: str) -> str:
 def _receivers(pair: CallPair, response: IsolatedResponse | None) -> list[str]:
     handed = response.handed if response is not None else ()
     return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
+
+
+def _handed_on(pair: CallPair, response: IsolatedResponse, record: Record) -> dict[str, str | None]:
+    """Return which synthetic tensor goes where, of children that return their input the one that they got.
+
+    None: a tensor that was computed.
+    """
+    names = {called: child_of(pair, called) for called in children(response) if called}
+    passing = {called for called, name in names.items() if name in record.layers and _returns_its_input(record, name)}
+    given = {
+        f"{called} output": h.passed for called in passing for h in response.handed if h.where == f"{called} input"
+    }
+
+    def source(passed: str | None) -> str | None:
+        while passed in given:
+            passed = given[passed]
+        return passed
+
+    return {h.where: source(h.passed) for h in response.handed if h.where.rpartition(" ")[0] not in passing}
 
 
 def _returns_its_input(record: Record, name: str) -> bool:

@@ -45,6 +45,7 @@ def isolate(
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
+    restores: bool = True,
 ) -> dict[Key, IsolatedResponse]:
     """Return the response of each called layer to synthetic tensors; of equal calls of a layer, the first one only.
 
@@ -61,6 +62,7 @@ def isolate(
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
             not applied to masks, integers and the like.
+        restores: False: the caller restores the model.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -77,7 +79,8 @@ def isolate(
     """
     found = Layers(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved(model))
+        if restores:
+            stack.enter_context(preserved(model))
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
