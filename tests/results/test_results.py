@@ -33,7 +33,7 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data
 
 with contextlib.suppress(ImportError):
-    import matplotlib.backends.backend_agg  # noqa: F401 - it cannot be imported twice either
+    import matplotlib.figure  # noqa: F401 - it cannot be imported twice either
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
 
