@@ -285,7 +285,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
 
     Raises:
-        AssertionError: A parameter is unchanged since before the first step, or is not finite.
+        AssertionError: A parameter is unchanged since the first forward, or is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, which has no training.
@@ -463,6 +463,7 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
             "a record has no training: give the watch that was open while the optimizer stepped, "
             "watch = modelprobe.watch(model)"
         )
+    source.reread()
     now, before = record_of(source), source.first
     names = {layer.name for layer in selected(now, layers)}
     found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import count_function_modes, graph_task, is_wrapped, without_torch_function
@@ -30,16 +31,14 @@ from .guard import HookGuard
 from .model_errors import note_raising_layer
 from .module_hooks import ModuleHooks
 from .observation import Observations, ObservedForwards
-from .optimizer_hooks import OptimizerHooks
 from .parameter_hooks import ParameterHooks
-from .parameters import read_parameters, storage_keys
+from .parameters import ParameterReading, read_parameters, storage_keys
 from .random_draws import may_draw
 from .recomputation import Recomputation
 from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
 from .tensor_hooks import TensorObserver
-from .tensors import ContentKey
 from .views import HookedViews
 
 
@@ -70,6 +69,8 @@ class Capture:
         self.keep = frozenset(keep)
         self.kept: dict[str, list[Any]] = {}
         """Copies of the outputs of the layers in ``keep`` in the newest forward, one entry a call."""
+        self.parameters: dict[str, ParameterReading] | None = None
+        """Parameters and buffers by full name, as the first forward left them unless `read_parameters` came before."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = HookGuard(self.notes)
         self._on_forward = on_forward
@@ -84,16 +85,12 @@ class Capture:
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps)
-        self._optimizers = OptimizerHooks(
-            self.guard, self._parameters, self._steps, read=lambda: read_parameters(layers, self.selected)
-        )
         attending = AttentionMode(self.guard, self._running) if attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
         self._modes = [mode for mode in modes if mode is not None]
-        self._content_keys_after_first_forward: dict[str, ContentKey | None] | None = None
         self._unhooked: list[str] = []
         self._exit = contextlib.ExitStack()
 
@@ -122,13 +119,16 @@ class Capture:
             totals=self._forwards.totals,
             backwards=self._backward.count,
             parameter_gradients=self._backward.parameters,
-            before_training=self._optimizers.before_training,
-            content_keys_after_first_forward=self._content_keys_after_first_forward,
+            parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
             training=self._steps.training,
             notes=tuple(self.notes),
         )
+
+    def read_parameters(self) -> None:
+        """Read the parameters and buffers of the selected layers."""
+        self.parameters = read_parameters(self.layers, self.selected)
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 
@@ -149,7 +149,8 @@ class Capture:
                         self._parameters.add_layer(name, module)
                 self._tensors.model_storages = frozenset(storage_keys(self.layers.modules[root]))
                 self._parameters.attach()
-                self._optimizers.attach()
+                self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
+                self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
         except BaseException:
             self.detach()
             raise
@@ -166,7 +167,6 @@ class Capture:
         self._backward.clear()
         self._tensors.detach()
         with gc_paused():
-            self._optimizers.detach()
             self._parameters.detach()
             self._modules.detach()
         self._exit.close()
@@ -281,8 +281,8 @@ class Capture:
     def _leave_forward(self) -> None:
         leave(self._modes)
         self._set_attributes.update()
-        if self._content_keys_after_first_forward is None and self._forwards.first is not None:
-            self._content_keys_after_first_forward = self._parameters.content_keys()
+        if self.guard.active and self.parameters is None and self._forwards.first is not None:
+            self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
         if any(is_wrapped(x) for _, x in flatten("output", output).tensors):

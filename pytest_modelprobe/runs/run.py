@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pytest_modelprobe.capture import assemble, content_key, read_parameters
+from pytest_modelprobe.capture import assemble, content_key
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
 from pytest_modelprobe.models import (
     ModelState,
@@ -193,12 +193,13 @@ class Run:
         __tracebackhide__ = True
         with self._prepared(repeat) as state, self._watch(keep) as watch:
             watch._capture.notes.update(dict.fromkeys(state.notes))
-            before = read_parameters(watch._capture.layers, watch._capture.selected)
+            watch._capture.read_parameters()
             if move is not None:
                 move.parameters(self.model)
             self._step(move)
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
-            record = assemble(watch._capture.observations(), seed=self.seed, loss=_loss_name(self.loss), before=before)
+            observed = watch._capture.observations()
+            record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
         return record, watch.kept
 
     def _watch(self, keep: Selector = ()) -> Watch:
