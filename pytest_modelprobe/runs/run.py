@@ -26,7 +26,7 @@ from pytest_modelprobe.models import (
     seeding,
     unseen,
 )
-from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, nearest
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
 from .isolation import Key, isolate, noisy
@@ -310,11 +310,7 @@ def _nonfinite(record: Record) -> tuple[bool, bool]:
     values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
     gradients = [value.backward for value in values]
     gradients += [p.gradient for layer in record.layers.values() for p in layer.parameters]
-
-    def bad(reading: Reading | None) -> bool:
-        return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
-
-    return any(bad(value.forward) for value in values), any(map(bad, gradients))
+    return any(has_nonfinite(value.forward) for value in values), any(map(has_nonfinite, gradients))
 
 
 def _loss_name(loss: Loss | None) -> str | None:
