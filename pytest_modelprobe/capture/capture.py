@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import count_function_modes, graph_task, is_wrapped, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.models import Layers, flatten, flatten_call, map_tensors, run_eagerly
+from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, run_eagerly
 from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
@@ -28,7 +28,6 @@ from .call_recorder import CallRecorder
 from .function_modes import ForwardMode, enter, leave
 from .functionals import FunctionalMode
 from .guard import HookGuard
-from .model_errors import note_raising_layer
 from .module_hooks import ModuleHooks
 from .observation import Observations, ObservedForwards
 from .parameter_hooks import ParameterHooks
@@ -39,6 +38,7 @@ from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
 from .tensor_hooks import TensorObserver
+from .tensors import describe
 from .views import HookedViews
 
 
@@ -243,7 +243,7 @@ class Capture:
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
-                note_raising_layer(error, name, module, running.inputs)
+                _note_raising_layer(error, name, module, running.inputs)
                 return
             self._calls.finish(running, output, module)
             if name in self.keep:
@@ -293,3 +293,16 @@ class Capture:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if is_wrapped(tensor) else tensor.detach().clone()
+
+
+def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:
+    """Add to an exception which layer raised it: the innermost one, as its hook runs first."""
+    if any(note.startswith("raised in ") for note in getattr(error, "__notes__", ())):
+        return
+    shown = ", ".join(describe(tensor) for _, tensor in inputs.tensors) or "none"
+    error.add_note(f"raised in {name} ({type(module).__name__}), inputs {shown}")
+    devices = {str(p.device) for p in module.parameters()}
+    for path, tensor in inputs.tensors:
+        if len(devices) == 1 and str(tensor.device) not in devices and tensor.ndim > 0:
+            here = devices.pop()
+            error.add_note(f"{path} is on {tensor.device}, {name} on {here}: move one with .to({here!r})")
