@@ -37,6 +37,7 @@ from pytest_modelprobe import (
     assert_grad_flow,
     checks,
 )
+from pytest_modelprobe.capture import capture
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Rerun
@@ -780,7 +781,7 @@ def test_weights_are_read_before_a_step_that_calls_the_model_itself(probe: Model
     assert owned_by(watch.first) == before
 
 
-def test_weights_that_changed_without_an_optimizer_are_not_told_of_the_first_forward(probe: ModelProbe) -> None:
+def test_the_first_forward_has_the_weights_from_before_a_change_without_an_optimizer(probe: ModelProbe) -> None:
     model = nn.Linear(3, 2)
     watch = probe.watch(model)
     model(torch.ones(4, 3))
@@ -788,10 +789,9 @@ def test_weights_that_changed_without_an_optimizer_are_not_told_of_the_first_for
     with torch.no_grad():
         model.weight += 1
     model.bias = nn.Parameter(torch.ones(2))
-    assert owned_by(watch.first) == [Reading(reason="changed after this forward")] * 2
-    assert not compare(watch.first, unchanged).differences
+    assert watch.first == unchanged
     descend(model)
-    assert owned_by(watch.first) == [Reading(reason="changed after this forward")] * 2
+    assert owned_by(watch.first) == owned_by(unchanged)
 
 
 def test_weights_that_changed_before_the_first_forward_are_told_of_it(probe: ModelProbe) -> None:
@@ -806,14 +806,22 @@ def test_weights_that_changed_before_the_first_forward_are_told_of_it(probe: Mod
     assert owned_by(watch.first) == [reading_of(p) for p in other.parameters()]
 
 
-def test_weights_are_read_for_no_optimizer_but_their_own(probe: ModelProbe) -> None:
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+def test_weights_are_read_once_however_long_the_training(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    read: list[object] = []
+    monkeypatch.setattr(capture, "read_parameters", lambda *_: read.append(_) or {})
+    watch = probe.watch(model)
+    descend(model, steps=3)
+    assert (watch._capture.forwards, len(read)) == (3, 1)
+
+
+def test_a_parameter_of_another_shape_was_not_there_in_the_first_forward(probe: ModelProbe) -> None:
+    model = nn.Linear(3, 2)
     watch = probe.watch(model)
     model(torch.ones(4, 3))
-    descend(other)
-    assert watch._capture.observations().before_training is None
-    descend(model)
-    assert watch._capture.observations().before_training is not None
+    bias = reading_of(model.bias)
+    model.weight = nn.Parameter(torch.ones(2, 5))
+    assert owned_by(watch.first) == [Reading(reason="changed after this forward"), bias]
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:

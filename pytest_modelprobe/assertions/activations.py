@@ -18,6 +18,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
     forward_of,
+    has_nonfinite,
     label_of,
 )
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
@@ -477,7 +478,7 @@ def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
         return "model input", f"{where} has {counts}", "Look at the data that the model is called with."
     if origin.kind == "input":
         return where, f"{counts}, made {step.between()}", f"Look at the code {step.between()}."
-    held = next((p.name for p in (*layer.parameters, *layer.buffers) if _has_nonfinite(p.reading.statistics)), None)
+    held = next((p.name for p in (*layer.parameters, *layer.buffers) if has_nonfinite(p.reading)), None)
     if held is not None:
         hint = "Look at what wrote it: loading, the learning rate, its gradient (assert_grad_finite)."
         return full_name(layer, held), f"the output of {step.label} has {counts}", hint
@@ -493,10 +494,6 @@ def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
         because += f", the output of {step.last_child.label} is finite"
         hint = f"Look at the code after {step.last_child.label}{forward_of(step) or ' in the forward'}."
     return step.label, f"its output has {counts}, {because}", hint
-
-
-def _has_nonfinite(statistics: Statistics | None) -> bool:
-    return statistics is not None and statistics.nonfinite > 0
 
 
 def _steps_before(record: Record, origin: NonfiniteOrigin) -> list[Step]:

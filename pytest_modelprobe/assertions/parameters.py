@@ -16,6 +16,7 @@ from pytest_modelprobe.record import (
     Selector,
     address,
     estimated_change,
+    has_nonfinite,
     label_of,
     nearest,
 )
@@ -292,7 +293,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
 
     Raises:
-        AssertionError: A parameter is unchanged since before the first step, or is not finite.
+        AssertionError: A parameter is unchanged since the first forward, or is not finite.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, which has no training.
@@ -316,7 +317,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         gradient = first.own.gradient
         if gradient is None:
             why = "It has no gradient: it is detached, unused, or the watch began too late."
-        elif _is_bad(gradient):
+        elif has_nonfinite(gradient):
             why = f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
         elif gradient.statistics is not None and gradient.statistics.all_zero:
             why = "Its gradient is all zero: the layers after it are dead or zero-initialized."
@@ -408,14 +409,14 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
 def _finite(found: list[_Change]) -> list[_Change]:
     """Return the parameters; AssertionError if one is not finite, as it has no norm."""
     __tracebackhide__ = True
-    bad = [one for one in found if _is_bad(one.own.reading)]
+    bad = [one for one in found if has_nonfinite(one.own.reading)]
     if bad:
         first = bad[0]
         why = (
             "It was not finite before the first step either: look at the initialization, or at what was loaded."
             if first.bad_before
             else f"Its gradient was not finite. {_ORIGIN}"
-            if _is_bad(first.own.gradient)
+            if has_nonfinite(first.own.gradient)
             else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
         )
         raise AssertionError(
@@ -430,11 +431,6 @@ def _finite(found: list[_Change]) -> list[_Change]:
     return found
 
 
-def _is_bad(reading: Reading | None) -> bool:
-    """Whether an element is not finite."""
-    return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
-
-
 def _bad_counts(reading: Reading | None) -> str:
     statistics = None if reading is None else reading.statistics
     if statistics is None:
@@ -443,7 +439,7 @@ def _bad_counts(reading: Reading | None) -> str:
 
 
 def _why_outside(one: _Change, *, large: bool) -> str:
-    if not large and _is_bad(one.own.gradient):
+    if not large and has_nonfinite(one.own.gradient):
         return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
     return _CANCELED if not large and _is_rounding(one) else _LEARNING_RATE.format("large" if large else "small")
 
@@ -470,6 +466,7 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
             "a record has no training: give the watch that was open while the optimizer stepped, "
             "watch = modelprobe.watch(model)"
         )
+    source.reread()
     now, before = record_of(source), source.first
     names = {layer.name for layer in selected(now, layers)}
     found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
@@ -497,7 +494,7 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
         for own in mine:
             if own.name in was:
                 change = _relative_change(own.reading, was[own.name].reading)
-                bad_before = _is_bad(was[own.name].reading)
+                bad_before = has_nonfinite(was[own.name].reading)
                 yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
 
 
@@ -517,13 +514,13 @@ def _relative_change(now: Reading, before: Reading) -> float | None:
 
 
 def _by(one: _Change) -> str:
-    if _is_bad(one.own.reading):
+    if has_nonfinite(one.own.reading):
         return f" to {_bad_counts(one.own.reading)}"
     return "" if one.change is None or math.isnan(one.change) else f" by {percent(one.change)}"
 
 
 def _size(one: _Change) -> str:
-    if _is_bad(one.own.reading):
+    if has_nonfinite(one.own.reading):
         return _bad_counts(one.own.reading)
     return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
 

@@ -27,11 +27,14 @@ class WatchLike(Protocol):
 
     @property
     def first(self) -> Record:
-        """The first forward alone, with the parameters as they were before the first step."""
+        """The first forward alone, with the parameters as it left them."""
 
     @property
     def last(self) -> Record:
         """The newest forward alone."""
+
+    def reread(self) -> None:
+        """Read parameters and buffers again for the next record."""
 
 
 class ProbeLike(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Record, Training
+from pytest_modelprobe.record import Layer, Record, Training, has_nonfinite
 from pytest_modelprobe.report.text import Cell, count, failure, printable
 
 from .sources import Subject, full_name, record_of
@@ -179,6 +179,5 @@ def _is_batch_norm(layer: Layer) -> bool:
 def _nonfinite_gradients(record: Record) -> Iterator[str]:
     for layer in record.layers.values():
         for parameter in layer.parameters:
-            gradient = parameter.gradient
-            if gradient is not None and gradient.statistics is not None and gradient.statistics.nonfinite:
+            if has_nonfinite(parameter.gradient):
                 yield full_name(layer, parameter.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .assembly import Which, assemble
 from .capture import Capture
-from .parameters import read_parameters
 from .tensors import content_key
 
-__all__ = ["Capture", "Which", "assemble", "content_key", "read_parameters"]
+__all__ = ["Capture", "Which", "assemble", "content_key"]

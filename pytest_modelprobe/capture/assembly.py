@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy
@@ -39,8 +39,8 @@ from .observation import (
     TensorObservation,
     Totals,
 )
-from .parameters import ParameterReading, named_tensors, parameter_content_key
-from .tensors import ContentKey, plain_name
+from .parameters import ParameterReading, named_tensors
+from .tensors import plain_name
 
 Which = Literal["all", "first", "last"]
 
@@ -254,7 +254,7 @@ class _Builder:
         return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
-        after_first = self.observed.content_keys_after_first_forward if which == "first" else None
+        after_first = self.observed.parameters if which == "first" else None
         read: dict[int, Reduced] = {}
         small = SmallTensors()
 
@@ -266,20 +266,13 @@ class _Builder:
         for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
             then = before.get(name)
             if after_first is not None:
-                self.own[name] = self._left_by_first(name, tensor, after_first.get(name), now), None
+                left = after_first.get(name)
+                same = left is not None and left.tensor.shape == tensor.shape
+                self.own[name] = left.reduced if left is not None and same else Reduced(reason=_CHANGED), None
             elif then is None or then.reduced.reason:  # one that was lazy had no numbers before
                 self.own[name] = now(tensor), None
             else:
                 self.own[name] = then.reduced, None if then.is_unchanged(tensor) else now(tensor)
-
-    def _left_by_first(
-        self, name: str, tensor: torch.Tensor, left: ContentKey | None, now: Callable[[torch.Tensor], Reduced]
-    ) -> Reduced:
-        """Return a parameter or buffer as the first forward left it, if it was read before it changed."""
-        read = (self.observed.before_training or {}).get(name)
-        if read is not None and read.content_key == left:
-            return read.reduced
-        return now(tensor) if parameter_content_key(tensor) == left else Reduced(reason=_CHANGED)
 
     def _reduced(self) -> Iterable[Reduced]:
         for then, now in self.own.values():

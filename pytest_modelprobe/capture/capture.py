@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
@@ -33,12 +34,10 @@ from .call_recorder import CallRecorder
 from .function_modes import ForwardMode, enter, leave
 from .functionals import FunctionalMode
 from .guard import HookGuard
-from .model_errors import note_raising_layer
 from .module_hooks import ModuleHooks
 from .observation import Observations, ObservedForwards
-from .optimizer_hooks import OptimizerHooks
 from .parameter_hooks import ParameterHooks
-from .parameters import read_parameters, storage_keys
+from .parameters import ParameterReading, read_parameters, storage_keys
 from .profiler import Profiler, TimedGuard
 from .random_draws import may_draw
 from .recomputation import Recomputation
@@ -46,7 +45,7 @@ from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
 from .tensor_hooks import TensorObserver
-from .tensors import ContentKey
+from .tensors import describe
 from .views import HookedViews
 
 
@@ -81,6 +80,8 @@ class Capture:
         self.keep = frozenset(keep)
         self.kept: dict[str, list[Any]] = {}
         """Copies of the outputs of the layers in ``keep`` in the newest forward, one entry a call."""
+        self.parameters: dict[str, ParameterReading] | None = None
+        """Parameters and buffers by full name, as the first forward left them unless `read_parameters` came before."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
@@ -102,16 +103,12 @@ class Capture:
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps)
-        self._optimizers = OptimizerHooks(
-            self.guard, self._parameters, self._steps, read=lambda: read_parameters(layers, self.selected)
-        )
         attending = AttentionMode(self.guard, self._running) if attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
         self._modes = [mode for mode in modes if mode is not None]
-        self._content_keys_after_first_forward: dict[str, ContentKey | None] | None = None
         self._unhooked: list[str] = []
         self._exit = contextlib.ExitStack()
 
@@ -140,13 +137,16 @@ class Capture:
             totals=self._forwards.totals,
             backwards=self._backward.count,
             parameter_gradients=self._backward.parameters,
-            before_training=self._optimizers.before_training,
-            content_keys_after_first_forward=self._content_keys_after_first_forward,
+            parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
             training=self._steps.training,
             notes=tuple(self.notes),
         )
+
+    def read_parameters(self) -> None:
+        """Read the parameters and buffers of the selected layers."""
+        self.parameters = read_parameters(self.layers, self.selected)
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 
@@ -169,7 +169,8 @@ class Capture:
                         self._parameters.add_layer(name, module)
                 self._tensors.model_storages = frozenset(storage_keys(self.layers.modules[root]))
                 self._parameters.attach()
-                self._optimizers.attach()
+                self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
+                self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
         except BaseException:
             self.detach()
             raise
@@ -186,7 +187,6 @@ class Capture:
         self._backward.clear()
         self._tensors.detach()
         with gc_paused():
-            self._optimizers.detach()
             self._parameters.detach()
             self._modules.detach()
         self._exit.close()
@@ -263,7 +263,7 @@ class Capture:
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
-                note_raising_layer(error, name, module, running.inputs)
+                _note_raising_layer(error, name, module, running.inputs)
                 return
             self._calls.finish(running, output, module, leaf=self.layers.is_leaf(name))
             if name in self.keep:
@@ -306,8 +306,8 @@ class Capture:
         if self._profiler is not None:
             self._profiler.end()
         self._set_attributes.update()
-        if self._content_keys_after_first_forward is None and self._forwards.first is not None:
-            self._content_keys_after_first_forward = self._parameters.content_keys()
+        if self.guard.active and self.parameters is None and self._forwards.first is not None:
+            self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
         if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
@@ -323,3 +323,16 @@ def _is_on_cuda(layers: Layers) -> bool:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if is_wrapped(tensor) else tensor.detach().clone()
+
+
+def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:
+    """Add to an exception which layer raised it: the innermost one, as its hook runs first."""
+    if any(note.startswith("raised in ") for note in getattr(error, "__notes__", ())):
+        return
+    shown = ", ".join(describe(tensor) for _, tensor in inputs.tensors) or "none"
+    error.add_note(f"raised in {name} ({type(module).__name__}), inputs {shown}")
+    devices = {str(p.device) for p in module.parameters()}
+    for path, tensor in inputs.tensors:
+        if len(devices) == 1 and str(tensor.device) not in devices and tensor.ndim > 0:
+            here = devices.pop()
+            error.add_note(f"{path} is on {tensor.device}, {name} on {here}: move one with .to({here!r})")

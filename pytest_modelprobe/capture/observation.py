@@ -333,10 +333,8 @@ class Observations:
     """Backward passes, those inside a forward left out."""
     parameter_gradients: Mapping[str, ParameterGradient]
     """By full name, of all backward passes."""
-    before_training: Mapping[str, ParameterReading] | None
-    """Parameters and buffers by full name, before the first step of an optimizer that has one; None: no step."""
-    content_keys_after_first_forward: Mapping[str, ContentKey | None] | None
-    """Of parameters and buffers, by full name; None: no forward."""
+    parameters: Mapping[str, ParameterReading] | None
+    """Parameters and buffers by full name, as they were read; None: no forward."""
     set_attributes: Mapping[str, set[str]]
     """Names of the attributes that a forward set, by layer."""
     functional_types: Mapping[str, str]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from traceback import walk_stack
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import graph_task, tensor_hooks, without_torch_function
@@ -15,9 +18,7 @@ from pytest_modelprobe.record import ROOT
 
 from .backward import BackwardPasses
 from .guard import HookGuard
-from .parameters import parameter_content_key
 from .steps import GradientState, Steps
-from .tensors import ContentKey
 
 
 class ParameterHooks:
@@ -31,11 +32,6 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
-
-    @property
-    def hooked(self) -> Collection[nn.Parameter]:
-        """The parameters that have a hook."""
-        return self._hooked.values()
 
     def add_layer(self, name: str, module: nn.Module) -> None:
         """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
@@ -66,20 +62,18 @@ class ParameterHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def gradient_states(self, parameters: Collection[torch.Tensor]) -> list[GradientState]:
-        """Return the state of ``.grad`` of those parameters that have a hook."""
-        hooks = (self._hook_on(parameter) for parameter in parameters)
-        return [hook.held for hook in hooks if hook is not None]
+    def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step that an optimizer, of this model or another, is about to take."""
+        with self.guard, without_torch_function():
+            hooks = (self._hook_on(p) for group in optimizer.param_groups for p in group["params"])
+            held = [hook.held for hook in hooks if hook is not None]
+            self.steps.step_begins(optimizer, held, self._hooked.values())
+            if held and _is_stepped_by_scaler():  # gradients were seen before it took its factor out
+                self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
 
-    def content_keys(self) -> dict[str, ContentKey | None]:
-        """Return the content keys of the parameters and buffers of all layers added, by full name."""
-        return {
-            prefix + name: parameter_content_key(tensor)
-            for prefix, owner in self._owners
-            for own in (owner._parameters, owner._buffers)
-            for name, tensor in own.items()
-            if tensor is not None
-        }
+    def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note that an optimizer has stepped."""
+        self.steps.step_ends()
 
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
         hooks = (tensor_hooks(parameter) or {}).values()
@@ -132,3 +126,9 @@ class _AccumulatedHook:
 
     def __call__(self, parameter: nn.Parameter) -> None:
         self._hook.take_accumulated(parameter)
+
+
+def _is_stepped_by_scaler() -> bool:
+    frames = (f for f, _ in walk_stack(inspect.currentframe()) if f.f_globals.get("__name__") == GradScaler.__module__)
+    scaler = next((frame.f_locals.get("self") for frame in frames), None)
+    return isinstance(scaler, GradScaler) and scaler.is_enabled()

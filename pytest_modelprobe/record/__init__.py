@@ -18,6 +18,7 @@ from .tensor_statistics import (
     Units,
     estimated_change,
     estimated_share,
+    has_nonfinite,
     is_read,
     merge_moments,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "gc_paused",
     "has_numbers",
     "infer_rename",
+    "has_nonfinite",
     "is_read",
     "label_of",
     "merge_dimensions",

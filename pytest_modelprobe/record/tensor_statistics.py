@@ -231,6 +231,11 @@ def is_read(reading: Reading) -> bool:
     return reading.statistics is not None or reading.fingerprint is not None or reading.digest is not None
 
 
+def has_nonfinite(reading: Reading | None) -> bool:
+    """Whether an element is NaN or infinite, as far as there are statistics."""
+    return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
+
+
 def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
     """Estimate ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pytest_modelprobe.capture import assemble, content_key, read_parameters
+from pytest_modelprobe.capture import assemble, content_key
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
 from pytest_modelprobe.models import (
     ModelState,
@@ -26,7 +26,7 @@ from pytest_modelprobe.models import (
     seeding,
     unseen,
 )
-from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, nearest
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
 from .isolation import Key, isolate, noisy
@@ -203,12 +203,13 @@ class Run:
         __tracebackhide__ = True
         with self._prepared(repeat) as state, self._watch(keep, profile=profile, histograms=histograms) as watch:
             watch._capture.notes.update(dict.fromkeys(state.notes))
-            before = read_parameters(watch._capture.layers, watch._capture.selected)
+            watch._capture.read_parameters()
             if move is not None:
                 move.parameters(self.model)
             self._step(move)
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
-            record = assemble(watch._capture.observations(), seed=self.seed, loss=_loss_name(self.loss), before=before)
+            observed = watch._capture.observations()
+            record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
         return record, watch.kept
 
     def _watch(self, keep: Selector = (), *, profile: bool = False, histograms: bool = False) -> Watch:
@@ -323,11 +324,7 @@ def _nonfinite(record: Record) -> tuple[bool, bool]:
     values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
     gradients = [value.backward for value in values]
     gradients += [p.gradient for layer in record.layers.values() for p in layer.parameters]
-
-    def bad(reading: Reading | None) -> bool:
-        return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
-
-    return any(bad(value.forward) for value in values), any(map(bad, gradients))
+    return any(has_nonfinite(value.forward) for value in values), any(map(has_nonfinite, gradients))
 
 
 def _loss_name(loss: Loss | None) -> str | None:

@@ -100,11 +100,7 @@ class Watch:
 
     @property
     def first(self) -> Record:
-        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
-
-        They are read before the first step of an optimizer. Those that changed before that, or in a watch without an
-        optimizer, have no numbers.
-        """
+        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them."""
         return self._record("first")
 
     @property
@@ -119,6 +115,10 @@ class Watch:
         None stands for tensors inside a `torch.func` transform.
         """
         return self._capture.kept
+
+    def reread(self) -> None:
+        """Read parameters and buffers again for the next record: writes through ``.data`` change no version."""
+        self._records.clear()
 
     def close(self) -> None:
         """Remove all hooks. The record stays. Safe to repeat."""

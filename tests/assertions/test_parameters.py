@@ -223,7 +223,20 @@ def test_a_step_written_by_hand_is_seen() -> None:
         model(X).square().mean().backward()
         with torch.no_grad():
             model[0].weight.sub_(0.1 * model[0].weight.grad)
-        with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 1 of 2"):
+        with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by [0-9.]+ %; 1 of 2"):
+            assert_frozen(watch, layers="0")
+
+
+def test_a_write_through_data_is_seen_also_after_a_record_was_made() -> None:
+    model = net().eval()
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(X)
+        assert watch.record.forwards == 1
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+        assert_params_updated(watch)
+        with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by [0-9.]+ %; 2 of 2"):
             assert_frozen(watch, layers="0")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,6 @@ from .gradients import combined, projected
 from .own import ATOMIC, buffers_of, is_equal, weights_of
 from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, fits, head_of, kind_of, synthetic
-from .signatures import defaults_of
 from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
 
 Key = tuple[str, int]
@@ -256,7 +256,7 @@ class _IsolatedCall:
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
-            self._emit(label, role, flat, defaults_of(forward))
+            self._emit(label, role, flat, _defaults_of(forward))
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
         return self._made(child.outputs, role, label, (child.shape, actual))
 
@@ -449,3 +449,16 @@ def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
 
 def _relative(name: str, container: str) -> str:
     return name if container == ROOT else name.removeprefix(f"{container}.")
+
+
+def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
+    """Return the defaults of a function's parameters by name; empty if it has no signature.
+
+    >>> _defaults_of(lambda x, is_causal=True: x)
+    {'is_causal': True}
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
