@@ -12,6 +12,9 @@ from .histogram import quantiles
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
 
+_MANY = 120
+"""Columns above which dots are smaller."""
+
 Layer = dict[str, Any]
 
 Link = Callable[[str], Child]
@@ -42,7 +45,7 @@ class _Plot:
 
     def y(self, value: float) -> float:
         share = (math.log10(value) - self.low) / (self.high - self.low) if value else 0.0
-        return _HEIGHT - _BOTTOM - min(1.0, max(0.0, share)) * (_HEIGHT - _TOP - _BOTTOM)
+        return round(_HEIGHT - _BOTTOM - min(1.0, max(0.0, share)) * (_HEIGHT - _TOP - _BOTTOM))
 
     def dots(self, points: Sequence[tuple[float, float]]) -> str:
         """Return a path that a round line cap makes dots."""
@@ -62,7 +65,8 @@ class _Plot:
         ]
         left = tag("text", below, x=_LEFT, y=_HEIGHT - 5, class_="below")
         content = [tag("path", class_="grid", d=grid), labels, left, parts]
-        return tag("svg", content, class_="chart", viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
+        css = "chart" if self.columns < _MANY else "chart many"
+        return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
 
 
 def _figure(title: str, svg: Child, *said: Child) -> Markup:
@@ -84,6 +88,12 @@ def _outermost(layers: Sequence[Layer]) -> list[Layer]:
     return [layer for layer in layers if layer["leaf"] and layer["outputs"]]
 
 
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+_SMALLEST = 2.0**-39
+"""Magnitudes around which histograms end: a quantile below is not known."""
+
+
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
     leaves = _outermost(layers)
@@ -93,7 +103,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     boxes = []
     for i, layer in enumerate(leaves):
         histogram = layer["outputs"][0]["gradient_histogram"]
-        if histogram and (found := quantiles(histogram, (0.05, 0.25, 0.5, 0.75, 0.95))):
+        if histogram and (found := quantiles(histogram, _QUANTILES)) and found[0] > _SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
     how = " root mean square of the gradient of each layer's output."
@@ -114,9 +124,11 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
         ]
     parts.append(tag("path", class_="dots", d=plot.dots(scales)))
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
-    none = [layer["name"] for layer in leaves if layer["outputs"][0]["gradient"] is None]
-    said += [f" None arrived at {len(none)} of {len(leaves)}."] if none else []
-    return _figure("Gradient flow.", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+    gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
+    zero = sum(gradient is not None and gradient["rms"] == 0 for gradient in gradients)
+    said += [f" None arrived at {gradients.count(None)} of {len(leaves)}."] if None in gradients else []
+    said += [f" It is 0 at {zero} of {len(leaves)}."] if zero else []
+    return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
 
 
 _DEPTH = "layers in order of execution →"
@@ -145,7 +157,7 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
     said: list[Child] = [" root mean square of each layer's output"]
     said += ["; in another color, dashed: in the snapshot"] if len(before) > 1 else []
     said += [".", *_extremes(leaves, now, link)]
-    return _figure("Scale of activations.", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
+    return _figure("Scale of activations:", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
 
 
 def update_ratios(layers: Sequence[Layer], link: Link) -> Markup | None:
@@ -168,7 +180,7 @@ def update_ratios(layers: Sequence[Layer], link: Link) -> Markup | None:
         " At the end smallest ", link(ends[0][1]), f" {number(ends[0][0])}, largest ", link(ends[-1][1]),
         f" {number(ends[-1][0])}.",
     ]  # fmt: skip
-    return _figure("Updates.", plot.drawn([guide, lines], "Update ratio over steps", "steps →"), *said)
+    return _figure("Updates:", plot.drawn([guide, lines], "Update ratio over steps", "steps →"), *said)
 
 
 _CELL_HEIGHT, _NAMES = 20.0, 200.0

@@ -7,16 +7,20 @@ never cross a box, and the layout of a large model is many small ones. Siblings 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .elements import Markup, coordinate, escaped, joined, tag
-from .status import STATUSES, status_of
+from .elements import Markup, coordinate, joined, tag
+from .status import STATUSES, is_cause, status_of
 
 MOST_NODES = 150
 """Nodes above which boxes without a status are drawn as one node."""
+
+_OPEN_NODES = 30
+"""Nodes above which a graph with causes has only these unfolded."""
 
 _MOST_PARTS = 24
 """Parts of a name: deeper modules are drawn in one box."""
@@ -127,25 +131,22 @@ def _at(root: Box, path: tuple[str, ...]) -> Box:
 # --- folding ------------------------------------------------------------------------------------------------------
 
 
-_CONSEQUENCES = {"moved", "not called"}
-"""Words that are no reason to look into a layer."""
+def _close_innocent(root: Box) -> None:
+    """Draw what has no cause in it as one node each, if a large model has causes."""
+    if root.nodes > _OPEN_NODES and _has_cause(root):
+        for box in list(_within(root)):
+            if box.children and not _has_cause(box):
+                _close(box)
 
 
-def _close_innocent(box: Box) -> None:
-    """Draw repeated children as one node each if others of them have a cause in them."""
-    groups: dict[object, list[Box]] = {}
+def _within(box: Box) -> Iterator[Box]:
     for child in box.children.values():
-        if child.children:
-            kind = child.layer["type"] if child.layer else None
-            groups.setdefault((_pattern(child.label), kind), []).append(child)
-    for same in groups.values():
-        guilty = [any({*layer["status"]} - _CONSEQUENCES for layer in child.layers()) for child in same]
-        if len(same) > 2 and any(guilty):
-            for child, has_cause in zip(same, guilty, strict=True):
-                if not has_cause:
-                    _close(child)
-    for child in box.children.values():
-        _close_innocent(child)
+        yield child
+        yield from _within(child)
+
+
+def _has_cause(box: Box) -> bool:
+    return any(is_cause(word) for layer in box.layers() for word in layer["status"])
 
 
 def _pattern(label: str) -> str:
@@ -258,8 +259,7 @@ def _merge_runs(box: Box) -> None:
 def _arrange(box: Box, inner: bool = False) -> None:
     """Set the size of a box, and the places of what is in it."""
     if not box.children:
-        characters = len(_label(box)) + (len(_type(box)) + 1 if _type(box) else 0) + 2 * bool(box.status)
-        box.width, box.height = characters * _CHARACTER + 20, _NODE
+        box.width, box.height = 2.0 * math.ceil(len(_title(box)) * _CHARACTER / 2) + 20, _NODE
         return
     children = list(box.children.values())
     for child in children:
@@ -267,7 +267,7 @@ def _arrange(box: Box, inner: bool = False) -> None:
     box.edges = _edges(box)
     levels = _levels(children, box.edges)
     widths = [sum(c.width for c in level) + _GAP * (len(level) - 1) for level in levels]
-    widest = max(*widths, (len(_title(box)) + 2 * bool(box.status)) * _CHARACTER if inner else 0.0)
+    widest = max(*widths, 2.0 * math.ceil(len(_title(box)) * _CHARACTER / 2) if inner else 0.0)
     y = (_TITLE if inner else 0.0) + _PADDING
     for level, width in zip(levels, widths, strict=True):
         x = _PADDING + (widest - width) / 2
@@ -370,32 +370,33 @@ def _around(a: Box, b: Box, lane: float) -> str:
 
 
 def _path_text(*parts: str | float) -> str:
-    return " ".join(part if isinstance(part, str) else coordinate(part) for part in parts).replace(" -", "-")
+    text = " ".join(part if isinstance(part, str) else coordinate(part) for part in parts)
+    return re.sub(r" ?([A-Z]) ?", r"\1", text)
 
 
 def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
     word = next(iter(box.status), None)
-    css = [*(["box"] if box.children else ["node"]), *([status_of(word).css] if word else [])]
-    sign = f" {status_of(word).sign}" if word else ""
-    rect = tag("rect", width=box.width, height=box.height, rx=6 if box.children else 4)
-    kind = [tag("tspan", f" {_type(box)}", class_="kind")] if _type(box) else []
+    css = [*(["box"] if box.children else []), *([status_of(word).css] if word else [])]
+    sign = [tag("tspan", f" {status_of(word).sign}", class_=status_of(word).css)] if word else []
+    size = {"width": box.width, "height": box.height}
+    rect = tag("rect", **size, class_=" ".join(css) or None)
+    kind = [tag("tspan", f" {_type(box)}")] if _type(box) else []
     times = [tag("tspan", f" ×{box.times}", class_="times")] if box.times > 1 else []
-    text = tag("text", _label(box), times, kind, [tag("tspan", sign, class_="sign")] if sign else [], x=10, y=16)
+    text = tag("text", _shortened(box.label), times, kind, _inside(box), sign, x=10, y=16)
     row = anchor(box.layer["name"]) if box.layer else None
     head = joined(tag("title", _described(box)), rect, text)
     content = tag("a", head, href=f"#{row}") if row else head
     place = f"translate({coordinate(box.x)} {coordinate(box.y)})"
-    return tag("g", content, _drawn(box, anchor), class_=" ".join(css), transform=place)
+    return tag("g", content, _drawn(box, anchor), transform=place)
 
 
-def _label(box: Box) -> str:
-    label = _shortened(box.label)
-    return label + (f" +{box.hidden}" if box.hidden and not box.children else "")
+def _inside(box: Box) -> str:
+    return f" +{box.hidden}" if box.hidden and not box.children else ""
 
 
 def _shortened(label: str) -> str:
-    # Escapes make a name longer; what is measured is what is shown.
-    label = label if escaped(label) == label else "".join(c if c.isprintable() else "�" for c in label)
+    # An escape would be wider than what was measured.
+    label = "".join(c if c.isprintable() else "�" for c in label)
     half = _MOST_CHARACTERS // 2
     return label if len(label) <= _MOST_CHARACTERS else f"{label[:half]}…{label[1 - half :]}"
 
@@ -405,8 +406,9 @@ def _type(box: Box) -> str:
 
 
 def _title(box: Box) -> str:
+    """Return the text of a node or of the head of a box, as long as it is drawn."""
     times = f" ×{box.times}" if box.times > 1 else ""
-    return f"{_label(box)}{times} {_type(box)}"
+    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * bool(box.status)
 
 
 def _described(box: Box) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .elements import Markup, coordinate, tag
+from .elements import Markup, tag
 
 Histogram = dict[str, Any]
 
@@ -83,19 +84,21 @@ def sparkline(axis: Axis, now: Histogram, before: Histogram | None) -> Markup:
     paths = [tag("path", d=_outline(axis.columns(now)))]
     if before is not None:
         paths.append(tag("path", class_="was", d=_outline(axis.columns(before))))
-    return tag("svg", paths, class_="hist", aria_hidden="true")
+    return tag("svg", paths)
 
 
 def _outline(columns: Sequence[int]) -> str:
     """Return the outline as relative lines: coordinates of one digit, and level columns as one line."""
     top = max(columns) or 1
     heights = [0, *(_bar(count, top) for count in columns), 0]
+    while len(heights) > 2 and heights[-2] == 0:
+        heights.pop()
     path, run = f"M0 {_HEIGHT}", 0
-    for i in range(1, len(heights)):
-        run += _STEP
-        slope = heights[i] - heights[i - 1]
-        if slope or i == len(heights) - 1:
-            path += (f"h{run - _STEP}" if run > _STEP else "") + f"l{_STEP}{-slope:+d}".replace("+", " ")
+    for height, following in itertools.pairwise(heights):
+        if following == height:
+            run += _STEP
+        else:
+            path += (f"h{run}" if run else "") + f"l{_STEP}{height - following:+d}".replace("+", " ")
             run = 0
     return path
 
@@ -103,8 +106,3 @@ def _outline(columns: Sequence[int]) -> str:
 def _bar(count: int, top: int) -> int:
     # One element among millions is seen too.
     return max(1, round((_HEIGHT - 1) * count / top)) if count else 0
-
-
-def width() -> str:
-    """Return the width of a sparkline in pixels."""
-    return coordinate(_STEP * (2 * _SIDE + 2))

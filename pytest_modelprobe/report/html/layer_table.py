@@ -9,7 +9,7 @@ from typing import Any
 from .elements import Child, Markup, number, tag
 from .graph import shape_text
 from .histogram import Axis, Histogram, sparkline
-from .status import badges
+from .status import badges, is_cause
 
 Layer = dict[str, Any]
 
@@ -110,16 +110,16 @@ _COLUMNS = (
 def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
     """Return the table, without the columns that are empty."""
     columns = [(column, [column.cell(layer) for layer in layers]) for column in _COLUMNS]
-    shown = [(column, cells) for column, cells in columns if any(cells)]
+    filled = [(column, cells) for column, cells in columns if any(cells)]
     axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
     status = any(layer["status"] for layer in layers)
     head = [tag("th", "layer", scope="col", title="Name in the model")]
     head += [tag("th", "status", scope="col")] if status else []
     head += [
         tag("th", column.heading, scope="col", title=column.title, class_=None if column.text else "n")
-        for column, _ in shown
+        for column, _ in filled
     ]
-    texts = 2 + status + sum(column.text for column, _ in shown)
+    texts = 2 + status + sum(column.text for column, _ in filled)
     if axis:
         told = (
             f"Elements of the output by magnitude, {axis.limits()}: negative, zero, positive; each scaled to its peak"
@@ -129,13 +129,32 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
     for i, layer in enumerate(layers):
         row: list[Child] = [tag("th", layer["name"])]
         row += [tag("td", badges(layer["status"]))] if status else []
-        row += [tag("td", cells[i]) for _, cells in shown]
+        row += [tag("td", cells[i]) for _, cells in filled]
         if axis:
             row.insert(texts - 1, tag("td", _picture(axis, layer)))
         rows.append(tag("tr", row, id=anchor(layer["name"])))
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{texts + bool(axis)}")
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=label)
+
+
+def shown(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of the table: those that say something that the row before does not.
+
+    Left out are modules that return what the last layer in them returned, and layers without calls and parameters.
+    """
+    found: list[Layer] = []
+    for layer in layers:
+        own = layer["leaf"] or layer["parameters"] or layer["attention"]
+        news = (layer["calls"] or layer["parameters"]) and (own or not found or not _same_output(layer, found[-1]))
+        if news or any(map(is_cause, layer["status"])):
+            found.append(layer)
+    return found
+
+
+def _same_output(layer: Layer, other: Layer) -> bool:
+    a, b = _output(layer), _output(other)
+    return bool(a) and (a["shape"], a.get("statistics")) == (b.get("shape"), b.get("statistics"))
 
 
 def _histogram(layer: Layer) -> Histogram | None:

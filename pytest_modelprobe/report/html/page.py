@@ -16,8 +16,8 @@ from pytest_modelprobe.report.text import count
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
 from .elements import Child, Markup, finite, number, preformatted, tag
 from .graph import graph
-from .layer_table import layer_table
-from .status import legend
+from .layer_table import layer_table, shown
+from .status import badges, is_cause, legend
 
 Data = dict[str, Any]
 
@@ -136,12 +136,12 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
         ("causes", len(causes), "bad" if causes else ""),
         ("models", models, ""),
     ]
-    shown = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
+    items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
     warning = None
     if not results["complete"]:
         warning = tag("p", "The run was interrupted: what follows is what was done until then.", class_="warning")
     return tag(
-        "section", tag("p", said, class_="verdict"), warning, tag("ul", shown, class_="tiles"), aria_label="Verdict"
+        "section", tag("p", said, class_="verdict"), warning, tag("ul", items, class_="tiles"), aria_label="Verdict"
     )
 
 
@@ -266,10 +266,10 @@ def _failure(test: Data) -> Markup | None:
     text = test["failure"]
     if not text or any(text.strip() == snapshot["text"].strip() for snapshot in test["snapshots"]):
         return None
-    shown = preformatted(text)
+    said = preformatted(text)
     inside = any(snapshot["text"] and snapshot["verdict"] not in _FINE for snapshot in test["snapshots"])
     # The part that matters stands above it already.
-    return tag("details", tag("summary", "Failure, as pytest prints it"), shown, open=not inside, class_="part")
+    return tag("details", tag("summary", "Failure, as pytest prints it"), said, open=not inside, class_="part")
 
 
 _FINE = ("same", "not compared")
@@ -313,12 +313,12 @@ _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 
 
 def _figures(figures: Sequence[Data]) -> list[Markup]:
-    shown = []
+    images = []
     for figure in figures:
         source = _data_url(figure)
-        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
-        shown.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
-    return [tag("div", shown, class_="figures")] if shown else []
+        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be images.")
+        images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
+    return [tag("div", images, class_="figures")] if images else []
 
 
 def _data_url(figure: Data) -> str | None:
@@ -335,9 +335,9 @@ def _data_url(figure: Data) -> str | None:
 
 
 def _run(prefix: str, run: Data) -> Markup:
-    layers = [layer for layer in run["layers"] if layer["calls"] or layer["parameters"] or layer["status"]]
+    layers = shown(run["layers"])
     anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
-    words = list(dict.fromkeys(word for layer in layers for word in layer["status"]))
+    words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
     title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
     said = [tag("li", finding) for finding in run["findings"]]
     parts: list[Child] = [
@@ -349,17 +349,34 @@ def _run(prefix: str, run: Data) -> Markup:
     ]
     if layers:
         drawn = graph(run["layers"], anchors.get)
-        box = tag("div", drawn, class_="scroll", tabindex="0", role="region", aria_label=f"Graph of {run['name']}")
-        shown = [
-            tag("figure", tag("figcaption", tag("b", "Layers."), _GRAPH), box, legend(words), class_="layers-graph")
-        ]
+        box = tag("div", drawn, class_="scroll", tabindex=0, role="region", aria_label=f"Graph of {run['name']}")
+        caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         charts = _charts(layers, _linker(anchors))
-        shown += [tag("div", charts, class_="charts")] if charts else []
-        parts += [tag("div", shown, class_="pictures"), layer_table(layers, anchors.get, f"Layers of {run['name']}")]
+        pictures = [
+            tag("figure", caption, box, legend(words), class_="layers-graph"),
+            tag("div", charts, class_="charts") if charts else None,
+        ]
+        parts += [
+            _offenders(layers, anchors),
+            tag("div", pictures, class_="pictures"),
+            layer_table(layers, anchors.get, f"Layers of {run['name']}"),
+        ]
     return tag("section", parts, class_="run")
 
 
-_GRAPH = " Solid: the output of one is the input of the other. Dotted: code in between computes the input."
+_MOST_OFFENDERS = 12
+
+
+def _offenders(layers: Sequence[Data], anchors: dict[str, str]) -> Markup | None:
+    """Return links to the layers to look at, so that no one has to look for them in a long table."""
+    found = [layer for layer in layers if any(map(is_cause, layer["status"]))]
+    link = _linker(anchors)
+    items = [tag("li", badges(filter(is_cause, x["status"])), " ", link(x["name"])) for x in found[:_MOST_OFFENDERS]]
+    items += [tag("li", f"and {len(found) - len(items)} more")] if len(found) > len(items) else []
+    return tag("ul", items, class_="offenders") if items else None
+
+
+_GRAPH = " a solid line is an output that the next takes as it is; dotted, the code in between computes something."
 
 
 def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:

@@ -40,6 +40,11 @@ def status_of(word: str) -> Status:
     return STATUSES.get(word, Status(word, "other", "?", ""))
 
 
+def is_cause(word: str) -> bool:
+    """Whether a word is a reason to look into the layer, and no consequence of another layer."""
+    return word not in ("moved", "not called")
+
+
 def badges(words: Iterable[str]) -> list[Markup]:
     """Return each word with its sign."""
     return [tag("b", f"{s.sign} {s.word}", class_=f"s {s.css}") for s in map(status_of, words)]
