@@ -203,7 +203,7 @@ def attention_entropy(layers: Sequence[Layer], link: Link) -> Markup | None:
     head = tag("tr", tag("th", "layer", scope="col"), [tag("th", i, scope="col") for i in range(heads)])
     table = tag("table", tag("thead", head), tag("tbody", body), class_="heat")
     said = " by layer and head: 0 looks at one key, 1 at all of them alike."
-    box = tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Entropy of attention")
+    box = tag("div", table, class_="scroll", tabindex="0", role="group", aria_label="Entropy of attention")
     return _figure("Entropy of attention", box, said)
 
 

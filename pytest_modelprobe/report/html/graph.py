@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_modelprobe.report.text import printable
+
 from .elements import Markup, coordinate, joined, tag
 from .status import STATUSES, is_cause, status_of
 
@@ -166,7 +168,7 @@ def _fold(box: Box) -> None:
     for _, group in itertools.groupby(box.children.items(), lambda item: _alike(item[1])):
         same = list(group)
         first, representative = same[0]
-        least = 2 if representative.children else 3
+        least = 2 if representative.children or representative.hidden else 3
         if len(same) >= least and representative.times == 1:
             representative.times = len(same)
             representative.label += f" … {same[-1][1].label}"
@@ -395,8 +397,7 @@ def _inside(box: Box) -> str:
 
 
 def _shortened(label: str) -> str:
-    # An escape would be wider than what was measured.
-    label = "".join(c if c.isprintable() else "�" for c in label)
+    label = printable(label)  # as it is shown: the width of a node follows
     half = _MOST_CHARACTERS // 2
     return label if len(label) <= _MOST_CHARACTERS else f"{label[:half]}…{label[1 - half :]}"
 

@@ -87,6 +87,9 @@ def _calls(layer: Layer) -> Child:
     return number(layer["calls"]) if layer["calls"] != 1 else ""
 
 
+_LONG = 60
+"""Characters of a name above which it may take several lines."""
+
 _COLUMNS = (
     _Column("type", "Class of the module", lambda layer: layer["type"], text=True),
     _Column("output", "Shape of the first output", _shape, text=True),
@@ -127,7 +130,7 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
         head.insert(texts - 1, tag("th", "distribution", scope="col", title=told, class_="plain"))
     rows = []
     for i, layer in enumerate(layers):
-        row: list[Child] = [tag("th", layer["name"])]
+        row: list[Child] = [tag("th", layer["name"], class_="long" if len(layer["name"]) > _LONG else None)]
         row += [tag("td", badges(layer["status"]))] if status else []
         row += [tag("td", cells[i]) for _, cells in filled]
         if axis:
@@ -135,7 +138,7 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
         rows.append(tag("tr", row, id=anchor(layer["name"])))
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{texts + bool(axis)}")
-    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=label)
+    return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
 
 
 def shown(layers: Sequence[Layer]) -> list[Layer]:

@@ -349,7 +349,7 @@ def _run(prefix: str, run: Data) -> Markup:
     ]
     if layers:
         drawn = graph(run["layers"], anchors.get)
-        box = tag("div", drawn, class_="scroll", tabindex=0, role="region", aria_label=f"Graph of {run['name']}")
+        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         charts = _charts(layers, _linker(anchors))
         pictures = [
