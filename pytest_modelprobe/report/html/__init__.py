@@ -6,6 +6,7 @@ policy allows its own style sheet and script, by their digests, and images in it
 
 from __future__ import annotations
 
+from .notebook import display
 from .page import render, render_run
 
-__all__ = ["render", "render_run"]
+__all__ = ["display", "render", "render_run"]
