@@ -12,7 +12,7 @@ from .elements import Markup, tag
 
 Histogram = dict[str, Any]
 
-_SIDE = 12
+_SIDE = 10
 """Columns on either side of zero."""
 
 _STEP = 3
