@@ -802,6 +802,18 @@ def test_a_log_compares_a_commit_with_its_parents_and_not_with_another_branch(
     assert "Merge both" not in whats
 
 
+def test_a_snapshot_is_shown_as_a_page(branch: str, modelprobe: Run) -> None:
+    pytest.importorskip("pytest_modelprobe.results")
+    assert modelprobe("show", PATH, "--html", "-o", "net.html") == (0, "", "")
+    page = Path("net.html").read_text("utf-8")
+    assert "<h1>Net</h1>" in page
+    assert modelprobe("show", PATH, "--html")[1] == page
+
+
+def test_a_file_is_named_for_a_page_alone(branch: str, modelprobe: Run) -> None:
+    assert "-o is for the page of --html" in modelprobe("show", PATH, "-o", "net.txt")[2]
+
+
 def test_a_log_shows_the_reason_that_was_declared_once(git: Git, branch: str, modelprobe: Run) -> None:
     write(net(3))
     assert modelprobe("declare", "wider for a reason")[0] == 0

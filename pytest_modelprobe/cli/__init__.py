@@ -66,10 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     path = f"an .arch.json, a .probe.json, either without its ending, or a folder with {DIRECTORY} below it"
     snapshot = f"{path}, as it is or, as REF:PATH, as it was"
 
-    show = commands.add_parser("show", help="print a snapshot as a table")
+    show = commands.add_parser("show", help="print a snapshot as a table or a page")
     show.add_argument("snapshot", metavar="SNAPSHOT", help=snapshot)
     show.add_argument("--layers", action="append", metavar="GLOB", help="only these layers, such as 'blocks.*.attn'")
-    _add_format(show, "text", "markdown", "json")
+    _add_format(show, "text", "markdown", "json", "html")
+    show.add_argument("--html", action="store_const", dest="format", const="html", help="as --format html: a page")
+    show.add_argument("-o", dest="output", metavar="PATH", help="write the page into this file")
     show.set_defaults(run=run_show)
 
     diff = commands.add_parser("diff", help="print what changed between two snapshots, and why")

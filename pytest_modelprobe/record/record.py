@@ -194,6 +194,23 @@ class Record:
         names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
         return as_text(self, names, most=None)
 
+    def to_html(self) -> str:
+        """Return a page of its own that needs no network: the graph of the layers, charts, and the table.
+
+        >>> Record(model="Net").to_html().startswith("<!doctype html>")
+        True
+        """
+        from pytest_modelprobe.report.html import render_run
+        from pytest_modelprobe.results import run_data  # type: ignore[import-not-found,unused-ignore]
+
+        return render_run(run_data(self))
+
+    def show(self) -> None:
+        """Display `to_html` in a notebook; elsewhere, print the record."""
+        from pytest_modelprobe.report.html import display
+
+        display(self)
+
     def _repr_html_(self) -> str:
         from pytest_modelprobe.report.record import as_html
 

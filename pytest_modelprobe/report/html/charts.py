@@ -1,0 +1,213 @@
+"""Charts of a model over depth and over steps, drawn as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .elements import Child, Markup, coordinate, finite, number, tag
+from .histogram import quantiles
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
+
+_MANY = 120
+"""Columns above which dots are smaller."""
+
+Layer = dict[str, Any]
+
+Link = Callable[[str], Child]
+"""Name of a layer → the name as a link to its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """A plot whose vertical axis is logarithmic."""
+
+    columns: int
+    low: int
+    high: int
+    """The powers of ten at the ends of the vertical axis."""
+
+    @classmethod
+    def of(cls, columns: int, values: Iterable[float]) -> _Plot:
+        exponents = [math.log10(value) for value in values]
+        low, high = math.floor(min(exponents)), math.ceil(max(exponents))
+        return cls(columns, low, max(high, low + 1))
+
+    @property
+    def step(self) -> float:
+        return (_WIDTH - _LEFT - 6) / max(self.columns, 1)
+
+    def x(self, column: float) -> float:
+        return _LEFT + (column + 0.5) * self.step
+
+    def y(self, value: float) -> float:
+        share = (math.log10(value) - self.low) / (self.high - self.low) if value else 0.0
+        return round(_HEIGHT - _BOTTOM - min(1.0, max(0.0, share)) * (_HEIGHT - _TOP - _BOTTOM))
+
+    def dots(self, points: Sequence[tuple[float, float]]) -> str:
+        """Return a path that a round line cap makes dots."""
+        return "".join(f"M{coordinate(self.x(i))} {coordinate(self.y(value))}h0" for i, value in points)
+
+    def line(self, points: Sequence[tuple[float, float]]) -> str:
+        pairs = (f"{coordinate(self.x(i))} {coordinate(self.y(value))}" for i, value in points)
+        return "M" + "L".join(pairs)
+
+    def drawn(self, parts: Child, label: str, below: str) -> Markup:
+        every = max(1, math.ceil((self.high - self.low) / 5))
+        ticks = range(self.low, self.high + 1, every)
+        grid = "".join(f"M{_LEFT:g} {coordinate(self.y(10.0**tick))}H{_WIDTH:g}" for tick in ticks)
+        labels = [
+            tag("text", f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}", x=_LEFT - 6, y=self.y(10.0**tick) + 4)
+            for tick in ticks
+        ]
+        left = tag("text", below, x=_LEFT, y=_HEIGHT - 5, class_="below")
+        content = [tag("path", class_="grid", d=grid), labels, left, parts]
+        css = "chart" if self.columns < _MANY else "chart many"
+        return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
+
+
+def _figure(title: str, svg: Child, *said: Child) -> Markup:
+    return tag("figure", tag("figcaption", tag("b", title), *said), svg)
+
+
+def _scale(statistics: dict[str, Any] | None) -> float | None:
+    """Return the root mean square, None where it is zero or not known."""
+    if statistics is None:
+        return None
+    if "rms" in statistics:
+        return finite(statistics["rms"]) or None
+    mean, std = finite(statistics["mean"]), finite(statistics["std"])
+    return None if mean is None or std is None else math.hypot(mean, std) or None
+
+
+def _outermost(layers: Sequence[Layer]) -> list[Layer]:
+    """Return what is looked at by depth: layers without others in them that returned a tensor."""
+    return [layer for layer in layers if layer["leaf"] and layer["outputs"]]
+
+
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+_SMALLEST = 2.0**-39
+"""Magnitudes around which histograms end: a quantile below is not known."""
+
+
+def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
+    """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
+    leaves = _outermost(layers)
+    scales = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["outputs"][0]["gradient"]))]
+    if len(scales) < 2:
+        return None
+    boxes = []
+    for i, layer in enumerate(leaves):
+        histogram = layer["outputs"][0]["gradient_histogram"]
+        if histogram and (found := quantiles(histogram, _QUANTILES)) and found[0] > _SMALLEST:
+            boxes.append((i, found))
+    plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
+    how = " root mean square of the gradient of each layer's output."
+    parts: list[Markup] = []
+    if boxes:
+        how = " magnitudes of the gradient of each output: median, quartiles, 5 % and 95 %; dots: root mean square."
+        half = min(6.0, plot.step * 0.35)
+        whiskers = quarters = medians = ""
+        for i, (least, low, middle, high, most) in boxes:
+            x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
+            whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
+            quarters += f"M{coordinate(x - half)} {coordinate(top)}h{coordinate(2 * half)}V{coordinate(bottom)}"
+            quarters += f"h{coordinate(-2 * half)}z"
+            medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
+        parts = [
+            tag("path", class_=css, d=d)
+            for css, d in (("whisker", whiskers), ("quarter", quarters), ("median", medians))
+        ]
+    parts.append(tag("path", class_="dots", d=plot.dots(scales)))
+    said: list[Child] = [how, *_extremes(leaves, scales, link)]
+    gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
+    zero = sum(gradient is not None and gradient["rms"] == 0 for gradient in gradients)
+    said += [f" None arrived at {gradients.count(None)} of {len(leaves)}."] if None in gradients else []
+    said += [f" It is 0 at {zero} of {len(leaves)}."] if zero else []
+    return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+
+
+_DEPTH = "layers in order of execution →"
+
+
+def _extremes(layers: Sequence[Layer], points: Sequence[tuple[int, float]], link: Link) -> list[Child]:
+    ordered = sorted(points, key=lambda point: point[1])
+    (least, low), (most, high) = ordered[0], ordered[-1]
+    smallest = [" Smallest ", link(layers[least]["name"]), f" {number(low)}"]
+    return [*smallest, ", largest ", link(layers[most]["name"]), f" {number(high)}."]
+
+
+def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
+    """Return the root mean square of the outputs by depth, now and before."""
+    leaves = _outermost(layers)
+    now = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["outputs"][0]["statistics"]))]
+    before = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["before"]))]
+    if len(now) < 2:
+        return None
+    plot = _Plot.of(len(leaves), [value for _, value in now + before])
+    parts = []
+    for css, points in (("was ", before), ("", now)):
+        if len(points) > 1:
+            parts += [tag("path", class_=f"{css}line", d=plot.line(points))]
+            parts += [tag("path", class_=f"{css}dots", d=plot.dots(points))]
+    said: list[Child] = [" root mean square of each layer's output"]
+    said += ["; in another color, dashed: in the snapshot"] if len(before) > 1 else []
+    said += [".", *_extremes(leaves, now, link)]
+    return _figure("Scale of activations:", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
+
+
+def update_ratios(layers: Sequence[Layer], link: Link) -> Markup | None:
+    """Return the size of the updates, relative to the weights, over the steps of a watch."""
+    series = []
+    for layer in layers:
+        points = [(i, v) for i, ratio in enumerate(layer["update_ratio"] or []) if (v := finite(ratio))]
+        if points:
+            series.append((layer["name"], points))
+    if not series:
+        return None
+    steps = max(len(layer["update_ratio"] or []) for layer in layers)
+    plot = _Plot.of(steps, [value for _, points in series for _, value in points] + [1e-3])
+    guide = tag("path", class_="was line", d=plot.line([(-0.5, 1e-3), (steps - 0.5, 1e-3)]))
+    css, draw = ("thin line", plot.line) if steps > 1 else ("dots", plot.dots)
+    lines = tag("path", class_=css, d="".join(draw(points) for _, points in series))
+    ends = sorted(((points[-1][1], name) for name, points in series), key=lambda pair: pair[0])
+    said: list[Child] = [
+        f" size of each update relative to the weights, over {steps:,} steps; dashed: 0.001, a common size.",
+        " At the end smallest ", link(ends[0][1]), f" {number(ends[0][0])}, largest ", link(ends[-1][1]),
+        f" {number(ends[-1][0])}.",
+    ]  # fmt: skip
+    return _figure("Updates:", plot.drawn([guide, lines], "Update ratio over steps", "steps →"), *said)
+
+
+_CELL_HEIGHT, _NAMES = 20.0, 200.0
+
+
+def attention_entropy(layers: Sequence[Layer], link: Link) -> Markup | None:
+    """Return the entropy of the attention by layer and head: a table whose cells are shaded."""
+    rows = [layer for layer in layers if layer["attention"]]
+    if not rows:
+        return None
+    heads = max(len(layer["attention"]) for layer in rows)
+    body = [
+        tag(
+            "tr",
+            tag("th", link(layer["name"]), scope="row"),
+            [_heat(finite(entropy)) for entropy in layer["attention"]],
+        )
+        for layer in rows
+    ]
+    head = tag("tr", tag("th", "layer", scope="col"), [tag("th", i, scope="col") for i in range(heads)])
+    table = tag("table", tag("thead", head), tag("tbody", body), class_="heat")
+    said = " by layer and head: 0 looks at one key, 1 at all of them alike."
+    box = tag("div", table, class_="scroll", tabindex="0", role="group", aria_label="Entropy of attention")
+    return _figure("Entropy of attention", box, said)
+
+
+def _heat(entropy: float | None) -> Markup:
+    if entropy is None:
+        return tag("td", "–")
+    return tag("td", f"{entropy:.2f}", class_=f"e{min(9, max(0, int(entropy * 10)))}")

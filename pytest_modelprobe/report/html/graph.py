@@ -1,0 +1,432 @@
+"""The layers of a model as a graph by dataflow, drawn as SVG: boxes in boxes, from top to bottom.
+
+The tree of module names gives the boxes; each is laid out alone, and then is a node of the box around it. So lines
+never cross a box, and the layout of a large model is many small ones. Siblings that repeat are one box with ``×12``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_modelprobe.report.text import printable
+
+from .elements import Markup, coordinate, joined, tag
+from .status import STATUSES, is_cause, status_of
+
+MOST_NODES = 150
+"""Nodes above which boxes without a status are drawn as one node."""
+
+_OPEN_NODES = 30
+"""Nodes above which a graph with causes has only these unfolded."""
+
+_MOST_PARTS = 24
+"""Parts of a name: deeper modules are drawn in one box."""
+
+_MOST_CHARACTERS = 26
+
+_CHARACTER = 6.63
+"""Width of a character of the graph's font, in pixels."""
+
+_NODE, _GAP, _ABOVE, _PADDING, _TITLE, _LANE = 24.0, 12.0, 18.0, 10.0, 22.0, 9.0
+
+
+@dataclass(eq=False)
+class Box:
+    """A layer, or a module with layers in it, or several that are alike."""
+
+    label: str
+    path: tuple[str, ...] = ()
+    layer: dict[str, Any] | None = None
+    children: dict[str, Box] = field(default_factory=dict)
+    links: set[tuple[str, str]] = field(default_factory=set)
+    """Names of children: the first feeds the second."""
+    times: int = 1
+    hidden: int = 0
+    """Layers in it that are not drawn."""
+    statuses: set[str] = field(default_factory=set)
+    """Their words."""
+    x: float = 0.0
+    y: float = 0.0
+    width: float = 0.0
+    height: float = 0.0
+    edges: list[tuple[Box, Box, bool]] = field(default_factory=list)
+    """From, to, whether the source is known."""
+
+    @property
+    def status(self) -> list[str]:
+        """The words of the layer, or of a node whose layers are not drawn, the worst of them."""
+        if self.hidden and not self.children:
+            return sorted(self.statuses, key=[*STATUSES, *self.statuses].index)[:1]
+        return list(self.layer["status"]) if self.layer else []
+
+    def layers(self) -> Iterator[dict[str, Any]]:
+        """Yield the layer and those in it."""
+        if self.layer is not None:
+            yield self.layer
+        for child in self.children.values():
+            yield from child.layers()
+
+    @property
+    def nodes(self) -> int:
+        """How many are drawn, repeated ones once."""
+        return sum(child.nodes for child in self.children.values()) or 1
+
+
+def graph(layers: list[dict[str, Any]], anchor: Callable[[str], str | None]) -> Markup:
+    """Return the graph of layers in order of execution.
+
+    Args:
+        layers: As in the results.
+        anchor: Name of a layer → the id of its row in the table.
+    """
+    root = _tree(layers)
+    _close_innocent(root)
+    _fold(root)
+    _shrink(root)
+    _arrange(root)
+    drawn = [tag("g", _drawn(root, anchor, inner=True))]
+    size = {"width": root.width, "height": root.height}
+    box = f"0 0 {coordinate(root.width)} {coordinate(root.height)}"
+    return tag("svg", drawn, class_="graph", viewBox=box, **size, role="group", aria_label="Graph of the layers")
+
+
+# --- the tree and its links ---------------------------------------------------------------------------------------
+
+
+def _tree(layers: list[dict[str, Any]]) -> Box:
+    root = Box("")
+    paths = {layer["name"]: _path(layer["name"]) for layer in layers}
+    inside = {path[:n] for path in paths.values() for n in range(len(path))}
+    for layer in layers:
+        box, path = root, paths[layer["name"]]
+        if not (layer["calls"] or layer["parameters"] or layer["status"] or path in inside):
+            continue
+        for part in path:
+            box = box.children.setdefault(part, Box(part, (*box.path, part)))
+        box.layer = layer
+    for layer in layers:
+        to = paths[layer["name"]]
+        for source in layer["sources"]:
+            start = paths.get(source, ())
+            pairs = zip(start, to, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if common < min(len(start), len(to)):
+                _at(root, to[:common]).links.add((start[common], to[common]))
+    return root
+
+
+def _path(name: str) -> tuple[str, ...]:
+    return () if name == "(root)" else tuple(name.split(".", _MOST_PARTS))
+
+
+def _at(root: Box, path: tuple[str, ...]) -> Box:
+    for part in path:
+        root = root.children[part]
+    return root
+
+
+# --- folding ------------------------------------------------------------------------------------------------------
+
+
+def _close_innocent(root: Box) -> None:
+    """Draw what has no cause in it as one node each, if a large model has causes."""
+    if root.nodes > _OPEN_NODES and _has_cause(root):
+        for box in list(_within(root)):
+            if box.children and not _has_cause(box):
+                _close(box)
+
+
+def _within(box: Box) -> Iterator[Box]:
+    for child in box.children.values():
+        yield child
+        yield from _within(child)
+
+
+def _has_cause(box: Box) -> bool:
+    return any(is_cause(word) for layer in box.layers() for word in layer["status"])
+
+
+def _pattern(label: str) -> str:
+    return re.sub(r"\d+", "#", label)
+
+
+def _fold(box: Box) -> None:
+    """Make repeated children one, and a module whose only child is a module one with it, from the inside out."""
+    for name, child in list(box.children.items()):
+        _fold(child)
+        only = next(iter(child.children.values()), None)
+        if only is not None and len(child.children) == 1 and not child.status and child.times == 1:
+            only.label = f"{child.label}.{only.label}"
+            box.children[name] = only
+    owner: dict[str, str] = {}
+    kept: dict[str, Box] = {}
+    for _, group in itertools.groupby(box.children.items(), lambda item: _alike(item[1])):
+        same = list(group)
+        first, representative = same[0]
+        least = 2 if representative.children or representative.hidden else 3
+        if len(same) >= least and representative.times == 1:
+            representative.times = len(same)
+            representative.label += f" … {same[-1][1].label}"
+            owner |= {name: first for name, _ in same}
+            kept[first] = representative
+        else:
+            kept |= dict(same)
+    box.children = kept
+    links = {(owner.get(a, a), owner.get(b, b)) for a, b in box.links}
+    box.links = {(a, b) for a, b in links if a != b}
+
+
+def _alike(box: Box) -> object:
+    """Return what repeated siblings have in common."""
+    return _pattern(box.label), _structure(box)
+
+
+def _structure(box: Box) -> object:
+    layer = box.layer
+    own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
+    return (
+        own,
+        box.times,
+        box.hidden,
+        box.statuses,
+        tuple((child.label, _structure(child)) for child in box.children.values()),
+    )
+
+
+def _shrink(root: Box) -> None:
+    """Draw the innermost boxes as one node each until few enough are left, those with a status last."""
+    for with_status in (False, True):
+        while root.nodes > MOST_NODES:
+            boxes = [b for b in _innermost(root) if with_status or not any(x["status"] for x in b.layers())]
+            if not boxes:
+                break
+            deepest = max(len(box.path) for box in boxes)
+            for box in [box for box in boxes if len(box.path) == deepest]:
+                _close(box)
+    if root.nodes > MOST_NODES:
+        _merge_runs(root)
+
+
+def _innermost(box: Box) -> Iterator[Box]:
+    for child in box.children.values():
+        if child.children and not any(inner.children for inner in child.children.values()):
+            yield child
+        else:
+            yield from _innermost(child)
+
+
+def _close(box: Box) -> None:
+    inner = [layer for child in box.children.values() for layer in child.layers()]
+    box.hidden = len(inner) + sum(child.hidden for child in box.children.values())
+    box.statuses = {word for layer in box.layers() for word in layer["status"]}
+    box.children, box.links = {}, set()
+
+
+def _merge_runs(box: Box) -> None:
+    """Draw runs of children without a status as one node: a long chain of layers that do not repeat."""
+    names = list(box.children)
+    length = max(2, 2 * len(names) // MOST_NODES)
+    kept: dict[str, Box] = {}
+    owner: dict[str, str] = {}
+    run: list[str] = []
+    for name in [*names, None]:
+        child = None if name is None else box.children[name]
+        if child is not None and not child.status and len(run) < length:
+            run.append(name or "")
+            continue
+        if run:
+            first = box.children[run[0]]
+            if len(run) > 1:
+                first = Box(f"{first.label} … {box.children[run[-1]].label}", first.path, hidden=len(run))
+            kept[run[0]] = first
+            owner |= dict.fromkeys(run, run[0])
+            run = []
+        if child is not None and name is not None:
+            if child.status:
+                kept[name] = child
+            else:
+                run = [name]
+    box.children = kept
+    box.links = {(a, b) for x, y in box.links if (a := owner.get(x, x)) != (b := owner.get(y, y))}
+
+
+# --- layout -------------------------------------------------------------------------------------------------------
+
+
+def _arrange(box: Box, inner: bool = False) -> None:
+    """Set the size of a box, and the places of what is in it."""
+    if not box.children:
+        box.width, box.height = 2.0 * math.ceil(len(_title(box)) * _CHARACTER / 2) + 20, _NODE
+        return
+    children = list(box.children.values())
+    for child in children:
+        _arrange(child, inner=True)
+    box.edges = _edges(box)
+    levels = _levels(children, box.edges)
+    widths = [sum(c.width for c in level) + _GAP * (len(level) - 1) for level in levels]
+    widest = max(*widths, 2.0 * math.ceil(len(_title(box)) * _CHARACTER / 2) if inner else 0.0)
+    y = (_TITLE if inner else 0.0) + _PADDING
+    for level, width in zip(levels, widths, strict=True):
+        x = _PADDING + (widest - width) / 2
+        tallest = max(c.height for c in level)
+        for child in level:
+            child.x, child.y = x, y + (tallest - child.height) / 2
+            x += child.width + _GAP
+        y += tallest + _ABOVE
+    lanes = sum(1 for a, b, _ in box.edges if _passes(a, b, children))
+    box.width = widest + 2 * _PADDING + lanes * _LANE
+    box.height = y - _ABOVE + _PADDING
+
+
+def _edges(box: Box) -> list[tuple[Box, Box, bool]]:
+    """Return the edges between children: the recorded ones, and likely ones where the source is not recorded.
+
+    What the code of a module computes between its children is no output of a layer: then the edges come from the
+    children before it whose outputs no other child took.
+    """
+    order = {name: i for i, name in enumerate(box.children)}
+    links = sorted((order[a], order[b]) for a, b in box.links if a in order and b in order)
+    children = list(box.children.values())
+    edges = [(i, j, True) for i, j in links if i < j]
+    for j, child in enumerate(children):
+        if j and not any(to == j for _, to, _ in edges) and _takes_values(child):
+            used = {i for i, to, _ in edges if to <= j or i < j < to}
+            loose = [i for i in range(j) if i not in used and _is_called(children[i])]
+            edges += [(i, j, False) for i in loose or [j - 1]]
+    return [(children[i], children[j], known) for i, j, known in edges]
+
+
+def _is_called(box: Box) -> bool:
+    return any(layer["calls"] for layer in box.layers()) or bool(box.hidden)
+
+
+def _takes_values(box: Box) -> bool:
+    """Whether a box takes floating values of which the source is not the model's input."""
+    first = next((layer for layer in box.layers() if layer["calls"]), None)
+    if first is None:
+        return bool(box.hidden)
+    floating = not first["inputs"] or any("int" not in (value["dtype"] or "") for value in first["inputs"])
+    return floating and "" not in first["sources"]
+
+
+def _levels(children: list[Box], edges: list[tuple[Box, Box, bool]]) -> list[list[Box]]:
+    """Return children by the longest path to them; those that nothing feeds, just above what they feed."""
+    level = {id(child): 0 for child in children}
+    for child in children:  # in order of execution, which edges follow
+        level[id(child)] = max((level[id(a)] + 1 for a, b, _ in edges if b is child), default=0)
+    for child in reversed(children):
+        fed = [level[id(b)] for a, b, _ in edges if a is child]
+        if fed and not any(b is child for _, b, _ in edges):
+            level[id(child)] = min(fed) - 1
+    below = max(level.values())
+    for child in children:
+        if not _is_called(child):
+            level[id(child)] = below + 1
+    return [same for n in range(below + 2) if (same := [c for c in children if level[id(c)] == n])]
+
+
+def _passes(a: Box, b: Box, children: list[Box]) -> bool:
+    """Whether another child is between two in height, so that an edge has to go around it."""
+    return any(a.y + a.height < c.y + c.height / 2 < b.y for c in children)
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def _drawn(box: Box, anchor: Callable[[str], str | None], *, inner: bool = False) -> Iterator[Markup]:
+    """Yield what is in a box: lines first, so that nodes are above them."""
+    children = list(box.children.values())
+    lane = box.width - _PADDING / 2
+    lines = {True: "", False: ""}
+    for a, b, known in box.edges:
+        if _passes(a, b, children):
+            lines[known] += _around(a, b, lane)
+            lane -= _LANE
+        else:
+            lines[known] += _line(a, b)
+    for known, d in lines.items():
+        if d:
+            yield tag("path", class_="edge" if known else "edge likely", d=d)
+    for child in children:
+        yield _node(child, anchor)
+
+
+def _line(a: Box, b: Box) -> str:
+    x, y, to_x, to_y = a.x + a.width / 2, a.y + a.height, b.x + b.width / 2, b.y
+    if abs(x - to_x) < 0.5:
+        return _path_text("M", x, y, "V", to_y)
+    middle = (y + to_y) / 2
+    return _path_text("M", x, y, "C", x, middle, to_x, middle, to_x, to_y)
+
+
+def _around(a: Box, b: Box, lane: float) -> str:
+    x, y, to_x, to_y = a.x + a.width / 2, a.y + a.height, b.x + b.width / 2, b.y
+    out, back = y + _ABOVE, to_y - _ABOVE
+    curve = _path_text("M", x, y, "C", x, out, lane, y, lane, out, "V", back)
+    return curve + _path_text("C", lane, to_y, to_x, back, to_x, to_y)
+
+
+def _path_text(*parts: str | float) -> str:
+    text = " ".join(part if isinstance(part, str) else coordinate(part) for part in parts)
+    return re.sub(r" ?([A-Z]) ?", r"\1", text)
+
+
+def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
+    word = next(iter(box.status), None)
+    css = [*(["box"] if box.children else []), *([status_of(word).css] if word else [])]
+    sign = [tag("tspan", f" {status_of(word).sign}", class_=status_of(word).css)] if word else []
+    size = {"width": box.width, "height": box.height}
+    rect = tag("rect", **size, class_=" ".join(css) or None)
+    kind = [tag("tspan", f" {_type(box)}")] if _type(box) else []
+    times = [tag("tspan", f" ×{box.times}", class_="times")] if box.times > 1 else []
+    text = tag("text", _shortened(box.label), times, kind, _inside(box), sign, x=10, y=16)
+    row = anchor(box.layer["name"]) if box.layer else None
+    head = joined(tag("title", _described(box)), rect, text)
+    content = tag("a", head, href=f"#{row}") if row else head
+    place = f"translate({coordinate(box.x)} {coordinate(box.y)})"
+    return tag("g", content, _drawn(box, anchor), transform=place)
+
+
+def _inside(box: Box) -> str:
+    return f" +{box.hidden}" if box.hidden and not box.children else ""
+
+
+def _shortened(label: str) -> str:
+    label = printable(label)  # as it is shown: the width of a node follows
+    half = _MOST_CHARACTERS // 2
+    return label if len(label) <= _MOST_CHARACTERS else f"{label[:half]}…{label[1 - half :]}"
+
+
+def _type(box: Box) -> str:
+    return _shortened(box.layer["type"]) if box.layer else ""
+
+
+def _title(box: Box) -> str:
+    """Return the text of a node or of the head of a box, as long as it is drawn."""
+    times = f" ×{box.times}" if box.times > 1 else ""
+    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * bool(box.status)
+
+
+def _described(box: Box) -> str:
+    """Return the text that is shown when the mouse is over a node."""
+    layer = box.layer
+    name = ".".join(box.path) if layer is None else layer["name"]
+    facts = [name if box.times == 1 else f"{name}, and {box.times - 1} more like it"]
+    if layer is not None:
+        facts.append(layer["type"])
+        facts += [shape_text(output["shape"]) for output in layer["outputs"][:1]]
+        facts += [f"{layer['parameters']:,} parameters"] if layer["parameters"] else []
+        facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
+    facts += [f"{box.hidden} layers in it"] if box.hidden else []
+    return ": ".join(filter(None, [", ".join(facts), ", ".join(box.status)]))
+
+
+def shape_text(shape: list[Any]) -> str:
+    """Return ``(2, 8..16)``: a dimension that varied is a pair."""
+    sizes = [str(size) if isinstance(size, int) else "..".join(map(str, size)) for size in shape]
+    return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"

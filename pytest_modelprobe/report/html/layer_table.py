@@ -1,0 +1,170 @@
+"""The table of the layers of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .elements import Child, Markup, number, tag
+from .graph import shape_text
+from .histogram import Axis, Histogram, sparkline
+from .status import badges, is_cause
+
+Layer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    title: str
+    cell: Callable[[Layer], Child]
+    text: bool = False
+    """Whether it is aligned left."""
+
+
+def _output(layer: Layer) -> dict[str, Any]:
+    return next(iter(layer["outputs"]), {})
+
+
+def _statistic(name: str) -> Callable[[Layer], Child]:
+    return lambda layer: number((_output(layer).get("statistics") or {}).get(name))
+
+
+def _shape(layer: Layer) -> Child:
+    output = _output(layer)
+    return shape_text(output["shape"]) if output else ""
+
+
+def _range(layer: Layer) -> Child:
+    low, high = _statistic("min")(layer), _statistic("max")(layer)
+    return f"{low} … {high}" if low or high else ""
+
+
+def _zeros(layer: Layer) -> Child:
+    statistics = _output(layer).get("statistics")
+    if not statistics or not statistics["count"]:
+        return ""
+    share = statistics["zeros"] / statistics["count"]
+    return f"{share:.0%}" if share else "0"
+
+
+def _nonfinite(layer: Layer) -> Child:
+    statistics = _output(layer).get("statistics") or {}
+    count = sum(statistics.get(name) or 0 for name in ("nan", "posinf", "neginf"))
+    return f"{count:,}" if count else ""
+
+
+def _units(name: str) -> Callable[[Layer], Child]:
+    def cell(layer: Layer) -> Child:
+        units = layer[name]
+        return f"{units[0]:,}/{units[1]:,}" if units and units[0] else "0" if units else ""
+
+    return cell
+
+
+def _gradient(layer: Layer) -> Child:
+    return number((_output(layer).get("gradient") or {}).get("rms"))
+
+
+def _weights_gradient(layer: Layer) -> Child:
+    return number((layer["weights"] or {}).get("gradient_rms"))
+
+
+def _profile(name: str, scale: float = 1.0) -> Callable[[Layer], Child]:
+    def cell(layer: Layer) -> Child:
+        value = (layer["profile"] or {}).get(name)
+        return number(value * scale if isinstance(value, float) else value)
+
+    return cell
+
+
+def _parameters(layer: Layer) -> Child:
+    return number(layer["parameters"]) if layer["parameters"] else ""
+
+
+def _calls(layer: Layer) -> Child:
+    return number(layer["calls"]) if layer["calls"] != 1 else ""
+
+
+_LONG = 60
+"""Characters of a name above which it may take several lines."""
+
+_COLUMNS = (
+    _Column("type", "Class of the module", lambda layer: layer["type"], text=True),
+    _Column("output", "Shape of the first output", _shape, text=True),
+    _Column("calls", "Calls, where it is not one", _calls),
+    _Column("parameters", "Elements of the layer's own parameters", _parameters),
+    _Column("mean", "Mean of the output's finite elements", _statistic("mean")),
+    _Column("± std", "Standard deviation of the output", _statistic("std")),
+    _Column("range", "Smallest and largest finite element of the output", _range),
+    _Column("zeros", "Share of the output's elements that are zero", _zeros),
+    _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
+    _Column("dead", "Units that are always zero, of all", _units("dead_units")),
+    _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
+    _Column("gradient", "Root mean square of the gradient of the output", _gradient),
+    _Column("of weights", "Root mean square of the gradient of the parameters", _weights_gradient),
+    _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
+    _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),
+    _Column("bytes", "Bytes of activations", _profile("activation_bytes")),
+)
+
+
+def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
+    """Return the table, without the columns that are empty."""
+    columns = [(column, [column.cell(layer) for layer in layers]) for column in _COLUMNS]
+    filled = [(column, cells) for column, cells in columns if any(cells)]
+    axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
+    status = any(layer["status"] for layer in layers)
+    head = [tag("th", "layer", scope="col", title="Name in the model")]
+    head += [tag("th", "status", scope="col")] if status else []
+    head += [
+        tag("th", column.heading, scope="col", title=column.title, class_=None if column.text else "n")
+        for column, _ in filled
+    ]
+    texts = 2 + status + sum(column.text for column, _ in filled)
+    if axis:
+        told = (
+            f"Elements of the output by magnitude, {axis.limits()}: negative, zero, positive; each scaled to its peak"
+        )
+        head.insert(texts - 1, tag("th", "distribution", scope="col", title=told, class_="plain"))
+    rows = []
+    for i, layer in enumerate(layers):
+        row: list[Child] = [tag("th", layer["name"], class_="long" if len(layer["name"]) > _LONG else None)]
+        row += [tag("td", badges(layer["status"]))] if status else []
+        row += [tag("td", cells[i]) for _, cells in filled]
+        if axis:
+            row.insert(texts - 1, tag("td", _picture(axis, layer)))
+        rows.append(tag("tr", row, id=anchor(layer["name"])))
+    # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
+    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{texts + bool(axis)}")
+    return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
+
+
+def shown(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of the table: those that say something that the row before does not.
+
+    Left out are modules that return what the last layer in them returned, and layers without calls and parameters.
+    """
+    found: list[Layer] = []
+    for layer in layers:
+        own = layer["leaf"] or layer["parameters"] or layer["attention"]
+        news = (layer["calls"] or layer["parameters"]) and (own or not found or not _same_output(layer, found[-1]))
+        if news or any(map(is_cause, layer["status"])):
+            found.append(layer)
+    return found
+
+
+def _same_output(layer: Layer, other: Layer) -> bool:
+    a, b = _output(layer), _output(other)
+    return bool(a) and (a["shape"], a.get("statistics")) == (b.get("shape"), b.get("statistics"))
+
+
+def _histogram(layer: Layer) -> Histogram | None:
+    found: Histogram | None = _output(layer).get("histogram")
+    return found
+
+
+def _picture(axis: Axis, layer: Layer) -> Child:
+    now, before = _histogram(layer), (layer["before"] or {}).get("histogram")
+    return sparkline(axis, now, before) if now else None

@@ -1,0 +1,427 @@
+"""The page: what is wrong and why, then each test and what was seen of its models."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_modelprobe.report.text import count
+
+from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
+from .elements import Child, Markup, finite, number, preformatted, tag
+from .graph import graph
+from .layer_table import layer_table, shown
+from .status import badges, is_cause, legend
+
+Data = dict[str, Any]
+
+_OUTCOMES = {
+    "failed": ("✗", "failed"),
+    "error": ("✗", "error"),
+    "xpassed": ("!", "passed, expected to fail"),
+    "passed": ("✓", "passed"),
+    "xfailed": ("✓", "failed as expected"),
+    "skipped": ("–", "skipped"),
+}
+"""Outcome → sign and words, worst first."""
+
+_FAILED = ("failed", "error")
+
+_MOST_CAUSES = 20
+
+_OPEN = 3
+"""Failed tests that are unfolded."""
+
+
+def render(results: Data) -> str:
+    """Return the results of a run of pytest as one page, which needs nothing else.
+
+    Args:
+        results: What ``--modelprobe-json`` writes.
+    """
+    tests = sorted(enumerate(results["tests"]), key=lambda pair: _rank(pair[1]))
+    causes = _causes(results["tests"])
+    main = [
+        _verdict(results, causes),
+        _causes_section(causes, results["tests"]),
+        _toolbar(results["tests"]),
+        tag(
+            "section",
+            tag("h2", "Tests"),
+            [_test(i, test, place < _OPEN) for place, (i, test) in enumerate(tests)],
+            id="tests",
+        ),
+        _unused(results),
+    ]
+    return _page(f"modelprobe: {results['root']}", _header(results), main)
+
+
+def render_run(run: Data) -> str:
+    """Return one run of a model as a page of its own.
+
+    Args:
+        run: As one of the ``runs`` of a test in the results.
+    """
+    header = tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", run["name"]))
+    return _page(f"modelprobe: {run['name']}", header, [tag("section", _run("r", run), class_="test")])
+
+
+def _page(title: str, header: Child, main: Child) -> str:
+    style, script = _resource("style.css"), _resource("script.js")
+    policy = (
+        "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
+        f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+    )
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        tag("style", style),
+    ]
+    skip = tag("a", "Skip to the results", href="#main", class_="skip")
+    body = [skip, header, tag("main", main, id="main"), tag("script", script)]
+    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+
+
+def _resource(name: str) -> Markup:
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    return Markup(re.sub(r"\n\s*", "\n", text))
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+# --- verdict and causes -------------------------------------------------------------------------------------------
+
+
+def _rank(test: Data) -> tuple[int, bool]:
+    found = list(_OUTCOMES)
+    place = found.index(test["outcome"]) if test["outcome"] in found else 0
+    return place, not (test["runs"] or test["snapshots"])
+
+
+def _header(results: Data) -> Markup:
+    versions = [f"{name} {version}" for name, version in results["versions"].items()]
+    commit = [f"commit {results['commit'][:12]}"] if results["commit"] else []
+    seed = [f"seed {results['seed']}"] if results["seed"] is not None else []
+    facts = [*commit, *versions, ", ".join(results["devices"]), *seed]
+    items = [tag("li", fact) for fact in facts if fact]
+    return tag(
+        "header", tag("p", "modelprobe", class_="brand"), tag("h1", results["root"]), tag("ul", items, class_="facts")
+    )
+
+
+def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
+    tests = results["tests"]
+    failed = sum(test["outcome"] in _FAILED for test in tests)
+    models = sum(len(test["runs"]) for test in tests)
+    if failed:
+        because = f", for {count(len(causes), 'cause')}" if causes else ""
+        said = f"{failed} of {count(len(tests), 'test')} failed{because}."
+    else:
+        said = f"No test failed: {count(len(tests), 'test')}." if tests else "No test used a probe."
+    tiles = [
+        ("tests", len(tests), ""),
+        ("failed", failed, "bad" if failed else ""),
+        ("causes", len(causes), "bad" if causes else ""),
+        ("models", models, ""),
+    ]
+    items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
+    warning = None
+    if not results["complete"]:
+        warning = tag("p", "The run was interrupted: what follows is what was done until then.", class_="warning")
+    return tag(
+        "section", tag("p", said, class_="verdict"), warning, tag("ul", items, class_="tiles"), aria_label="Verdict"
+    )
+
+
+@dataclass
+class _Cause:
+    said: str
+    kind: str
+    layer: str = ""
+    facts: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    tests: dict[int, None] = field(default_factory=dict)
+    moved: int = 0
+
+
+def _causes(tests: Sequence[Data]) -> list[_Cause]:
+    """Return each cause of a failure once: those that snapshots name, else the first line of the failure."""
+    found: dict[str, _Cause] = {}
+    for i, test in enumerate(tests):
+        if test["outcome"] not in _FAILED:
+            continue
+        said = False
+        for snapshot in test["snapshots"]:
+            for cause in snapshot["causes"]:
+                entry = found.setdefault(cause["key"], _Cause(cause["said"], cause["kind"], cause["layer"]))
+                entry.facts, entry.hints, said = _facts(cause), list(cause["hints"]), True
+                entry.tests[i] = None
+                entry.moved = max(entry.moved, snapshot["moved"])
+        if not said:
+            message = test["message"] or test["outcome"]
+            found.setdefault(f"message|{message}", _Cause(message, "failure")).tests[i] = None
+    return sorted(found.values(), key=lambda cause: -len(cause.tests))
+
+
+def _facts(cause: Data) -> list[str]:
+    facts = [f"{count(cause['layers'], 'layer')}"] if cause["layers"] > 1 else []
+    change = finite(cause["change"])
+    facts += [f"changed by {_percent(change)}"] if change is not None else []
+    seen = {"isolated": "seen in its code alone", "recorded": "seen in the record"}
+    return facts + [str(seen.get(cause["evidence"], cause["evidence"]))] * bool(cause["evidence"])
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.2g} %" if share < 10 else f"a factor of {share:.3g}"
+
+
+def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup | None:
+    if not causes:
+        return None
+    items = [_cause_item(cause, tests) for cause in causes]
+    more = items[_MOST_CAUSES:]
+    rest = (
+        tag("details", tag("summary", f"{len(more)} more"), tag("ol", more, class_="causes", start=_MOST_CAUSES + 1))
+        if more
+        else None
+    )
+    return tag("section", tag("h2", "Causes"), tag("ol", items[:_MOST_CAUSES], class_="causes"), rest, id="causes")
+
+
+def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
+    links = [tag("li", tag("a", tests[i]["id"], href=f"#t{i}")) for i in cause.tests]
+    facts = [tag("span", cause.kind, class_="kind"), [f" · {fact}" for fact in cause.facts]]
+    hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in cause.hints]
+    follows = f"What follows: {count(len(cause.tests), 'test')}"
+    follows += f", up to {count(cause.moved, 'layer')} moved" if cause.moved else ""
+    return tag(
+        "li",
+        tag("p", cause.said, class_="said"),
+        tag("p", facts),
+        hints,
+        tag("details", tag("summary", follows), tag("ul", links)),
+    )
+
+
+def _toolbar(tests: Sequence[Data]) -> Markup:
+    """Return the controls, which the script shows."""
+    buttons = [
+        tag("button", f"All {len(tests)}", type="button", data_show="all", aria_pressed="true"),
+        tag("button", "Failed", type="button", data_show="failed", aria_pressed="false"),
+        tag("button", "With findings", type="button", data_show="found", aria_pressed="false"),
+    ]
+    search = tag(
+        "label",
+        "Search tests and layers ",
+        tag("input", type="search", id="search", autocomplete="off", spellcheck="false"),
+    )
+    marked = tag("label", tag("input", type="checkbox", id="marked"), " Only layers with a status")
+    group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
+    return tag("form", search, group, marked, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
+
+
+# --- tests --------------------------------------------------------------------------------------------------------
+
+
+def _test(i: int, test: Data, early: bool) -> Markup:
+    sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
+    bad = test["outcome"] in _FAILED
+    contents = [
+        count(len(test[part]), noun)
+        for part, noun in (("runs", "model"), ("snapshots", "snapshot"), ("figures", "figure"))
+        if test[part]
+    ]
+    head = [
+        tag("span", f"{sign} {words}", class_="outcome"),
+        tag("span", test["id"], class_="id"),
+        tag("span", " · ".join([*contents, f"{test['duration']:.2f} s"]), class_="contents"),
+        tag("span", test["message"], class_="message") if test["message"] else None,
+    ]
+    body = [
+        [_snapshot(snapshot) for snapshot in test["snapshots"]],
+        _failure(test),
+        [_run(f"{i}.{n}", run) for n, run in enumerate(test["runs"])],
+        _figures(test["figures"]),
+    ]
+    findings = any(run["findings"] or run["error"] for run in test["runs"]) or any(
+        layer["status"] for run in test["runs"] for layer in run["layers"]
+    )
+    css = "test bad" if bad else "test"
+    return tag("details", tag("summary", head), body, id=f"t{i}", class_=css, open=bad and early, data_found=findings)
+
+
+def _failure(test: Data) -> Markup | None:
+    text = test["failure"]
+    if not text or any(text.strip() == snapshot["text"].strip() for snapshot in test["snapshots"]):
+        return None
+    said = preformatted(text)
+    inside = any(snapshot["text"] and snapshot["verdict"] not in _FINE for snapshot in test["snapshots"])
+    # The part that matters stands above it already.
+    return tag("details", tag("summary", "Failure, as pytest prints it"), said, open=not inside, class_="part")
+
+
+_FINE = ("same", "not compared")
+
+
+def _snapshot(snapshot: Data) -> Markup:
+    verdict = snapshot["verdict"]
+    where = tag(
+        "p", tag("b", f"Snapshot {verdict}"), " ", tag("code", snapshot["snapshot"]), f" on {snapshot['device']}"
+    )
+    said, steps = _split(snapshot["text"])
+    text = preformatted(said) if said else None
+    possible = [tag("li", cause["said"]) for cause in snapshot["possible"]]
+    also = (
+        tag("details", tag("summary", f"{count(len(possible), 'possible cause')}"), tag("ul", possible))
+        if possible
+        else None
+    )
+    accept = None
+    if steps and verdict not in _FINE:
+        accept = tag(
+            "div",
+            tag("p", tag("b", "If it is intended")),
+            tag("dl", [(tag("dt", name), tag("dd", tag("code", step))) for name, step in steps]),
+            class_="accept",
+        )
+    css = "snapshot" if verdict in _FINE else "snapshot open"
+    return tag("section", where, text, also, accept, class_=css)
+
+
+def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a message says, and its next steps: the last paragraph, a question and a command on each line."""
+    said, gap, last = text.rstrip().rpartition("\n\n")
+    steps = [tuple(match.groups()) for line in last.splitlines() if (match := _STEP.match(line))]
+    if not gap or len(steps) != len(last.splitlines()):
+        return text, []
+    return said, [(name, step) for name, step in steps]
+
+
+_STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
+
+
+def _figures(figures: Sequence[Data]) -> list[Markup]:
+    images = []
+    for figure in figures:
+        source = _data_url(figure)
+        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be images.")
+        images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
+    return [tag("div", images, class_="figures")] if images else []
+
+
+def _data_url(figure: Data) -> str | None:
+    if figure["media"] not in ("image/png", "image/svg+xml"):
+        return None
+    try:
+        data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return f"data:{figure['media']};base64,{data}"
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def _run(prefix: str, run: Data) -> Markup:
+    layers = shown(run["layers"])
+    anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
+    words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
+    title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
+    said = [tag("li", finding) for finding in run["findings"]]
+    parts: list[Child] = [
+        tag("h3", title),
+        tag("ul", [tag("li", fact) for fact in _run_facts(run)], class_="facts"),
+        tag("p", f"No record: {run['error']}", class_="warning") if run["error"] else None,
+        tag("ul", said, class_="findings") if said else None,
+        [tag("p", f"Note: {note}", class_="note") for note in run["notes"]],
+    ]
+    if layers:
+        drawn = graph(run["layers"], anchors.get)
+        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
+        caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
+        charts = _charts(layers, _linker(anchors))
+        pictures = [
+            tag("figure", caption, box, legend(words), class_="layers-graph"),
+            tag("div", charts, class_="charts") if charts else None,
+        ]
+        parts += [
+            _offenders(layers, anchors),
+            tag("div", pictures, class_="pictures"),
+            layer_table(layers, anchors.get, f"Layers of {run['name']}"),
+        ]
+    return tag("section", parts, class_="run")
+
+
+_MOST_OFFENDERS = 12
+
+
+def _offenders(layers: Sequence[Data], anchors: dict[str, str]) -> Markup | None:
+    """Return links to the layers to look at, so that no one has to look for them in a long table."""
+    found = [layer for layer in layers if any(map(is_cause, layer["status"]))]
+    link = _linker(anchors)
+    items = [tag("li", badges(filter(is_cause, x["status"])), " ", link(x["name"])) for x in found[:_MOST_OFFENDERS]]
+    items += [tag("li", f"and {len(found) - len(items)} more")] if len(found) > len(items) else []
+    return tag("ul", items, class_="offenders") if items else None
+
+
+_GRAPH = " a solid line is an output that the next takes as it is; dotted, the code in between computes something."
+
+
+def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:
+    def link(name: str) -> Markup:
+        return tag("a", name, href=f"#{anchors[name]}")
+
+    return link
+
+
+def _charts(layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
+    charts = (make(layers, link) for make in (gradient_flow, activation_scale, update_ratios, attention_entropy))
+    return [chart for chart in charts if chart]
+
+
+def _run_facts(run: Data) -> Iterator[str]:
+    yield f"{count(len(run['layers']), 'layer')}"
+    frozen = run["parameters"] - run["trainable"]
+    yield f"{count(run['parameters'], 'parameter')}" + (f", {frozen:,} frozen" if frozen else "")
+    yield f"{count(run['forwards'], 'forward')}" + (
+        f", {count(run['backwards'], 'backward')}" if run["backwards"] else ", no backward"
+    )
+    if run["loss"]:
+        yield f"loss {run['loss']}"
+    yield f"{run['device']}" + (f", seed {run['seed']}" if run["seed"] is not None else "")
+    profile = run["profile"]
+    if profile:
+        yield from (
+            f"{number(value)} {unit}"
+            for name, unit in (("wall_time", "s"), ("flops", "FLOPs"), ("activation_bytes", "bytes of activations"))
+            if (value := profile.get(name)) is not None
+        )
+        if profile.get("probe_time") is not None:
+            yield f"{number(profile['probe_time'])} s of the probe itself"
+
+
+def _unused(results: Data) -> Markup | None:
+    groups = [("Unused", results["unused"]), ("Deleted", results["deleted"])]
+    groups += [(f"Kept: {why}", paths) for why, paths in dict(results["kept"]).items()]
+    lists = [
+        tag(
+            "details",
+            tag("summary", f"{title}: {count(len(paths), 'file')}"),
+            tag("ul", [tag("li", path) for path in paths]),
+        )
+        for title, paths in groups
+        if paths
+    ]
+    return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None

@@ -1,0 +1,109 @@
+// Sorts tables, filters tests and searches; without it the page shows everything.
+(() => {
+  "use strict";
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+  // --- sorting ---
+  const value = (cell) => {
+    const text = cell ? cell.textContent : "";
+    const number = parseFloat(text.replace(/,/g, ""));
+    return Number.isNaN(number) ? text : number;
+  };
+  const compare = (a, b) => {
+    if (a === "" || b === "") return (a === "") - (b === ""); // empty cells last
+    if (typeof a === typeof b) return typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
+    return typeof a === "number" ? -1 : 1;
+  };
+  const sort = (heading) => {
+    const table = heading.closest("table");
+    const body = table.tBodies[0];
+    const column = heading.cellIndex;
+    const down = heading.getAttribute("aria-sort") === "ascending";
+    all("th[aria-sort]", table).forEach((other) => other.removeAttribute("aria-sort"));
+    heading.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const text = column === 0 || heading.textContent === "type";
+    const rows = [...body.rows].map((row) => [text ? row.cells[column].textContent : value(row.cells[column]), row]);
+    const side = down ? -1 : 1;
+    rows.sort(([a], [b]) => (a === "" || b === "" ? compare(a, b) : side * compare(a, b)));
+    body.append(...rows.map(([, row]) => row));
+  };
+  all("table.layers thead th:not(.plain)").forEach((heading) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = heading.title;
+    button.append(...heading.childNodes);
+    heading.removeAttribute("title");
+    heading.append(button);
+    button.addEventListener("click", () => sort(heading));
+  });
+
+  // --- filters and search ---
+  const bar = document.querySelector(".toolbar");
+  if (bar) {
+    const tests = all(".test").map((element) => ({ element, id: element.querySelector(".id").textContent.toLowerCase() }));
+    const search = document.getElementById("search");
+    const marked = document.getElementById("marked");
+    const count = document.getElementById("count");
+    const buttons = all("button", bar);
+    let rows = null; // read when they are first needed
+    let show = "all";
+    const read = (test) =>
+      all("table.layers > tbody > tr", test.element).map((row) => ({
+        row,
+        text: `${row.cells[0].textContent} ${row.cells[1].textContent} ${row.cells[2]?.textContent}`.toLowerCase(),
+        marked: row.querySelector(".s") !== null,
+      }));
+    const update = () => {
+      const words = search.value.trim().toLowerCase();
+      if ((words || marked.checked) && !rows) rows = tests.map(read);
+      let shown = 0;
+      let layers = 0;
+      const found = [];
+      tests.forEach((test, i) => {
+        const { element } = test;
+        const named = !words || test.id.includes(words);
+        let hits = 0;
+        (rows ? rows[i] : []).forEach((layer) => {
+          const hit = (named || layer.text.includes(words)) && (!marked.checked || layer.marked);
+          if (layer.row.hidden === hit) layer.row.hidden = !hit;
+          hits += hit;
+        });
+        const wanted =
+          show === "all" ||
+          (show === "failed" ? element.classList.contains("bad") : element.dataset.found !== undefined);
+        const visible = wanted && (named || hits > 0) && (!marked.checked || hits > 0);
+        element.hidden = !visible;
+        if (visible) {
+          shown += 1;
+          layers += hits;
+          if (words && !named) found.push(element);
+        }
+      });
+      if (found.length <= 3) found.forEach((element) => (element.open = true));
+      const what = words || marked.checked ? `, ${layers.toLocaleString("en")} layers` : "";
+      count.textContent = `${shown} of ${tests.length} tests${what}`;
+    };
+    let waiting = 0;
+    search.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(update, 120);
+    });
+    marked.addEventListener("change", update);
+    buttons.forEach((button) =>
+      button.addEventListener("click", () => {
+        show = button.dataset.show;
+        buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
+        update();
+      })
+    );
+    bar.addEventListener("submit", (event) => event.preventDefault());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "/" && !event.target.closest("input")) {
+        event.preventDefault();
+        search.focus();
+      }
+    });
+    bar.hidden = false;
+    update();
+  }
+})();

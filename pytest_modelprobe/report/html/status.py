@@ -1,0 +1,57 @@
+"""What a layer's status looks like: a class of the style sheet, a sign, a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .elements import Markup, tag
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a word of the results is shown."""
+
+    word: str
+    css: str
+    sign: str
+    meaning: str
+
+
+STATUSES = {
+    status.word: status
+    for status in (
+        Status("own code", "own", "●", "the layer's own code computes something else"),
+        Status("structure", "structure", "▲", "a type, a shape or an attribute changed"),
+        Status("weights", "weights", "◆", "the weights changed"),
+        Status("nonfinite", "nonfinite", "!", "NaN or infinite values"),
+        Status("dead", "dead", "×", "all outputs are zero"),
+        Status("saturated", "saturated", "■", "outputs are at their limits"),
+        Status("no gradient", "nograd", "∅", "no gradient arrived at its parameters"),
+        Status("moved", "moved", "↓", "other values, because of a layer before it"),
+        Status("not called", "uncalled", "–", "the forward does not call it"),
+    )
+}
+"""By word, in the order of the legend."""
+
+
+def status_of(word: str) -> Status:
+    """Return how a word is shown, also one that a newer version wrote."""
+    return STATUSES.get(word, Status(word, "other", "?", ""))
+
+
+def is_cause(word: str) -> bool:
+    """Whether a word is a reason to look into the layer, and no consequence of another layer."""
+    return word not in ("moved", "not called")
+
+
+def badges(words: Iterable[str]) -> list[Markup]:
+    """Return each word with its sign."""
+    return [tag("b", f"{s.sign} {s.word}", class_=f"s {s.css}") for s in map(status_of, words)]
+
+
+def legend(words: Sequence[str]) -> Markup:
+    """Return the list of the words that occur, and what they mean."""
+    shown = sorted({status_of(word) for word in words}, key=lambda s: [*STATUSES, s.word].index(s.word))
+    items = [tag("li", badges([s.word]), f" {s.meaning}") for s in shown]
+    return tag("ul", items, class_="legend") if items else Markup()

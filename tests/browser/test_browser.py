@@ -1,0 +1,51 @@
+"""A report in Chromium: `check.mjs` opens it, uses it, and has axe-core look for faults of accessibility.
+
+Skipped without Chromium, Node.js, and the packages of npm in the folder that MODELPROBE_NODE_MODULES names.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytest_modelprobe.report.html import render
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NODE = shutil.which("node")
+PACKAGES = os.environ.get("MODELPROBE_NODE_MODULES")
+
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and NODE and PACKAGES), reason="needs Chromium, Node.js and MODELPROBE_NODE_MODULES"
+)
+
+HERE = Path(__file__).parent
+
+
+def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
+    made = runpy.run_path(str(HERE.parent / "report" / "html" / "test_page.py"))
+    layer, run, checked, snapshot, cause = (made[k] for k in ("layer", "run", "checked", "snapshot", "cause"))
+    layers = [layer("conv"), layer("block.fc", "conv", status=["own code"]), layer("block", leaf=False, parameters=0)]
+    layers += [layer("head", "block", status=["moved"], attention=[0.1, 0.95], update_ratio=[0.001, 0.002])]
+    layers += [layer(name, status=[word]) for name, word in other_statuses()]
+    broken = snapshot(cause("block.fc: own code changed"), text="block.fc\n\nIntended? pytest t.py --snapshot-update")
+    tests = [
+        checked("test_a", run(*layers), outcome="failed", message="block.fc", snapshots=[broken]),
+        checked("test_b"),
+    ]
+    tests += [checked(name, run(layer(name))) for name in made["HOSTILE"]]
+    report = tmp_path / "report.html"
+    report.write_text(render(made["results"](*tests)), "utf-8")
+    pictures = Path(os.environ.get("MODELPROBE_PICTURES", tmp_path))
+    command = [NODE, HERE / "check.mjs", CHROMIUM, PACKAGES, report, pictures]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def other_statuses() -> list[tuple[str, str]]:
+    words = ["structure", "weights", "nonfinite", "dead", "saturated", "no gradient", "not called"]
+    return [(f"other.{i}", word) for i, word in enumerate(words)]
