@@ -14,6 +14,7 @@ import pytest
 
 from .devices import as_list, resolve
 from .marker import marker_arguments, marker_error, marker_location
+from .progress_line import ProgressLine
 from .settings import SETTINGS, add_options, settings_of
 from .terminal import Terminal, summaries
 
@@ -76,6 +77,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+    if ProgressLine.is_wanted(config):
+        config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
 
 
 # --- collection -------------------------------------------------------------------------------------------------------
