@@ -15,6 +15,7 @@ import pytest
 from .devices import as_list, resolve
 from .marker import marker_arguments, marker_error, marker_location
 from .progress_line import ProgressLine
+from .properties import Properties, is_asked
 from .settings import SETTINGS, add_options, settings_of
 from .terminal import Terminal, summaries
 
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
     config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+    if is_asked(config):
+        config.pluginmanager.register(Properties(), "modelprobe-properties")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from . import properties
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
         try:
             record = source if not hasattr(source, "record") else source.record
         except ModelProbeError as error:
-            found.append({"name": name, "layers": 0, "calls": 0, "findings": [str(error)], "table": []})
+            found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [str(error)], "table": []})
             continue
         found.append(
             {
@@ -38,6 +39,7 @@ def summaries(probe: ModelProbe, config: pytest.Config) -> list[dict[str, Any]]:
                 "forwards": record.forwards,
                 "findings": findings(record),
                 "table": layer_table(record) if with_table and record.forwards else [],
+                **(properties.of_record(record) if properties.is_asked(config) else {}),
             }
         )
     return found
