@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .annotations import Annotations
 from .devices import as_list, resolve
 from .marker import marker_arguments, marker_error, marker_location
 from .progress_line import ProgressLine
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
     config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+    if Annotations.is_wanted(config):
+        config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
 
