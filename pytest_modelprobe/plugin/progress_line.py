@@ -42,7 +42,7 @@ class ProgressLine:
         return (
             not hasattr(config, "workerinput")
             and config.getoption("verbose") >= 0
-            and config.getoption("capture") in ("fd", "sys")
+            and config.getoption("capture", "no") in ("fd", "sys")
             and config.pluginmanager.hasplugin("terminalreporter")
         )
 
