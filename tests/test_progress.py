@@ -109,6 +109,11 @@ def test_a_worker_of_xdist_shows_nothing(pytestconfig: pytest.Config, monkeypatc
     assert not ProgressLine.is_wanted(pytestconfig)
 
 
+@pytest.mark.parametrize("plugin", ["no:terminal", "no:capture"])
+def test_tests_run_without_the_plugins_of_the_terminal(slow: pytest.Pytester, plugin: str) -> None:
+    assert slow.runpytest("-p", plugin).ret == 0
+
+
 def test_what_a_test_prints_is_captured_as_before(slow: pytest.Pytester) -> None:
     result = slow.runpytest("-rP")
     result.stdout.fnmatch_lines(["*Captured stdout call*", "printed before", "printed after"], consecutive=True)

@@ -40,10 +40,10 @@ class ProgressLine:
     def is_wanted(config: pytest.Config) -> bool:
         """Whether a line may be written: not with -q, nor in a worker of xdist, nor between what tests print."""
         return (
-            not hasattr(config, "workerinput")
+            config.pluginmanager.hasplugin("terminalreporter")
+            and not hasattr(config, "workerinput")
             and config.getoption("verbose") >= 0
             and config.getoption("capture", "no") in ("fd", "sys")
-            and config.pluginmanager.hasplugin("terminalreporter")
         )
 
     @pytest.hookimpl(wrapper=True)
