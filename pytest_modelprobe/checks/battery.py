@@ -10,6 +10,7 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import nearest
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss
@@ -129,7 +130,10 @@ def standard(
     __tracebackhide__ = True
     names = _chosen(skip, only)
     given = {**(kwargs or {}), **model_kwargs}
-    outcomes = Outcomes(STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in names)
+    with progress("check", len(names)) as each:
+        outcomes = Outcomes(
+            STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in each(names)
+        )
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
         _check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:

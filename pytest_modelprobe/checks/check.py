@@ -14,6 +14,7 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.progress import progress
 from pytest_modelprobe.report.text import listed
 from pytest_modelprobe.runs import Loss
 
@@ -133,7 +134,7 @@ class Check:
         self._check_options(own)
         trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
         try:
-            with trial:
+            with progress(self.__name__), trial:
                 found = self._function(trial, **own)
         except NotApplicableError as reason:
             return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import map_tensors, preserved
+from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
@@ -324,10 +325,10 @@ def overfits_batch(
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    with trial.keep_changes():
+    with trial.keep_changes(), progress("step", steps) as each:
         taken = _made(optimizer or (lambda given: torch.optim.Adam(given, 1e-2)), parameters)
         before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
-        for done in range(steps + 1):
+        for done in each(range(steps + 1)):
             trace = _with_gradients(trial, done)
             if trace.in_backward:
                 return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .annotations import Annotations
 from .devices import as_list, resolve
 from .marker import marker_arguments, marker_error, marker_location
+from .progress_line import ProgressLine
+from .properties import Properties, is_asked
 from .settings import SETTINGS, add_options, settings_of
 from .terminal import Terminal, named_records, summaries
 
@@ -66,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from .results import ResultsWriter
 
         config.pluginmanager.register(ResultsWriter(config, lambda: snapshots.unused), "modelprobe-results")
+    if Annotations.is_wanted(config):
+        config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
+    if is_asked(config):
+        config.pluginmanager.register(Properties(), "modelprobe-properties")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -85,6 +92,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+    if ProgressLine.is_wanted(config):
+        config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
 
 
 # --- collection -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
+from . import properties
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
     found = []
     for name, _, record, error in observed:
         if record is None:
-            found.append({"name": name, "layers": 0, "calls": 0, "findings": [error], "table": []})
+            found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
         found.append(
             {
@@ -63,6 +64,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "forwards": record.forwards,
                 "findings": findings(record),
                 "table": layer_table(record) if with_table and record.forwards else [],
+                **(properties.of_record(record) if properties.is_asked(config) else {}),
             }
         )
     return found

@@ -21,11 +21,15 @@ from .changes import (
     verdict_line,
     verdict_rows,
 )
+from .mermaid import graph
 from .rows import CHANGE_COLUMNS
 from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
 """Rows of a table above which the rest is folded."""
+
+_MOST_GRAPHS = 5
+"""Models of which the changed part is drawn in a verdict."""
 
 MOST_SUMMARY_BYTES = 900_000
 """Size of a summary: GitHub drops those above 1 MiB."""
@@ -93,8 +97,10 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
             ["```", *(printable(line.strip()) for line in commands), "```", ""] * bool(commands)
         )
     causes = shared_cause_rows(verdict)
+    drawn = [lines for change in verdict.changes[:_MOST_GRAPHS] if (lines := graph(change))]
     parts = [causes[first : first + MOST_ROWS] for first in range(0, len(causes), MOST_ROWS)]
     blocks = [_folded(count(len(part), "cause"), changes.SHARED_CAUSE_COLUMNS, part) for part in parts]
+    blocks += [["", *lines] for lines in drawn]
     return bounded(head, blocks, tail, most_bytes)
 
 
@@ -140,6 +146,7 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
                 "",
                 *table(comparison.CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible))),
             ]
+            lines += ["", *graph(change)]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)

@@ -26,6 +26,7 @@ from pytest_modelprobe.models import (
     seeding,
     unseen,
 )
+from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
@@ -112,12 +113,13 @@ class Run:
         reason = self._obstacle(record, model)
         if reason is None:
             try:
-                return self._measured(record)
+                with progress("measuring noise: run", (4 if responses_of(record) else 2) * _REPEATS) as each:
+                    return self._measured(record, each)
             except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
                 reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
-    def _measured(self, record: Record) -> Record:
+    def _measured(self, record: Record, each: Parts) -> Record:
         again, _ = self._observed(repeat=1)
         where = noise.first_difference(record, again)
         if where is not None:
@@ -128,14 +130,16 @@ class Run:
             )
         near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
         measured = noise.with_noise(
-            record, near=[self._observed(move)[0] for move in near], far=[self._observed(move)[0] for move in far]
+            record,
+            near=[self._observed(move)[0] for move in each(near)],
+            far=[self._observed(move)[0] for move in each(far)],
         )
         responses = responses_of(record)
         if not responses:
             return measured
         request = IsolationRequest(record)
         handed, gradients = (
-            noisy(responses, [self._isolate(record, request, move) for move in moves]) for moves in (near, far)
+            noisy(responses, [self._isolate(record, request, move) for move in each(moves)]) for moves in (near, far)
         )
         return with_responses_of_one_forward(
             measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from pytest_modelprobe.report import comparison as report
 from . import messages
 from .extension import SnapshotFiles
 from .naming import kind
+from .source import source_of
 from .summary import shown_path
 
 UNEQUAL = ("changed", "new", "unreadable")
@@ -65,6 +67,14 @@ class Outcome:
     def to_dict(self, item: pytest.Item) -> dict[str, Any]:
         """Return the result in builtin types, for the reports of pytest and ``--modelprobe-json``."""
         diagnosis = self.diagnosis
+        root = item.config.rootpath
+
+        def told(causes: Iterable[Cause]) -> list[dict[str, Any]]:
+            return [
+                {**_cause_dict(*pair), "source": source_of(self.record, pair[0].layer, root)}
+                for pair in report.grouped(causes)
+            ]
+
         return {
             "test": item.nodeid,
             "snapshot": shown_path(self.place.arch, item.config),
@@ -77,8 +87,8 @@ class Outcome:
             "layers": len(self.record.layers),
             "findings": findings(self.record) if self.verdict in ("new", "created") else [],
             "first_line": self.text.partition("\n")[0],
-            "causes": [_cause_dict(*pair) for pair in report.grouped(diagnosis.causes)] if diagnosis else [],
-            "possible": [_cause_dict(*pair) for pair in report.grouped(diagnosis.possible)] if diagnosis else [],
+            "causes": told(diagnosis.causes) if diagnosis else [],
+            "possible": told(diagnosis.possible) if diagnosis else [],
             "moved": len(diagnosis.moved) if diagnosis else 0,
             "text": self.text,
             "key": str(self.place.probe),

@@ -21,6 +21,7 @@ from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import changes, data, github, markdown
+from pytest_modelprobe.report.formats import FORMATS, renderer
 from pytest_modelprobe.report.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
@@ -175,6 +176,30 @@ def test_annotations_are_the_only_commands() -> None:
             assert properties.keys() <= {"file", "line", "title"}, repr(name)
             assert all(map(is_plain, (unescaped(value) for value in properties.values()))), repr(name)
             assert all(map(is_plain, unescaped(message).split("\n"))), repr(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_reports_of_a_run_hold_no_command_and_no_control(form: str) -> None:
+    for name in NAMES:
+        where = {"file": f"{name}.py", "line": 3}
+        cause = {"kind": "weights", "layer": name, "said": f"{name}: weights changed", "source": where}
+        snapshot = {"snapshot": name, "verdict": "changed", "first_line": name, "causes": [cause]}
+        test = {"id": f"test_a.py::test[{name}]", "file": f"{name}.py", "line": 3, "outcome": "failed", "message": name}
+        runs = [{"name": name, "findings": [f"dead: {name}", name]}]
+        said = renderer(form)({"tests": [{**test, "runs": runs, "snapshots": [snapshot]}]})
+        assert list(Runner().commands(said)) == [], repr(name)
+        assert said.isascii()
+        assert all(map(is_plain, texts(json.loads(said)))), repr(name)
+        assert form != "sarif" or not re.search(r"\]\([^)]*\)", said), repr(name)  # a link
+
+
+def texts(data: object) -> Iterator[str]:
+    """Yield all texts in JSON."""
+    if isinstance(data, dict | list):
+        for one in data.values() if isinstance(data, dict) else data:
+            yield from texts(one)
+    elif isinstance(data, str):
+        yield data
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding
+from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
@@ -92,7 +93,8 @@ def isolate(
         session = stack.enter_context(
             Session(found, traced, recipes or {}, calls, names=names or {}, gradient=gradient, perturb=perturb)
         )
-        return {(call.layer, call.index): session.response(call) for call in calls}
+        each = stack.enter_context(progress("isolated call", len(calls)))
+        return {(call.layer, call.index): session.response(call) for call in each(calls)}
 
 
 def noisy(

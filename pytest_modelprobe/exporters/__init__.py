@@ -1,0 +1,51 @@
+"""Export records to tools that show numbers over time, each found by its name in a group of entry points."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any, Protocol, cast
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import Record, nearest
+
+__all__ = ["GROUP", "Exporter", "exporter"]
+
+GROUP = "pytest_modelprobe.exporters"
+"""The group of entry points: name → function or class that takes the options and returns an `Exporter`."""
+
+
+class Exporter(Protocol):
+    """Writes records somewhere."""
+
+    def write(self, record: Record, step: int | None = None) -> None:
+        """Write the numbers of a record; ``step`` is its place in time."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+@contextlib.contextmanager
+def exporter(name: str, /, **options: Any) -> Iterator[Exporter]:
+    """Return an exporter to use in a ``with`` statement, which closes it.
+
+    Args:
+        name: ``"tensorboard"``, ``"mlflow"``, or one that another package registered in `GROUP`.
+        **options: Options of that exporter: ``log_dir=`` of TensorBoard.
+
+    Raises:
+        UsageError: There is no exporter of that name, or the package that it needs is not installed.
+    """
+    found = entry_points(group=GROUP)
+    if name not in found.names:
+        near = nearest(name, sorted(found.names), n=1)
+        hint = f"is {near[0]!r} meant?" if near else f"there are {', '.join(sorted(found.names)) or 'none'}"
+        raise UsageError(f"no exporter has the name {name!r}: {hint}")
+    try:
+        out = cast(Exporter, found[name].load()(**options))
+    except ModuleNotFoundError as error:
+        extra = f": pip install 'pytest-modelprobe[{name}]'" if name in ("tensorboard", "mlflow") else ""
+        raise UsageError(f"the exporter {name!r} needs {error.name}, which is not installed{extra}") from error
+    with contextlib.closing(out):
+        yield out

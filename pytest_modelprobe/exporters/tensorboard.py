@@ -1,0 +1,66 @@
+"""Records in TensorBoard: scalars, and histograms where the record has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pytest_modelprobe.record import Reading, Record
+
+from .readings import readings, scalars
+
+
+class TensorBoardExporter:
+    """Writes ``layer/output_mean`` and the like as scalars, and histograms of records with ``histograms=True``.
+
+    Args:
+        log_dir: The folder that TensorBoard is given.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(log_dir))
+
+    def write(self, record: Record, step: int | None = None) -> None:
+        """Write the numbers of a record."""
+        for layer, name, value in scalars(record):
+            self._writer.add_scalar(f"{layer}/{name}", value, step)
+        for layer, quantity, reading in readings(record):
+            self._write_histogram(f"{layer}/{quantity}", reading, step)
+
+    def _write_histogram(self, tag: str, reading: Reading, step: int | None) -> None:
+        numbers, histogram = reading.statistics, getattr(reading, "histogram", None)
+        if numbers is None or numbers.mean is None or numbers.rms is None or histogram is None:
+            return
+        limits, counts = buckets(histogram.first, histogram.negative, histogram.zero, histogram.positive)
+        self._writer.add_histogram_raw(
+            tag,
+            min=numbers.min,
+            max=numbers.max,
+            num=numbers.finite,
+            sum=numbers.mean * numbers.finite,
+            sum_squares=numbers.rms**2 * numbers.finite,
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        self._writer.close()
+
+
+def buckets(
+    first: int, negative: tuple[int, ...], zero: int, positive: tuple[int, ...]
+) -> tuple[list[float], list[int]]:
+    """Return the right edges of all bins from the smallest number to the largest, and their counts.
+
+    Bin k of ``positive`` counts 2**(k/2) <= x < 2**((k+1)/2), and begins with k = ``first``; so for ``negative``.
+
+    >>> buckets(0, (1, 2), 5, (3, 4))
+    ([-1.4142135623730951, -1.0, 1.0, 1.4142135623730951, 2.0], [2, 1, 5, 3, 4])
+    """
+    edges = [2.0 ** (k / 2) for k in range(first, first + len(positive) + 1)]
+    limits = [-edge for edge in reversed(edges[:-1])] + edges
+    return limits, [*reversed(negative), zero, *positive]

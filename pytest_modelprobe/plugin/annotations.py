@@ -1,0 +1,46 @@
+"""Annotations of GitHub Actions for snapshots that differ: at the class of the layer with the first cause."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+Results = Sequence[dict[str, Any]]
+
+
+class Annotations:
+    """A plugin that prints the annotations when all tests have run. Workers of xdist print none.
+
+    Args:
+        results: Returns the comparisons of all tests.
+    """
+
+    def __init__(self, results: Callable[[], Results]) -> None:
+        self._results = results
+
+    @staticmethod
+    def is_wanted(config: pytest.Config) -> bool:
+        """Whether this is a job of GitHub Actions."""
+        return os.environ.get("GITHUB_ACTIONS") == "true" and not hasattr(config, "workerinput")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print one for each snapshot that differs and whose class is known."""
+        unequal = [result for result in self._results() if result["verdict"] == "changed"]
+        located = [(result, source) for result in unequal if (source := _source(result)) is not None]
+        if not located:
+            return
+        from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
+
+        for result, source in located[:MOST_ANNOTATIONS]:
+            title = f"modelprobe: {result['model']} changed"
+            said = f"{result['test']}: {result['first_line']}"
+            terminalreporter.write_line(command("error", said, file=source["file"], line=source["line"], title=title))
+
+
+def _source(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Return file and line of the first cause that has them."""
+    return next((cause["source"] for cause in result["causes"] if cause["source"] is not None), None)

@@ -1,0 +1,82 @@
+"""Records are read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.exporters import exporter
+from pytest_modelprobe.record import Record
+
+pytest.importorskip("tensorboard")
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def read_back(folder: Path) -> Any:
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
+    events.Reload()
+    return events
+
+
+def exported(folder: Path, *records: Record) -> Any:
+    with exporter("tensorboard", log_dir=folder) as out:
+        for step, record in enumerate(records):
+            out.write(record, step)
+    return read_back(folder)
+
+
+def test_scalars_of_a_training_are_those_of_the_records(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    records = []
+    with ModelProbe() as probe, exporter("tensorboard", log_dir=tmp_path) as out:
+        watch = probe.watch(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            records.append(watch.last)
+            out.write(records[-1], step)
+    scalars = read_back(tmp_path).Scalars("0/output_mean")
+    assert [scalar.step for scalar in scalars] == [0, 1, 2]
+    assert [scalar.value for scalar in scalars] == pytest.approx([r["0"].output.statistics.mean for r in records])
+    gradients = read_back(tmp_path).Scalars("0/weight_gradient_rms")
+    assert [scalar.value for scalar in gradients] == pytest.approx(
+        [record["0"].parameters[0].gradient.statistics.rms for record in records]
+    )
+
+
+def test_histograms_have_all_counts_between_their_edges(tmp_path: Path) -> None:
+    x = torch.tensor([-2.0, -1.5, -1.0, 0.0, 0.0, 1.0, 1.2, 3.0])
+    record = ModelProbe().run(nn.Identity(), x)
+    # -2 is in bin 2, -1.5 in 1, -1 in 0; 1 and 1.2 in 0, 3 in 3
+    histogram = SimpleNamespace(first=0, negative=(1, 1, 1, 0), zero=2, positive=(2, 0, 0, 1))
+    (found,) = exported(tmp_path, with_histogram(record, histogram)).Histograms("(root)/output")
+    value = found.histogram_value
+    assert (value.min, value.max, value.num, value.sum) == (-2.0, 3.0, 8.0, pytest.approx(x.sum().item()))
+    assert value.sum_squares == pytest.approx(x.square().sum().item())
+    counted = {round(edge, 3): n for edge, n in zip(value.bucket_limit, value.bucket, strict=True) if n}
+    assert counted == {-2.0: 1, -1.414: 1, -1.0: 1, 1.0: 2, 1.414: 2, 4.0: 1}
+
+
+def with_histogram(record: Record, histogram: object) -> Any:
+    """Return a record as with ``histograms=True``: what is exported of it is read alone."""
+    layer = record["(root)"]
+    value = layer.output
+    numbers = SimpleNamespace(statistics=value.forward.statistics, histogram=histogram)
+    call = dataclasses.replace(layer.calls[0], outputs=(dataclasses.replace(value, forward=numbers),))
+    return dataclasses.replace(record, layers={"(root)": dataclasses.replace(layer, calls=(call,))})
+
+
+def test_a_record_without_histograms_has_scalars_alone(tmp_path: Path) -> None:
+    record = ModelProbe().run(nn.Identity(), torch.ones(2))
+    tags = exported(tmp_path, record).Tags()
+    assert "(root)/output_mean" in tags["scalars"]
+    assert tags["histograms"] == []

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from pytest_modelprobe.report.formats import FORMATS, renderer
+from pytest_modelprobe.report.issues import issues
+
+
+def cause(layer: str = "fc", **given: object) -> dict[str, object]:
+    return {"kind": "weights", "layer": layer, "said": f"{layer}: weights changed by 3 %", "source": None, **given}
+
+
+def snapshot(verdict: str = "changed", *causes: dict[str, object]) -> dict[str, object]:
+    return {"snapshot": "a.arch.json", "verdict": verdict, "first_line": "test_a: it changed", "causes": list(causes)}
+
+
+def case(**given: object) -> dict[str, object]:
+    """Return the results of a run of one test."""
+    test = {"id": "tests/test_net.py::test_a", "file": "tests/test_net.py", "line": 7, "outcome": "failed"}
+    test |= {"message": "it failed", "runs": [], "snapshots": []}
+    return {"versions": {"pytest-modelprobe": "1.0"}, "tests": [{**test, **given}]}
+
+
+def test_a_cause_is_at_the_class_of_its_layer_else_at_the_test() -> None:
+    known = cause(source={"file": "src/net.py", "line": 12})
+    found = issues(case(snapshots=[snapshot("changed", known, cause("head"))]))
+    assert [(i.file, i.line, i.message) for i in found] == [
+        ("src/net.py", 12, "fc: weights changed by 3 %"),
+        ("tests/test_net.py", 7, "head: weights changed by 3 %"),
+    ]
+
+
+def test_a_snapshot_without_causes_is_one_error() -> None:
+    (found,) = issues(case(snapshots=[snapshot("new")]))
+    assert (found.rule, found.level, found.message) == ("snapshot", "error", "test_a: it changed")
+
+
+def test_a_failed_assertion_is_an_error_at_its_test() -> None:
+    (found,) = issues(case(message="relu is dead"))
+    assert (found.rule, found.message, found.line) == ("test", "relu is dead", 7)
+
+
+def test_findings_of_a_test_that_passed_are_warnings() -> None:
+    (found,) = issues(case(outcome="passed", runs=[{"name": "Net", "findings": ["not finite: fc output, 3 NaN"]}]))
+    assert (found.rule, found.level) == ("finding/not-finite", "warning")
+    assert found.message == "Net: not finite: fc output, 3 NaN"
+
+
+def test_equal_snapshots_and_skipped_tests_are_no_issues() -> None:
+    assert issues(case(outcome="passed", snapshots=[snapshot("same")])) == []
+    assert issues(case(outcome="skipped")) == []
+
+
+def test_an_issue_is_recognized_in_the_next_run_and_two_are_told_apart() -> None:
+    def identities(by: str) -> list[str]:
+        causes = [cause(said=f"fc: weights changed by {by}"), cause(), cause("head")]
+        return [issue.identity for issue in issues(case(snapshots=[snapshot("changed", *causes)]))]
+
+    assert identities("3 %") == identities("4 %")
+    assert len(set(identities("3 %"))) == 3
+
+
+def test_sarif_has_what_its_schema_requires() -> None:
+    log = json.loads(renderer("sarif")(case(file="tests/test net.py")))
+    assert log["version"] == "2.1.0"
+    (run,) = log["runs"]
+    assert run["tool"]["driver"] == {"name": "pytest-modelprobe", "version": "1.0", "rules": [{"id": "test"}]}
+    (result,) = run["results"]
+    assert result["message"] == {"text": "tests/test_net.py::test_a: it failed"}
+    assert result["level"] == "error"
+    assert result["ruleIndex"] == 0
+    assert result["locations"][0]["physicalLocation"] == {
+        "artifactLocation": {"uri": "tests/test%20net.py", "uriBaseId": "SRCROOT"},
+        "region": {"startLine": 7},
+    }
+
+
+def test_gitlab_gets_path_line_and_fingerprint() -> None:
+    (found,) = json.loads(renderer("gitlab")(case()))
+    assert len(found.pop("fingerprint")) == 64
+    assert found == {
+        "description": "tests/test_net.py::test_a: it failed",
+        "check_name": "modelprobe/test",
+        "severity": "major",
+        "location": {"path": "tests/test_net.py", "lines": {"begin": 7}},
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_results_without_tests_make_an_empty_report(name: str) -> None:
+    assert "test" not in json.dumps(json.loads(renderer(name)({"tests": []}))).replace("pytest", "")
