@@ -803,7 +803,6 @@ def test_a_log_compares_a_commit_with_its_parents_and_not_with_another_branch(
 
 
 def test_a_snapshot_is_shown_as_a_page(branch: str, modelprobe: Run) -> None:
-    pytest.importorskip("pytest_modelprobe.results")
     assert modelprobe("show", PATH, "--html", "-o", "net.html") == (0, "", "")
     page = Path("net.html").read_text("utf-8")
     assert "<h1>Net</h1>" in page

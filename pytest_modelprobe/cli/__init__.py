@@ -16,6 +16,7 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import github
+from pytest_modelprobe.report.formats import FORMATS
 from pytest_modelprobe.report.text import printable
 
 from .check import run_check, run_declare, run_diff
@@ -112,9 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_format(log, "text", "markdown", "json")
     log.set_defaults(run=run_log)
 
-    report = commands.add_parser("report", help="write the report of a file of results, a page of its own")
+    report = commands.add_parser("report", help="write a file of results as a page, or for a code host")
     report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")
-    report.add_argument("-o", "--output", metavar="PATH", required=True, help="where the page is written")
+    report.add_argument("--format", choices=FORMATS, default="html")
+    report.add_argument("-o", "--output", metavar="PATH", required=True, help="where it is written")
     report.set_defaults(run=run_report)
 
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")

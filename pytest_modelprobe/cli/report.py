@@ -1,4 +1,4 @@
-"""`modelprobe report`: the report of a file of results."""
+"""`modelprobe report`: a file of results in another format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.results import SCHEMA, as_html, write_text
+from pytest_modelprobe.report.formats import renderer
+from pytest_modelprobe.results import SCHEMA, write_text
 
 from .common import SAME
 
@@ -25,5 +26,9 @@ def run_report(options: argparse.Namespace) -> int:
             f"{path} has schema {found!r}, and this version reads {SCHEMA}: write it with pytest "
             "--modelprobe-json=PATH of the same version"
         )
-    write_text(Path(options.output), as_html(results))
+    try:
+        text = renderer(options.format)(results)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {error!r}") from error
+    write_text(Path(options.output), text)
     return SAME

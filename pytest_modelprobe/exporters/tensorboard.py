@@ -30,7 +30,7 @@ class TensorBoardExporter:
             self._write_histogram(f"{layer}/{quantity}", reading, step)
 
     def _write_histogram(self, tag: str, reading: Reading, step: int | None) -> None:
-        numbers, histogram = reading.statistics, getattr(reading, "histogram", None)
+        numbers, histogram = reading.statistics, reading.histogram
         if numbers is None or numbers.mean is None or numbers.rms is None or histogram is None:
             return
         limits, counts = buckets(histogram.first, histogram.negative, histogram.zero, histogram.positive)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pytest_modelprobe.comparison import Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
-from pytest_modelprobe.record import Layer, Reading, Record
+from pytest_modelprobe.record import Connection, Layer, Reading, Record, connections
 
 from .checkpoints import Effect, effect_on_checkpoints
 from .classes import (
@@ -74,6 +74,9 @@ class SnapshotChange:
     diagnosis: Diagnosis | None = None
     """The causes; None if nothing differs or one is missing."""
     effect: Effect = field(default_factory=Effect)
+    connections: tuple[Connection, ...] = ()
+    """Producer and consumer of each tensor that passes between layers now."""
+    connections_before: tuple[Connection, ...] = ()
     removal: str | None = None
     """The reason declared for the deletion of exactly this snapshot."""
 
@@ -281,6 +284,7 @@ def _change(
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
     comparison = compare(new.record, old.record, parts=parts)
+    connected = tuple(tuple(dict.fromkeys(connections(snapshot.record))) for snapshot in (new, old))
     old, new = _outlined(old), _outlined(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
@@ -315,6 +319,8 @@ def _change(
         comparison=outlined,
         diagnosis=None if comparison.same else dataclasses.replace(diagnosis, comparison=outlined),
         effect=effect,
+        connections=connected[0],
+        connections_before=connected[1],
     )
 
 

@@ -64,7 +64,8 @@ class ResultsWriter:
         option = self._config.option
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
-        from pytest_modelprobe.results import as_html, as_json, document, write_text
+        from pytest_modelprobe.report.formats import renderer
+        from pytest_modelprobe.results import as_json, document, write_text
 
         settings = self._config.stash[SETTINGS]
         results = document(
@@ -79,7 +80,7 @@ class ResultsWriter:
         if settings.json is not None:
             write_text(settings.json, as_json(results))
         if settings.html is not None:
-            write_text(settings.html, as_html(results))
+            write_text(settings.html, renderer("html")(results))
 
     def _is_complete(self, exit_status: int) -> bool:
         stopped = exit_status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)

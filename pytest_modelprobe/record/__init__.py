@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .call_tree import CallScope, CallTree, ForwardKind, Step, forward_of
+from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
 from .layer import Layer, Parameter
@@ -27,6 +27,7 @@ __all__ = [
     "Attention",
     "Call",
     "CallTree",
+    "Connection",
     "Dimension",
     "ForwardKind",
     "Glob",
@@ -53,6 +54,7 @@ __all__ = [
     "Value",
     "address",
     "applicable_rename",
+    "connections",
     "estimated_change",
     "estimated_share",
     "forward_of",

@@ -201,7 +201,7 @@ class Record:
         True
         """
         from pytest_modelprobe.report.html import render_run
-        from pytest_modelprobe.results import run_data  # type: ignore[import-not-found,unused-ignore]
+        from pytest_modelprobe.results import run_data
 
         return render_run(run_data(self))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 FORMATS: Mapping[str, str] = {
+    "html": "pytest_modelprobe.report.html:render",
     "sarif": "pytest_modelprobe.report.sarif:render",
     "gitlab": "pytest_modelprobe.report.gitlab:render",
 }

@@ -6,10 +6,10 @@ Names are untrusted: of a label, all but letters, digits and a few signs are wri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from pytest_modelprobe.gate import SnapshotChange
-from pytest_modelprobe.record import ROOT, CallTree, Record
+from pytest_modelprobe.record import ROOT
 
 from .text import count, printable
 
@@ -33,11 +33,11 @@ def graph(change: SnapshotChange, most: int = MOST_NODES) -> list[str]:
     """
     if change.comparison is None or change.before is None:
         return []
-    actual, before = change.comparison.actual, change.before.record
+    now, before = change.comparison.actual, change.before.record
     marked = _marked(change)
     # Layers that were renamed have their former names before, and are drawn as they are now.
-    removed = [edge for edge in _edges(before) if all(name in marked or name in actual.layers for name in edge)]
-    edges = dict.fromkeys([*removed, *_edges(actual)])
+    removed = [edge for edge in change.connections_before if all(name in marked or name in now.layers for name in edge)]
+    edges = dict.fromkeys([*removed, *change.connections])
     near = dict.fromkeys(name for edge in edges if not marked.keys().isdisjoint(edge) for name in edge)
     names = [*marked, *(name for name in near if name not in marked)]
     shown = {name: f"n{i}" for i, name in enumerate(names[:most])}
@@ -46,7 +46,7 @@ def graph(change: SnapshotChange, most: int = MOST_NODES) -> list[str]:
         return []
     lines = ["```mermaid", "flowchart TD"]
     for name, node in shown.items():
-        layer = actual.layers.get(name) or before.layers.get(name)
+        layer = now.layers.get(name) or before.layers.get(name)
         kind = "" if layer is None else f": {layer.type_name}"
         mark = f":::{marked[name]}" if name in marked else ""
         lines.append(f'  {node}["{_label(name + kind)}"]{mark}')
@@ -69,16 +69,6 @@ def _marked(change: SnapshotChange) -> Mapping[str, str]:
         if layer != ROOT:
             found.setdefault(layer, "moved")
     return found
-
-
-def _edges(record: Record) -> Iterable[tuple[str, str]]:
-    """Yield producer and consumer of the tensors that pass from one layer to another."""
-    tree = CallTree(record)
-    for step in tree.started:
-        for value in step.call.inputs:
-            producer = tree.producer(step, value)
-            if producer is not None and producer[0].layer.name != step.layer.name:
-                yield producer[0].layer.name, step.layer.name
 
 
 def _label(text: str) -> str:

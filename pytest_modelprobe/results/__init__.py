@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .document import SCHEMA, as_html, as_json, document, write_text
+from .document import SCHEMA, as_json, document, write_text
 from .observed import Compared, Observed, observed_data
 from .run import run_data
 from .status import STATUSES
@@ -12,7 +12,6 @@ __all__ = [
     "Observed",
     "SCHEMA",
     "STATUSES",
-    "as_html",
     "as_json",
     "document",
     "observed_data",

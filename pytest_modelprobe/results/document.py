@@ -88,11 +88,3 @@ def write_text(path: Path, content: str) -> None:
 def as_json(results: Mapping[str, Any]) -> str:
     """Return strict JSON, in ASCII."""
     return json.dumps(results, allow_nan=False, ensure_ascii=True, separators=(",", ":")) + "\n"
-
-
-def as_html(results: dict[str, Any]) -> str:
-    """Return the report of the results in HTML."""
-    from pytest_modelprobe.report.html import render  # type: ignore[import-not-found,unused-ignore]
-
-    page: str = render(results)
-    return page

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from pytest_modelprobe.report.formats import FORMATS, renderer
+from pytest_modelprobe.report.formats import renderer
 from pytest_modelprobe.report.issues import issues
 
 
@@ -86,6 +86,6 @@ def test_gitlab_gets_path_line_and_fingerprint() -> None:
     }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["gitlab", "sarif"])
 def test_results_without_tests_make_an_empty_report(name: str) -> None:
     assert "test" not in json.dumps(json.loads(renderer(name)({"tests": []}))).replace("pytest", "")

@@ -6,8 +6,6 @@ import contextlib
 import enum
 import importlib.util
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -276,37 +274,43 @@ def test_without_the_option_nothing_is_computed(pytester: pytest.Pytester) -> No
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that holds the names of its tests."""
-    module = types.ModuleType("pytest_modelprobe.report.html")
-    module.render = lambda results: "<p>" + " ".join(test["id"] for test in results["tests"])
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-@pytest.mark.usefixtures("_page", "_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone")
 def test_the_page_is_written_at_the_end_of_a_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TWO.format("pass"))
     pytester.runpytest_inprocess("-p", "no:cacheprovider", "--modelprobe-html=out/report.html")
     written = (pytester.path / "out" / "report.html").read_text("utf-8")
-    assert written.startswith("<p>test_the_page_is_written_at_the_end_of_a_run.py::test_a ")
+    assert written.startswith("<!doctype html>")
+    assert "test_the_page_is_written_at_the_end_of_a_run.py::test_a" in written
 
 
-def results_file(path: Path, schema: int) -> None:
+def results_file(path: Path, schema: int, **more: Any) -> None:
     unused = {"unused": [], "deleted": [], "kept": {}}
     results = document([], unused, complete=True, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
-    path.write_text(as_json({**results, "schema": schema}))
+    path.write_text(as_json({**results, "schema": schema, **more}))
 
 
-@pytest.mark.usefixtures("_page")
-def test_the_command_makes_the_page_of_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "begins"), [("html", "<!doctype html>"), ("sarif", "{"), ("gitlab", "[]")])
+def test_the_command_makes_the_report_of_a_file(tmp_path: Path, kind: str, begins: str) -> None:
     results_file(tmp_path / "results.json", 2)
-    assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report.html")]) == 0
-    assert (tmp_path / "report.html").read_text() == "<p>"
+    command = ["report", str(tmp_path / "results.json"), "--format", kind, "-o", str(tmp_path / "report")]
+    assert cli.main(command) == 0
+    assert (tmp_path / "report").read_text().startswith(begins)
 
 
-def test_the_command_refuses_another_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results_file(tmp_path / "results.json", 3)
-    assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report.html")]) == 2
-    assert "has schema 3, and this version reads 2: write it with pytest" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
+@pytest.mark.parametrize(
+    ("schema", "tests", "said"),
+    [
+        (3, [], "has schema 3, and this version reads 2: write it with pytest"),
+        (2, [3], "is not what pytest --modelprobe-json=PATH writes: "),
+        (2, None, "is not what pytest --modelprobe-json=PATH writes: "),
+    ],
+)
+@pytest.mark.parametrize("kind", ["html", "sarif", "gitlab"])
+def test_the_command_refuses_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: int, tests: Any, said: str, kind: str
+) -> None:
+    results_file(tmp_path / "results.json", schema, tests=tests)
+    command = ["report", str(tmp_path / "results.json"), "--format", kind, "-o", str(tmp_path / "report")]
+    assert cli.main(command) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()

@@ -165,7 +165,7 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
         said = False
         for snapshot in test["snapshots"]:
             for cause in snapshot["causes"]:
-                entry = found.setdefault(cause["key"], _Cause(cause["said"], cause["kind"], cause["layer"]))
+                entry = found.setdefault(cause["said"], _Cause(cause["said"], cause["kind"], cause["layer"]))
                 entry.facts, entry.hints, said = _facts(cause), list(cause["hints"]), True
                 entry.tests[i] = None
                 entry.moved = max(entry.moved, snapshot["moved"])

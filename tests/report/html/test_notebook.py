@@ -27,7 +27,6 @@ def test_a_shell_in_a_terminal_is_no_notebook(
 
 
 def test_in_a_notebook_the_page_is_in_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pytest_modelprobe.results")
     shown: list[str] = []
     display = SimpleNamespace(display=shown.append, HTML=str)
     notebook = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1), display=display)
@@ -38,7 +37,6 @@ def test_in_a_notebook_the_page_is_in_a_frame(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_record_is_a_page_of_its_own() -> None:
-    pytest.importorskip("pytest_modelprobe.results")
     page = RECORD.to_html()
     assert page.startswith("<!doctype html>")
     assert "<h1>Net</h1>" in page
