@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .exceptions import NothingObservedError, UsageError
-from .models import check_supported, initialization, seeding
+from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
 from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device
 from .runs import architecture as _architecture
@@ -256,7 +256,7 @@ class ModelProbe:
         from . import figures
 
         label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer)
-        arrays = [(at, tensor.detach().float().cpu().numpy()) for at, tensor in maps]
+        arrays = [(at, as_array(tensor.detach().float().cpu()).copy()) for at, tensor in maps]
         title = f"Feature maps of {label}, image 0 of {len(x)}"
         figure = figures.feature_maps(title, arrays)
         return self._drawn(title, figure, path)
@@ -305,7 +305,7 @@ class ModelProbe:
         )
         named = f", class {target}" if isinstance(target, int) else ""
         title = f"Grad-CAM of {label}{named}"
-        arrays = [tensor.detach().float().cpu().numpy() for tensor in (images, cam)]
+        arrays = [as_array(tensor.detach().float().cpu()).copy() for tensor in (images, cam)]
 
         def draw() -> Figure:
             return figures.overlay(title, *arrays)

@@ -945,6 +945,7 @@ def test_records_that_are_kept_keep_no_inputs(probe: ModelProbe, net: Net) -> No
         inputs.append(weakref.ref(x))
         records.append(probe.run(net, x, mode="eval"))
     del x
+    gc.collect()
     assert [ref() is None for ref in inputs] == [True] * 4 + [False] * 8
     assert "no noise was measured" in rerun(records[0]).measured(records[0]).notes[0]
     assert rerun(records[-1]).measured(records[-1]).noise == "measured"

@@ -239,7 +239,7 @@ def test_every_option_of_the_command_is_in_the_reference() -> None:
         section = section.partition("\n## ")[0]
         for option in (option for action in parser._actions for option in action.option_strings):
             assert option in ("-h", "--help") or f"`{option}" in section, f"{name} {option}"
-        formats = [action.choices for action in parser._actions if action.dest == "format"]
+        formats = [action.choices for action in parser._actions if action.choices and action.dest == "format"]
         row = "".join(line for line in section.splitlines() if line.startswith("| `--format`"))
         assert [*map(set, formats)] == [set(re.findall(r"`(\w+)`", row))] * bool(row), name
 

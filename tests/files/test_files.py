@@ -1317,7 +1317,7 @@ def classes(old: Texts, new: Texts) -> dict[str, Any]:
             record=decoded(texts).record,
             architecture=architecture_digest(texts.architecture),
             content=str(hash(texts)),
-            text=texts.architecture,
+            read_text=lambda text=texts.architecture: text,
         )
         for texts in (old, new)
     )
