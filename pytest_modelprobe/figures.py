@@ -96,15 +96,17 @@ def _channels(title: str, channels: Array) -> Figure:
     height, width = channels.shape[1:]
     figure = _figure(1.05 * columns + 0.8, 1.05 * rows * min(2.0, max(0.4, height / width)) + 0.75)
     axes = figure.subplots(rows, columns, squeeze=False)
-    image = None
-    for i, panel in enumerate(axes.flat):
+    for panel in axes.flat:
         panel.axis("off")
-        if i < len(shown):
-            image = panel.imshow(shown[i], interpolation="nearest", **_colors(shown))
-            panel.set_title(f"{i}" + (" zero" if not shown[i].any() else ""), fontsize=7, color=_GRAY, pad=2)
+    images = [
+        panel.imshow(channel, interpolation="nearest", **_colors(shown))
+        for panel, channel in zip(axes.flat, shown, strict=False)
+    ]
+    for i, (panel, channel) in enumerate(zip(axes.flat, shown, strict=False)):
+        panel.set_title(f"{i}" + (" zero" if not channel.any() else ""), fontsize=7, color=_GRAY, pad=2)
     hidden = f", the first {len(shown)} of {len(channels)}" if len(channels) > len(shown) else ""
     _head(figure, title, f"{len(channels)} channels of {height} × {width}{hidden}")
-    figure.colorbar(image, ax=axes, shrink=0.8, pad=0.01, aspect=30).ax.tick_params(labelsize=7)
+    figure.colorbar(images[0], ax=axes, shrink=0.8, pad=0.01, aspect=30).ax.tick_params(labelsize=7)
     return figure
 
 
