@@ -94,8 +94,11 @@ def test_the_sdist_has_every_file_of_the_repository(sdist: Path) -> None:
 def test_the_wheel_has_the_package_and_its_license(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pytest_modelprobe").rglob("*.py")}
-    assert {name for name in names if ".dist-info/" not in name} == package | {"pytest_modelprobe/py.typed"}
+    parts = {".py", ".typed", ".css", ".js"}
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pytest_modelprobe").rglob("*.*")}
+    assert {name for name in names if ".dist-info/" not in name} == {
+        name for name in package if Path(name).suffix in parts
+    }
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
