@@ -316,7 +316,7 @@ def _figures(figures: Sequence[Data]) -> list[Markup]:
     images = []
     for figure in figures:
         source = _data_url(figure)
-        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be images.")
+        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
         images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
     return [tag("div", images, class_="figures")] if images else []
 

@@ -173,7 +173,9 @@ def test_a_figure_is_embedded() -> None:
 @pytest.mark.parametrize("change", [{"media": "text/html"}, {"data": '"><script>'}])
 def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
     figure = {"title": "maps", "media": "image/png", "data": "eA==", **change}
-    assert "<img" not in render(results(checked("a", figures=[figure])))
+    page = render(results(checked("a", figures=[figure])))
+    assert "<img" not in page
+    assert "An image that cannot be shown." in page
 
 
 def test_links_lead_to_rows_that_exist() -> None:
