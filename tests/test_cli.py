@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import json
 import os
 import re
@@ -807,6 +808,13 @@ def test_a_snapshot_is_shown_as_a_page(branch: str, modelprobe: Run) -> None:
     page = Path("net.html").read_text("utf-8")
     assert "<h1>Net</h1>" in page
     assert modelprobe("show", PATH, "--html")[1] == page
+
+
+def test_a_page_is_utf8_whatever_the_console_has(branch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    assert main(["show", PATH, "--html"]) == 0
+    assert "↑" in written.getvalue().decode("utf-8")
 
 
 def test_a_file_is_named_for_a_page_alone(branch: str, modelprobe: Run) -> None:

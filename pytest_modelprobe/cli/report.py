@@ -18,7 +18,7 @@ def run_report(options: argparse.Namespace) -> int:
     path = Path(options.results)
     try:
         results = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from error
     found = results.get("schema") if isinstance(results, dict) else None
     if found != SCHEMA:

@@ -16,6 +16,7 @@ from pytest_modelprobe.record import Record, select
 from pytest_modelprobe.report import markdown
 from pytest_modelprobe.report.record import headline
 from pytest_modelprobe.report.text import layer_rows, listed, printable, table
+from pytest_modelprobe.results import write_text
 
 from .common import SAME, as_json, resolve_source
 
@@ -53,8 +54,10 @@ def _write_page(shown: Sequence[tuple[SnapshotVersion, Record]], output: str | N
         raise ModelProbeError(f"a page shows one snapshot, not {len(shown)}: name one of {names}")
     page = shown[0][1].to_html()
     if output:
-        Path(output).write_text(page, "utf-8")
+        write_text(Path(output), page)
     else:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8")  # as the page says of itself, whatever the console has
         print(page, end="")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class ResultsWriter:
         self._ended: set[str] = set()
         self._selected: int | None = None
         self._lost = False
+        self._unwritten: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests that are to run."""
@@ -65,7 +67,7 @@ class ResultsWriter:
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
         from pytest_modelprobe.report.formats import renderer
-        from pytest_modelprobe.results import as_json, document, write_text
+        from pytest_modelprobe.results import as_json, document
 
         settings = self._config.stash[SETTINGS]
         results = document(
@@ -78,9 +80,24 @@ class ResultsWriter:
             devices=settings.devices,
         )
         if settings.json is not None:
-            write_text(settings.json, as_json(results))
+            self._write(settings.json, lambda: as_json(results))
         if settings.html is not None:
-            write_text(settings.html, renderer("html")(results))
+            self._write(settings.html, lambda: renderer("html")(results))
+
+    def _write(self, path: Path, make: Callable[[], str]) -> None:
+        from pytest_modelprobe.results import write_text
+
+        try:
+            write_text(path, make())
+        except Exception as error:  # noqa: BLE001 - the run of the tests stands without its report
+            self._unwritten.append(f"{path} is not written: {type(error).__name__}: {error}")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say which files are not written."""
+        from pytest_modelprobe.report.text import printable
+
+        for said in self._unwritten:
+            terminalreporter.write_line(f"modelprobe: {printable(said)}", red=True)
 
     def _is_complete(self, exit_status: int) -> bool:
         stopped = exit_status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,28 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def _path(config: pytest.Config, option: str) -> Path | None:
+    """Return the file of a report; UsageError before any test runs if it cannot be written."""
     given = config.getoption(option)
-    return Path(config.invocation_params.dir, given) if given else None
+    if given is None:
+        return None
+    path = Path(config.invocation_params.dir, given)
+    why = None if hasattr(config, "workerinput") else _why_unwritable(path)
+    if why is not None:
+        raise pytest.UsageError(f"{option}={given}: {why}")
+    return path
+
+
+def _why_unwritable(path: Path) -> str | None:
+    """Return why no file can be written at a path; folders that are missing are made."""
+    try:
+        if path.is_dir():
+            return "it is a directory; name a file"
+        folder = next(parent for parent in path.parents if parent.exists())
+    except OSError as error:
+        return str(error)
+    if not folder.is_dir():
+        return f"{folder} is no directory"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
 
 def _seed(config: pytest.Config) -> int:

@@ -76,6 +76,9 @@ def _commit(root: Path) -> str | None:
 
 def write_text(path: Path, content: str) -> None:
     """Write a file in one step: a reader sees the old content or the new."""
+    if path.exists() and not path.is_file():  # a terminal or a pipe, such as /dev/stdout, must not be replaced
+        path.write_text(content, "utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:

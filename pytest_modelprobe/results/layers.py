@@ -88,7 +88,6 @@ def _layer(
         "dead_units": None if call is None else _dead_units(call),
         "saturated_units": None if call is None else _saturated_units(layer, call),
         "attention": None if call is None else _attention(call),
-        "update_ratio": None,
         "profile": None if profile is None else costs(profile),
         "before": _before(before),
     }
@@ -153,4 +152,4 @@ def _before(layer: Layer | None) -> dict[str, Any] | None:
     if s is None:
         return None
     numbers = {"mean": s.mean, "std": s.std, "min": s.min, "max": s.max}
-    return {**{name: number(value) for name, value in numbers.items()}, "histogram": None}
+    return {name: number(value) for name, value in numbers.items()}

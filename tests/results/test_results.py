@@ -6,6 +6,7 @@ import contextlib
 import enum
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data
+from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
 
 with contextlib.suppress(ImportError):
     import matplotlib.figure  # noqa: F401 - it cannot be imported twice either
@@ -85,7 +86,7 @@ def test_a_changed_attribute_is_structure_and_what_follows_has_moved() -> None:
     diagnosis = diagnose(compare(net(mean=0.7, eps=1e-3), expected))
     layers = by_name(run_data(net(mean=0.7, eps=1e-3), diagnosis=diagnosis, expected=expected))
     assert layers["norm"]["status"] == ["structure"]
-    assert layers["norm"]["before"] == {"mean": 0.5, "std": 1.0, "min": -0.5, "max": 1.5, "histogram": None}
+    assert layers["norm"]["before"] == {"mean": 0.5, "std": 1.0, "min": -0.5, "max": 1.5}
     assert layers["spare"]["status"] == ["not called"]
 
 
@@ -283,6 +284,54 @@ def test_the_page_is_written_at_the_end_of_a_run(pytester: pytest.Pytester) -> N
     assert "test_the_page_is_written_at_the_end_of_a_run.py::test_a" in written
 
 
+@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.parametrize("option", ["--modelprobe-json", "--modelprobe-html"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "it is a directory"),
+        (".", "it is a directory"),
+        ("file/a", "file is no directory"),
+        ("a" * 300, "too long"),
+    ],
+    ids=["empty", "directory", "below a file", "too long"],
+)
+def test_a_path_that_cannot_be_written_is_an_error_before_the_tests(
+    pytester: pytest.Pytester, option: str, given: str, said: str
+) -> None:
+    (pytester.path / "file").touch()
+    pytester.makepyfile("def test_a(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", f"{option}={given}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {option}={given}: *{said}*"])
+    result.stdout.no_fnmatch_line("*passed*")
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_a_report_that_cannot_be_written_at_the_end_leaves_the_run_as_it_is(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pathlib
+        def test_a(): pathlib.Path("r.json").mkdir()
+    """)
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "--modelprobe-json=r.json", "--modelprobe-html=r.html"
+    )
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["modelprobe: *r.json is not written: IsADirectoryError*"])
+    assert (pytester.path / "r.html").is_file()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "{}")
+    assert os.read(reader, 9) == b"{}"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
 def results_file(path: Path, schema: int, **more: Any) -> None:
     unused = {"unused": [], "deleted": [], "kept": {}}
     results = document([], unused, complete=True, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
@@ -314,3 +363,9 @@ def test_the_command_refuses_what_it_cannot_read(
     assert cli.main(command) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
+
+
+def test_the_command_refuses_json_that_is_too_deep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report")]) == 2
+    assert "results.json is no JSON: maximum recursion depth exceeded" in capsys.readouterr().err

@@ -160,29 +160,6 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
     return _figure("Scale of activations:", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
 
 
-def update_ratios(layers: Sequence[Layer], link: Link) -> Markup | None:
-    """Return the size of the updates, relative to the weights, over the steps of a watch."""
-    series = []
-    for layer in layers:
-        points = [(i, v) for i, ratio in enumerate(layer["update_ratio"] or []) if (v := finite(ratio))]
-        if points:
-            series.append((layer["name"], points))
-    if not series:
-        return None
-    steps = max(len(layer["update_ratio"] or []) for layer in layers)
-    plot = _Plot.of(steps, [value for _, points in series for _, value in points] + [1e-3])
-    guide = tag("path", class_="was line", d=plot.line([(-0.5, 1e-3), (steps - 0.5, 1e-3)]))
-    css, draw = ("thin line", plot.line) if steps > 1 else ("dots", plot.dots)
-    lines = tag("path", class_=css, d="".join(draw(points) for _, points in series))
-    ends = sorted(((points[-1][1], name) for name, points in series), key=lambda pair: pair[0])
-    said: list[Child] = [
-        f" size of each update relative to the weights, over {steps:,} steps; dashed: 0.001, a common size.",
-        " At the end smallest ", link(ends[0][1]), f" {number(ends[0][0])}, largest ", link(ends[-1][1]),
-        f" {number(ends[-1][0])}.",
-    ]  # fmt: skip
-    return _figure("Updates:", plot.drawn([guide, lines], "Update ratio over steps", "steps →"), *said)
-
-
 _CELL_HEIGHT, _NAMES = 20.0, 200.0
 
 

@@ -79,12 +79,9 @@ class Axis:
         return [*reversed(sides[0]), histogram["zero"], *sides[1]]
 
 
-def sparkline(axis: Axis, now: Histogram, before: Histogram | None) -> Markup:
-    """Return the picture of a histogram: an area, over which the one from before is drawn as a line."""
-    paths = [tag("path", d=_outline(axis.columns(now)))]
-    if before is not None:
-        paths.append(tag("path", class_="was", d=_outline(axis.columns(before))))
-    return tag("svg", paths)
+def sparkline(axis: Axis, histogram: Histogram) -> Markup:
+    """Return the picture of a histogram: an area."""
+    return tag("svg", tag("path", d=_outline(axis.columns(histogram))))
 
 
 def _outline(columns: Sequence[int]) -> str:

@@ -166,5 +166,5 @@ def _histogram(layer: Layer) -> Histogram | None:
 
 
 def _picture(axis: Axis, layer: Layer) -> Child:
-    now, before = _histogram(layer), (layer["before"] or {}).get("histogram")
-    return sparkline(axis, now, before) if now else None
+    found = _histogram(layer)
+    return sparkline(axis, found) if found else None

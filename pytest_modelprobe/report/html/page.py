@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_modelprobe.report.text import count
 
-from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
+from .charts import activation_scale, attention_entropy, gradient_flow
 from .elements import Child, Markup, finite, number, preformatted, tag
 from .graph import graph
 from .layer_table import layer_table, shown
@@ -316,7 +316,7 @@ def _figures(figures: Sequence[Data]) -> list[Markup]:
     images = []
     for figure in figures:
         source = _data_url(figure)
-        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be images.")
+        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
         images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
     return [tag("div", images, class_="figures")] if images else []
 
@@ -387,7 +387,7 @@ def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:
 
 
 def _charts(layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
-    charts = (make(layers, link) for make in (gradient_flow, activation_scale, update_ratios, attention_entropy))
+    charts = (make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy))
     return [chart for chart in charts if chart]
 
 

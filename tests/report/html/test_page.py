@@ -32,7 +32,7 @@ def layer(name: str, *sources: str, **changed: Any) -> dict[str, Any]:
         "name": name, "type": "Linear", "module": "torch.nn.modules.linear", "leaf": True, "functional": False,
         "training": False, "calls": 1, "parameters": 72, "trainable": 72, "attributes": {}, "inputs": [value],
         "outputs": [value], "sources": list(sources), "status": [], "weights": {"rms": 0.5, "gradient_rms": 0.01},
-        "dead_units": [0, 8], "saturated_units": None, "attention": None, "update_ratio": None, "profile": None,
+        "dead_units": [0, 8], "saturated_units": None, "attention": None, "profile": None,
         "before": None, **changed,
     }  # fmt: skip
 
@@ -173,12 +173,14 @@ def test_a_figure_is_embedded() -> None:
 @pytest.mark.parametrize("change", [{"media": "text/html"}, {"data": '"><script>'}])
 def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
     figure = {"title": "maps", "media": "image/png", "data": "eA==", **change}
-    assert "<img" not in render(results(checked("a", figures=[figure])))
+    page = render(results(checked("a", figures=[figure])))
+    assert "<img" not in page
+    assert "An image that cannot be shown." in page
 
 
 def test_links_lead_to_rows_that_exist() -> None:
     layers = [layer("conv"), layer("block.fc", "conv", status=["dead"]), layer("block", leaf=False, parameters=0)]
-    layers += [layer("head", "block", attention=[0.5, None], update_ratio=[0.001, 0.002])]
+    layers += [layer("head", "block", attention=[0.5, None])]
     page = Page(render(results(checked("a", run(*layers), outcome="failed", message="dead"))))
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     links = [str(attrs["href"]) for tag, attrs in page.tags if tag == "a"]
@@ -188,7 +190,7 @@ def test_links_lead_to_rows_that_exist() -> None:
 
 
 def test_numbers_that_are_not_finite_are_shown_as_what_they_are() -> None:
-    broken = layer("fc", status=["nonfinite"], update_ratio=["nan"], attention=[None])
+    broken = layer("fc", status=["nonfinite"], attention=[None])
     none = dict.fromkeys(("min", "max", "mean", "std", "rms"))
     broken["outputs"] = [{**broken["outputs"][0], "statistics": {**STATISTICS, "nan": 16, **none}, "histogram": None}]
     assert "16" in Page(render_run(run(broken))).texts
@@ -211,7 +213,7 @@ HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>",
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def page(name: str) -> Page:
-        bad = layer(name, "fc", status=["own code"], attention=[0.5], update_ratio=[0.1, 0.2], type=name)
+        bad = layer(name, "fc", status=["own code"], attention=[0.5], type=name)
         seen = run(layer("fc", name), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
         shown = snapshot(cause(name, hints=[name], layer=name), text=f"{name}\n\n{name}", possible=[cause(name)])
         figure = {"title": name, "media": name, "data": name}
