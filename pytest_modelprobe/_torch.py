@@ -353,3 +353,16 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 CUDNN = [_cudnn(name) for name in ("benchmark", "deterministic", "enabled")]
 """Getter and setter of each setting of cuDNN."""
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation by the kernel in C++ that is made of others; NotImplemented where it has none.
+
+    `OpOverload.decompose` would prefer a kernel in Python, as of an LSTM, which rounds otherwise.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not func.has_kernel_for_dispatch_key(key):
+        return NotImplemented
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return func.decompose(*args, **kwargs)
+    return func._op_dk(key, *args, **kwargs)

@@ -18,6 +18,7 @@ from pytest_modelprobe._torch import (
     count_dispatch_modes,
     pop_dispatch_mode,
     push_dispatch_mode,
+    run_composite,
 )
 
 from .costs import TOTAL, Costs, Spans
@@ -210,7 +211,7 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
         # In inference mode a composite operation arrives as a whole. One on a subclass is the subclass' own.
         if formula is None and not types and hasattr(func, "decompose") and func is not torch.ops.prim.device.default:
             with self, running():
-                parts = func.decompose(*args, **kwargs)
+                parts = run_composite(func, args, kwargs)
             if parts is not NotImplemented:
                 return parts
         with running():

@@ -48,6 +48,17 @@ def test_operations_are_those_that_torch_counts(model: nn.Module, shape: tuple[i
         assert PROBE.run(model, x, profile=True).profile.flops == counted_by_torch(model, x) > 0
 
 
+def test_an_lstm_in_inference_mode_returns_what_it_returns_unwatched() -> None:
+    model, x = nn.LSTM(8, 16, 2, dropout=0.2), torch.ones(7, 2, 8)
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        expected, _ = model(x)
+        torch.manual_seed(0)
+        with PROBE.watch(model, profile=True):
+            output, _ = model(x)
+    assert torch.equal(output, expected)
+
+
 @pytest.fixture(scope="module")
 def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
