@@ -123,6 +123,12 @@ def test_what_has_no_map_is_refused(probe: ModelProbe, layer: str, target: objec
         probe.grad_cam(net(), layer, target, X)
 
 
+@pytest.mark.parametrize("target", [None, "cat", 1.5, True, [0, 1, 2], [[0, 1]], torch.tensor([0.0, 1.0])])
+def test_a_target_that_is_no_class_is_refused(probe: ModelProbe, target: object) -> None:
+    with pytest.raises(UsageError, match="target is one class, or one for each image, as integers; got "):
+        probe.grad_cam(net(), "norm", target, X)
+
+
 def test_a_layer_that_is_not_there_is_named(probe: ModelProbe) -> None:
     with pytest.raises(SelectionError, match="'convs'"):
         probe.grad_cam(net(), "convs", 0, X)
@@ -206,8 +212,10 @@ def test_several_scales_have_a_row_each(probe: ModelProbe) -> None:
 
 @needs_matplotlib
 def test_an_output_that_is_no_map_is_refused(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match=r"feature maps have 4 dimensions \(N, C, H, W\); head returned \(2, 3\)"):
+    with pytest.raises(UsageError, match=r"feature maps have 4 dimensions .*; head returned \(2, 3\)"):
         probe.feature_maps(net(), "head", X)
+    with pytest.raises(UsageError, match=r"none of them 0; conv returned \(0, 4, 8, 6\)"):
+        probe.feature_maps(net().eval(), "conv", X[:0])
 
 
 @needs_matplotlib

@@ -28,8 +28,8 @@ def feature_maps(run: Run, layer: str) -> tuple[str, list[tuple[str, Tensor]]]:
         raise NothingObservedError(f"{name} was never called: choose a layer that the forward uses")
     outputs = flatten("output", kept[name][0]).tensors
     maps = [(path.removeprefix("output."), tensor) for path, tensor in outputs if tensor.dim() == 4]
-    if not maps:
-        raise UsageError(f"feature maps have 4 dimensions (N, C, H, W); {_returned(name, outputs)}")
+    if not maps or not all(tensor.numel() for _, tensor in maps):
+        raise UsageError(f"feature maps have 4 dimensions (N, C, H, W), none of them 0; {_returned(name, outputs)}")
     return label_of(name, type(module).__name__), maps
 
 
@@ -85,7 +85,14 @@ def _score(output: Any, target: Target) -> Tensor:
         raise UsageError(
             "target is a class where the model returns scores (N, classes): else give a function of the output"
         )
-    classes = torch.as_tensor(target, device=logits.device).expand(len(logits))
+    wanted = "target is one class, or one for each image, as integers"
+    try:
+        classes = torch.as_tensor(target, device=logits.device).expand(len(logits))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{wanted}; got {target!r}") from error
+    if classes.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64) or not len(classes):
+        raise UsageError(f"{wanted}; got {target!r} for {len(logits)} images")
+    classes = classes.long()
     if not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
         raise UsageError(f"target is a class from 0 to {logits.shape[1] - 1}; got {target}")
     return logits.gather(1, classes[:, None]).sum()
