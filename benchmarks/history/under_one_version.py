@@ -33,14 +33,20 @@ from pytest_modelprobe.report.comparison import cause_text, first_line
 def truth(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
     """Return the floating outputs of an evaluation, and the norm of each gradient of a loss of all of them.
 
-    The loss is a random projection: squares would be the same whatever a last norm gets.
+    The loss is a random projection: squares would be the same whatever a last norm gets. Which parameters are frozen
+    does not count: what they compute is the same.
     """
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
     model.zero_grad(set_to_none=True)
     outputs = [tensor for _, tensor in flatten("output", model(**inputs)).tensors if tensor.is_floating_point()]
     drawn = torch.Generator().manual_seed(0)
     torch.stack([(output * torch.randn(output.shape, generator=drawn)).mean() for output in outputs]).sum().backward()
     gradients = [torch.zeros(1) if p.grad is None else p.grad.detach().norm()[None] for p in model.parameters()]
     model.zero_grad(set_to_none=True)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     return {"outputs": [output.detach() for output in outputs], "gradients": gradients}
 
 
@@ -62,7 +68,8 @@ def recorded(probe: ModelProbe, model: nn.Module, one: Model) -> Record:
 
 
 def described(cause: Cause, diagnosis: Diagnosis) -> dict[str, Any]:
-    shown = {"layer": cause.layer, "said": cause_text(cause), "change": cause.change}
+    # Another shape or dtype has no relative change.
+    shown = {"layer": cause.layer, "said": cause_text(cause), "change": cause.change or cause.is_exact}
     return {"kind": cause.kind, "class": class_of(cause, diagnosis), **shown}
 
 

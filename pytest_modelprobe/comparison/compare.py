@@ -509,4 +509,6 @@ def is_quantity(value: Value) -> bool:
         return False
     if numbers is None or numbers.min is None or numbers.max is None:
         return True
+    if numbers.neginf and numbers.min == numbers.max == 0:
+        return False
     return numbers.min > -1e4 or -numbers.min < 100 * numbers.max

@@ -105,6 +105,9 @@ class IsolatedResponse:
     """Synthetic floating tensors that no gradient reached, and tensors computed from them that stop the gradient."""
     reason: str | None = None
     """Why the call could not be isolated."""
+    arguments_matter: bool | None = field(default=None, repr=False, compare=False)
+    """Whether this, the answer to the plain arguments of the expected call, differs from that to the call's own. None:
+    it is the answer to the call's own. In no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

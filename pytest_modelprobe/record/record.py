@@ -79,6 +79,8 @@ class Rerun(Protocol):
         like: Record | None = None,
         names: Mapping[str, str] | None = None,
         only: Collection[str] | None = None,
+        *,
+        own_arguments: bool = False,
     ) -> Record:
         """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
@@ -87,6 +89,7 @@ class Rerun(Protocol):
             like: A record with the same names of layers.
             names: Current name → name when ``like`` was made, of the layers that were renamed.
             only: Names of the layers to run; None: all.
+            own_arguments: Whether plain arguments are those of the run, and not those of ``like``.
         """
 
     def measured(self, record: Record) -> Record:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_modelprobe.record import IsolatedResponse, Layer, Record, with_rerun
+from pytest_modelprobe.record import IsolatedResponse, Layer, Plain, Record, with_rerun
 
 from .isolation import Key
 
@@ -25,6 +25,7 @@ class IsolationRequest:
     like: Record
     names: Mapping[str, str] | None = None
     only: Collection[str] | None = None
+    own_arguments: bool = False
 
 
 class WeakRerun(Generic[S]):
@@ -54,13 +55,15 @@ class WeakRerun(Generic[S]):
         like: Record | None = None,
         names: Mapping[str, str] | None = None,
         only: Collection[str] | None = None,
+        *,
+        own_arguments: bool = False,
     ) -> Record:
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            found = self._isolated(source, record, IsolationRequest(like or record, names, only))
+            found = self._isolated(source, record, IsolationRequest(like or record, names, only, own_arguments))
         return with_rerun(found, self)
 
     def measured(self, record: Record) -> Record:
@@ -78,6 +81,15 @@ class WeakRerun(Generic[S]):
 def responses_of(record: Record) -> dict[Key, IsolatedResponse]:
     """Return the responses of a record of one forward."""
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
+
+
+def arguments_of(request: IsolationRequest) -> dict[Key, Mapping[str, Plain]]:
+    """Return the plain arguments of the calls to be answered alike, of a record of one forward; empty: its own."""
+    return (
+        {}
+        if request.own_arguments
+        else {(layer.name, call.index): call.arguments for layer, call in request.like.calls}
+    )
 
 
 def with_responses(record: Record, found: Mapping[Place, IsolatedResponse]) -> Record:

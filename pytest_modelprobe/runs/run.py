@@ -33,7 +33,14 @@ from . import noise
 from .isolation import Key, isolate, noisy
 from .loss import Loss, loss_of
 from .origin import find_gradient_origin, find_origin
-from .rerun import IsolationRequest, modules_of, responses_of, with_note, with_responses_of_one_forward
+from .rerun import (
+    IsolationRequest,
+    arguments_of,
+    modules_of,
+    responses_of,
+    with_note,
+    with_responses_of_one_forward,
+)
 from .watch import Watch
 
 Mode = Literal["train", "eval"]
@@ -155,6 +162,7 @@ class Run:
                 layers=modules_of(record),
                 only=request.only,
                 recipes={key: response.recipes for key, response in responses_of(request.like).items()},
+                arguments=arguments_of(request),
                 names=request.names,
                 gradient=self.loss is not None,
                 perturb=move,

@@ -323,7 +323,7 @@ def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
     if (rerun := outcome.rerun) is None:
         return record
     if not any(call.response for _, call in record.calls):
-        record = rerun.isolated(record, like=expected)
+        record = rerun.isolated(record, like=expected, own_arguments=True)
     return rerun.measured(record)
 
 

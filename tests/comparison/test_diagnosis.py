@@ -753,6 +753,12 @@ def test_a_change_in_the_run_that_the_answer_does_not_confirm_is_only_possible()
     assert diagnosis.possible[0].hints[-1] == "its isolated response is unchanged"
 
 
+def test_a_change_in_the_run_far_beyond_the_noise_is_certain_whatever_the_answer() -> None:
+    quiet = reading(3.0, 4.0, noise=1e-7)
+    (cause,) = found(chain((X, OTHER), response=ANSWER), chain((X, quiet), response=ANSWER)).causes
+    assert (cause.layer, cause.evidence) == ("a", "propagation")
+
+
 def test_both_kinds_of_evidence_are_one_cause() -> None:
     diagnosis = found(chain((X, OTHER), response=OTHERWISE), chain((X, Y), response=ANSWER))
     assert [(c.layer, c.evidence) for c in diagnosis.causes] == [("a", "both")]
@@ -1757,7 +1763,7 @@ class Masking(nn.Module):
         self.attn = Attention(bare=bare)
         self._window = [window]
 
-    def forward(self, x: torch.Tensor, tidy: bool | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tidy: str | None = None) -> torch.Tensor:
         if hasattr(self, "rotary"):
             self.rotary(x)
         apart = torch.arange(len(x))[:, None] - torch.arange(len(x))
@@ -1771,7 +1777,7 @@ class Handing(nn.Module):
         super().__init__()
         self.body = Masking(*args, **kwargs)
         self.head = nn.Linear(8, 8)
-        self._given = [{"tidy": True} if tidy else {}]
+        self._given = [{"tidy": "yes"} if tidy else {}]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.head(x), **self._given[0]))
@@ -2039,6 +2045,47 @@ def test_a_mask_in_another_dtype_is_not_said_to_be_another() -> None:
     assert line.startswith("output unchanged; ")
 
 
+def test_a_mask_in_another_dtype_that_masks_others_is_named() -> None:
+    def windowed(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(6, 6).masked_fill(~seen(x).triu(-1), float("-inf"))
+
+    line = first_line(diagnosed_pair(Windowed(seen), Windowed(windowed)))
+    assert line.startswith(
+        "(root): builds another mask (for attn): about 27 % of its entries differ; output changed by "
+    )
+
+
+@pytest.mark.parametrize("least", [-1e9, -math.inf])
+def test_additive_masks_are_compared_by_what_they_mask(least: float) -> None:
+    old, new = (Windowed(lambda x, n=n: torch.zeros(6, 6).masked_fill(~seen(x), n)) for n in (torch.finfo().min, least))
+    found = diagnosed_pair(old, new)
+    assert [d for d in found.comparison.found if d.kind == "response"] == []
+    assert first_line(found).startswith("output unchanged; ")
+
+
+def test_a_dtype_that_decides_what_a_mask_of_everything_does_is_the_cause() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ x.transpose(-1, -2)
+            weights = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+            return weights.softmax(-1).nan_to_num() @ x
+
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(6, 6).masked_fill(~none_of_the_last(x), -1e9)
+
+    def none_of_the_last(x: torch.Tensor) -> torch.Tensor:
+        return seen(x) & (torch.arange(6) < 5)[:, None]
+
+    old, new = Windowed(floats), Windowed(none_of_the_last)
+    old.attn, new.attn = Summed(), Summed()
+    line = first_line(diagnosed_pair(old, new))
+    assert line.startswith("(root): own code gives attn mask (6, 6) bool, not (6, 6) float32: output changed by ")
+
+
 def test_a_mask_that_is_expanded_and_one_that_is_copied_are_one() -> None:
     old, new = (Windowed(mask) for mask in (lambda x: seen(x).expand(2, 6, 6), lambda x: seen(x).repeat(2, 1, 1)))
     new.attn.extra = 1  # else nothing differs, and no layer is called alone
@@ -2145,6 +2192,45 @@ def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
 
 def test_false_for_what_is_false_by_default_is_nothing() -> None:
     assert diagnosed_pair(Asked(), Asked(output_attentions=False)).comparison.same
+
+
+class Requesting(nn.Module):
+    """Asks its child for what it may give out besides; the child's code follows."""
+
+    def __init__(self, *, scale: float = 1.0, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = [arguments]
+        self.inner = Answering(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, **self.arguments[0])[0]
+
+
+class Answering(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = [scale]
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, with_weights: bool | None = None, twice: bool = False) -> Any:
+        y = self.a(x) * self._scale[0]
+        out = self.b(y + y if twice else y)
+        return (out, y) if with_weights else (out,)
+
+
+@pytest.mark.parametrize("then", [False, True])
+def test_an_argument_that_requests_an_output_does_not_excuse_the_code_that_got_it(then: bool) -> None:
+    diagnosis = diagnosed_pair(Requesting(with_weights=then), Requesting(scale=1.5))
+    assert first_line(diagnosis).startswith("inner: own code changed between a and b: by ")
+    asked = [cause for cause in diagnosis.causes if cause.layer == "(root)"]
+    assert [(cause.change, cause.hints) for cause in asked] == [(None, ("the child answers the same, alone",))]
+    assert not diagnosis.possible
+
+
+def test_an_argument_that_has_an_effect_is_the_caller_s_doing() -> None:
+    diagnosis = diagnosed_pair(Requesting(twice=True), Requesting())
+    assert first_line(diagnosis).startswith("(root): own code no longer gives inner twice: output changed by ")
+    assert len(diagnosis.causes) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

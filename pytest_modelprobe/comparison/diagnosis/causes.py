@@ -18,6 +18,9 @@ ShareMethod = Literal["counted", "estimated"]
 DRIFT = "drift first visible here"
 """The hint of an output change hardly larger than the changes of the inputs."""
 
+NO_EFFECT = "the child answers the same, alone"
+"""The hint of arguments to a child that have no effect."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -131,7 +134,7 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
         measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         given = cause.kind in ("input", "seed")
         # A model that was trained again explains every number, so it comes last.
-        rank = 0 if not silent or measured or given else 1 if own else 3
+        rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 3
         return not given, 2 if cause.is_retraining else rank, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)

@@ -11,7 +11,7 @@ from pytest_modelprobe.comparison.pairing import children
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import ROOT, Plain, Step
 
-from .causes import DRIFT, Cause, cause_of, in_layer_order
+from .causes import DRIFT, NO_EFFECT, Cause, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
 from .hints import hints
 from .index import CallsComparison, ComparisonIndex, InputComparison, child_of
@@ -19,6 +19,10 @@ from .layer_names import between, parent, relative_name
 
 _AMPLIFICATION = 10.0
 """Output change over input change, each in units of its limit: beyond it, sensitivity does not explain the output."""
+
+_FAR = 1e4
+"""Output change over its noise: beyond it, a response that does not change does not make the run doubtful. Synthetic
+inputs lack much of what real ones have, such as a row of a mask that masks everything."""
 
 _DATA_DEPENDENT = "how many rows it chooses may depend on numbers that changed"
 
@@ -66,13 +70,17 @@ def computation_causes(
             certain[cause.layer] = _merged(known, cause)
         elif not sure:
             possible.setdefault(cause.layer, cause)
-        elif index.is_response_conclusive(pair_here):
+        elif index.is_response_conclusive(pair_here) and not _is_far_beyond_noise(cause):
             hint = "its isolated response is unchanged"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
             certain[cause.layer] = cause
     told = [_with_attributes(index, cause) for cause in certain.values()]
     return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+
+
+def _is_far_beyond_noise(cause: Cause) -> bool:
+    return cause.noise is not None and cause.change is not None and cause.change > _FAR * cause.noise > 0
 
 
 def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:
@@ -130,6 +138,8 @@ def _changed_child_inputs(index: ComparisonIndex) -> Iterator[Cause]:
             elif above is not None and _is_forwarded(index, above, difference):
                 continue
             cause = cause_of("computation", [difference])
+            if difference.kind == "argument" and index.is_indifferent(pair):
+                cause = dataclasses.replace(cause, hints=(NO_EFFECT,))
             if difference.what == "grad_enabled":
                 cause = dataclasses.replace(cause, kind="gradient", gradient="switched")
             yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
@@ -236,6 +246,7 @@ def _response_differences(index: ComparisonIndex, pair: CallPair) -> list[Differ
 
     # A changed argument may be passed on.
     given = {tuple(map(_argument_text, (d.actual, d.expected))) for d in index.of_call(pair, "argument")}
+    given |= {(then, now) for now, then in given}  # of the run, or of the expected call
     return [
         d
         for d in found
@@ -253,7 +264,9 @@ def _argument_text(value: Plain) -> str | None:
 def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Difference]) -> Cause:
     """Return the cause that the differences of an isolated response show."""
     if all(map(_is_argument, found)):
-        return dataclasses.replace(cause_of("computation", found), evidence="isolated")
+        called = [index.child_call(pair, d.what.rpartition(" ")[0]) for d in found]
+        without = (NO_EFFECT,) if all(map(index.is_indifferent, called)) else ()
+        return dataclasses.replace(cause_of("computation", found), evidence="isolated", hints=without)
     order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
     rank = {where: i for i, where in enumerate(order)}
     first = min(found, key=lambda d: rank.get(d.what, len(order)))

@@ -37,10 +37,8 @@ def generated_input(index: ComparisonIndex, pair: CallPair, difference: Differen
     values = None if call is None else _both_inputs(call, path)
     if call is None or values is None or any(map(is_quantity, values)):
         return None
-    if values[0].dtype != values[1].dtype:
-        return None  # masks of different dtypes cannot be compared
     share, how = _share_of(index, call, *values)
-    if share is None and not _is_floating(values[0]):
+    if share is None and _is_read_exactly(pair, difference.what):
         share = difference.change
     return GeneratedInput(f"{path} (for {child})", share, how)
 
@@ -55,14 +53,26 @@ def generated_in_run(index: ComparisonIndex, child: CallPair, name: str) -> Gene
     ]
     if not differing or any(is_quantity(value) for values in differing for value in values):
         return None
-    return GeneratedInput(f"{differing[0][0].path} (for {name})", *_share_of(index, child, *differing[0]))
+    now, then = differing[0]
+    share, how = _share_of(index, child, now, then)
+    if now.dtype != then.dtype:
+        share = _least_share(now, then)
+        if not share:
+            return None  # they may mask the same
+    return GeneratedInput(f"{now.path} (for {name})", share, how)
+
+
+def _is_read_exactly(pair: CallPair, where: str) -> bool:
+    """Whether what is passed on is read as integers are, as masks are, so that a change is the share of entries."""
+    handed = pair.expected.response.handed if pair.expected.response else ()
+    return any(h.where == where and h.reading is not None and h.reading.digest is not None for h in handed)
 
 
 def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -> tuple[float | None, ShareMethod]:
     """Return the share of entries of an input that differ in the run; None if it is the same or cannot be compared."""
     found = index.comparison.change(call.layer, call.key, "input", now.path)
     a, e = now.forward.statistics, then.forward.statistics
-    if not found.differs or a is None or e is None or not a.count or a.count != e.count:
+    if not found.differs or a is None or e is None or not a.count or a.count != e.count or now.dtype != then.dtype:
         return None, "estimated"
     masked = _masked(now, a), _masked(then, e)
     if _is_floating(then):
@@ -94,6 +104,21 @@ def _masked(value: Value, numbers: Statistics) -> int | None:
     if not _is_floating(value) or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
         return None
     return numbers.count - numbers.zeros
+
+
+def _least_share(now: Value, then: Value) -> float:
+    """Return the least share of entries in which a bool mask and an additive one differ; 0 if one is no mask."""
+    a, e = now.forward.statistics, then.forward.statistics
+    if a is None or e is None or not a.count:
+        return 0.0
+    # A bool may stand for what is masked, or for what is not.
+    return min((abs(x - y) for x in _hidden(now, a) for y in _hidden(then, e)), default=0) / a.count
+
+
+def _hidden(value: Value, numbers: Statistics) -> Sequence[int]:
+    """Return how many entries a mask may hide; nothing if it is no mask."""
+    masked = _masked(value, numbers)
+    return () if masked is None else (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
 
 
 def _is_floating(value: Value) -> bool:

@@ -154,11 +154,15 @@ class ComparisonIndex:
         """Return what else may explain a layer's response than its own code: its mode, or inputs that came or went."""
         if self.has(pair.layer, "mode"):
             return "its mode changed too"
-        others = self.of_call(pair, "input added", "input removed", "argument")
+        others = self.of_call(pair, "input added", "input removed", *(() if _is_asked_alike(pair) else ("argument",)))
         if others and not pair.outermost:
             came = others[0].kind == "input added" or others[0].expected is None
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
         return None
+
+    def is_indifferent(self, call: CallPair | None) -> bool:
+        """Whether the code of a call answers the same, alone, to the plain arguments of either record."""
+        return call is not None and _is_same_for_arguments(call)
 
     def uses_changed_input(self, pair: CallPair) -> bool:
         """Whether a floating-point tensor came or went that the code of the call uses, or used.
@@ -190,7 +194,11 @@ class ComparisonIndex:
     def compare_inputs(self, pair: CallPair) -> InputComparison:
         """Return how the inputs of a call compare with the expected ones."""
         others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
-        if others or self._gets_non_default_false(pair):
+        if _is_same_for_arguments(pair):
+            others = [d for d in others if d.kind != "argument"]
+        elif self._gets_non_default_false(pair):
+            return InputComparison(match=False)
+        if others:
             return InputComparison(match=False)
         a, e = pair.actual, pair.expected
         changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
@@ -206,7 +214,7 @@ class ComparisonIndex:
         values = pair.actual.inputs if side == "input" else pair.actual.outputs
         found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
         if self.of_call(pair, "interface", side=side):
-            found.append(ValueChange(math.inf))
+            found.insert(0, ValueChange(math.inf))  # the first of those without a tolerance is taken
         return max((c for c in found if c.differs), key=lambda c: c.units, default=None)
 
     def largest_buffer_change(self, pair: CallPair) -> ValueChange | None:
@@ -217,7 +225,8 @@ class ComparisonIndex:
 
     def has_same_structure(self, pair: CallPair) -> bool:
         """Whether arguments, shapes, attributes and the structure of parameters are the same, whatever their values."""
-        got = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
+        got = self.of_call(pair, "context", "interface", "input added", "input removed", side="input")
+        got += [] if _is_same_for_arguments(pair) else self.of_call(pair, "argument")
         held = {"type", "attribute", "mode", *STRUCTURE}
         return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
@@ -233,11 +242,13 @@ class ComparisonIndex:
         )
 
     def _has_same_synthetic_inputs(self, pair: CallPair) -> bool:
-        given = self.of_call(pair, "argument", "context", "interface", side="input")
+        asked = _is_asked_alike(pair)
+        given = self.of_call(pair, "context", "interface", *(() if asked else ("argument",)), side="input")
         # An argument that came or went may be the default; then it is a matter of the caller.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
-        return came_or_went and same and not (self._gets_non_default_false(pair) or self._has_other_names(pair))
+        other_false = not asked and self._gets_non_default_false(pair)
+        return came_or_went and same and not (other_false or self._has_other_names(pair))
 
     def _has_other_names(self, pair: CallPair) -> bool:
         """Whether parameters or inputs were renamed: synthetic tensors are drawn by name."""
@@ -398,6 +409,16 @@ class ComparisonIndex:
 def child_of(pair: CallPair, called: str) -> str:
     """Return the full name of a child given as ``attn`` or ``attn (call 2)``."""
     return qualified(pair.layer, called.partition(" ")[0])
+
+
+def _is_asked_alike(pair: CallPair) -> bool:
+    """Whether the isolated response is one to the plain arguments of the expected call."""
+    return pair.actual.response is not None and pair.actual.response.arguments_matter is not None
+
+
+def _is_same_for_arguments(pair: CallPair) -> bool:
+    """Whether the code answers the same, alone, to the plain arguments of either call."""
+    return pair.actual.response is not None and pair.actual.response.arguments_matter is False
 
 
 def _callers(course: Iterable[Step]) -> dict[str, str]:

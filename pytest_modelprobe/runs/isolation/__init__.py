@@ -21,7 +21,7 @@ from torch import nn
 
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import IsolatedResponse, Reading
+from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
 from .alone import Key, Perturb, Session
@@ -43,6 +43,7 @@ def isolate(
     layers: Collection[str] | None = None,
     only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
+    arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
@@ -59,6 +60,7 @@ def isolate(
         layers: Names of those to call; None: all.
         only: Names of some of these, to skip the others; their responses do not depend on it.
         recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
+        arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
         names: Names of layers → different names that they had when these recipes were made.
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
@@ -91,7 +93,16 @@ def isolate(
         calls = [call for call in traced.finish() if call.alone]
         stack.enter_context(without_warnings(gradient))
         session = stack.enter_context(
-            Session(found, traced, recipes or {}, calls, names=names or {}, gradient=gradient, perturb=perturb)
+            Session(
+                found,
+                traced,
+                recipes or {},
+                calls,
+                arguments=arguments or {},
+                names=names or {},
+                gradient=gradient,
+                perturb=perturb,
+            )
         )
         each = stack.enter_context(progress("isolated call", len(calls)))
         return {(call.layer, call.index): session.response(call) for call in each(calls)}

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_dense_storage
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, Plain
 
+from .arguments import with_arguments
 from .contexts import attributes_restored, fixed_seed, fused_paths_disabled, without_hooks
 from .gradients import combined, projected
 from .own import ATOMIC, buffers_of, is_equal, weights_of
 from .reasons import CannotTellError, line, reason_of
-from .recipes import Draws, fits, head_of, kind_of, synthetic
+from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
 from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
 
 Key = tuple[str, int]
@@ -42,6 +43,7 @@ class Session:
         recipes: Mapping[Key, Mapping[str, str]],
         calls: Iterable[TracedCall],
         *,
+        arguments: Mapping[Key, Mapping[str, Plain]],
         names: Mapping[str, str],
         gradient: bool,
         perturb: Perturb | None,
@@ -52,6 +54,7 @@ class Session:
         self.called = traced.called
         self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.recipes = recipes
+        self.arguments = arguments
         self.gradient = gradient
         self.perturb = perturb
         self.draws = Draws()
@@ -86,10 +89,21 @@ class Session:
         """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
-        self.current = alone = _IsolatedCall(self, call)
+        expected = self.arguments.get((call.layer, call.index)) if call.parent is not None else None
+        alone = _IsolatedCall(self, call, expected)
+        found = self._response(alone)
+        if not alone.has_other_arguments:
+            return found
+        own = self._response(_IsolatedCall(self, call))
+        if found.reason is not None:
+            return own  # code may raise for what it was not called with
+        return dataclasses.replace(found, arguments_matter=_tensors_differ(own, found))
+
+    def _response(self, alone: _IsolatedCall) -> IsolatedResponse:
+        self.current = alone
         try:
-            with attributes_restored(call.module), contextlib.ExitStack() as stack:
-                for state in call.autocast:
+            with attributes_restored(alone.call.module), contextlib.ExitStack() as stack:
+                for state in alone.call.autocast:
                     stack.enter_context(torch.autocast(*state))
                 return alone.run()
         finally:
@@ -193,9 +207,11 @@ class _Leaf:
 class _IsolatedCall:
     """One call, run in isolation."""
 
-    def __init__(self, session: Session, call: TracedCall) -> None:
+    def __init__(self, session: Session, call: TracedCall, expected: Mapping[str, Plain] | None = None) -> None:
         self._session = session
-        self._call = call
+        self.call = self._call = call
+        self._expected = expected
+        self.has_other_arguments = False
         self._wanted = session.recipes.get((call.layer, call.index), {})
         self._recipes: dict[str, str] = dict(session.owned.get(call.layer, {}))
         self._entered = False
@@ -220,10 +236,13 @@ class _IsolatedCall:
                 self._register_input(weight, name, self._leaf(name, name, weight))
             assert self._call.inputs is not None
             args, kwargs = self._made(self._call.inputs, "", "", None)
+            module = self._call.module
+            asked = None if self._expected is None else with_arguments(module.forward, args, kwargs, self._expected)
+            if asked is not None:
+                kwargs, self.has_other_arguments = asked, True
             buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._call.module)}
             inputs = list(self._inputs.values())
             self._session.seed()
-            module = self._call.module
             with without_hooks(m for m in self._session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
@@ -371,7 +390,7 @@ class _IsolatedCall:
 
     def _computed(self, where: str, tensor: Tensor) -> None:
         self._emitted.append((where, None))
-        self._reduced.append(statistics.reduce(tensor, small=self._small))
+        self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
@@ -412,6 +431,14 @@ class _IsolatedCall:
             return [], [], line(f"backward: {reason_of(error)}")
         reached = [(role, gradient) for role, gradient in zip(wanted, found, strict=True) if gradient is not None]
         return [role for role, _ in reached], [gradient for _, gradient in reached], None
+
+
+def _tensors_differ(a: IsolatedResponse, b: IsolatedResponse) -> bool:
+    """Whether a tensor that is in both responses differs; one of them may have more outputs."""
+    x, y = (
+        {h.where: (h.passed, h.reading) for h in one.handed if not (h.passed or "").startswith("=")} for one in (a, b)
+    )
+    return a.reason is not None or any(x[where] != y[where] for where in x.keys() & y.keys())
 
 
 _Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None

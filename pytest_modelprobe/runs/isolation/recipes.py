@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.models import seeding
+from pytest_modelprobe.models import has_dense_storage, seeding
 
 _EXTREME = -1e4
 """Floats up to this number are taken for entries of masks."""
@@ -74,6 +74,23 @@ def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
         plain = _FLOATS.fullmatch(kind) if rows and not weight else None
         small = plain is not None and plain["exponent"] and not plain["sign"] and int(plain["exponent"]) < _LARGE
         return f"{kind}*" if small else kind
+
+
+def as_mask(tensor: Tensor) -> Tensor:
+    """Return which entries an additive mask leaves, as bools: so masks of any dtype and number are alike.
+
+    Any other tensor is returned as it is.
+
+    >>> as_mask(torch.tensor([0.0, -torch.inf])), as_mask(torch.tensor([0.5, -torch.inf]))
+    (tensor([ True, False]), tensor([0.5000,   -inf]))
+    """
+    with statistics.ambient_modes_disabled(), torch.no_grad():
+        x = tensor.detach()
+        floating = has_dense_storage(x) and x.is_floating_point() and x.numel()
+        if not floating or not x.amin() <= _EXTREME:
+            return tensor
+        left = x == 0
+        return left if bool((left | (x <= _EXTREME)).all()) else tensor
 
 
 def _kind_of_padded(x: Tensor) -> str | None:
