@@ -5,7 +5,7 @@ from __future__ import annotations
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
-from .layer import Layer, Parameter
+from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, label_of, qualified
 from .profile import LayerProfile, Profile
 from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
@@ -55,6 +55,7 @@ __all__ = [
     "address",
     "applicable_rename",
     "connections",
+    "elements",
     "estimated_change",
     "estimated_share",
     "forward_of",
