@@ -58,10 +58,10 @@ class Run:
         device: torch.device,
         seed: int,
         layers: Selector,
-        functionals: bool,
-        attention: bool,
-        profile: bool,
-        isolate: bool,
+        functionals: bool = False,
+        attention: bool = False,
+        profile: bool = False,
+        isolate: bool = False,
         histograms: bool = False,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
