@@ -1303,6 +1303,25 @@ def trained_again(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_a_layer_that_uses_the_weights_of_another_is_not_blamed_for_these() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    def noisy(model: nn.Module) -> Record:
+        expected = recorded(model, PROBE.randn(4, 8))
+        return expected.rerun.measured(expected)
+
+    expected = noisy(PROBE.build(Tied))
+    found = diagnose(compare(recorded(trained_again(PROBE.build(Tied)), PROBE.randn(4, 8), like=expected), expected))
+    assert {cause.kind for cause in found.causes} == {"weights"}
+
+
 def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
     found = refactored(Scaling, lambda: trained_again(Scaling(1.5, in_chans=3)))
     assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
@@ -1417,6 +1436,22 @@ def test_a_layer_that_passed_on_its_input_and_is_called_elsewhere_is_no_other_co
     )
     assert [cause.kind for cause in found.causes] == kinds
     assert not found.possible
+
+
+def test_code_before_a_layer_that_passed_on_what_it_computed_is_named() -> None:
+    class Dropped(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self._scale = [scale]
+            self.fc, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self._scale[0] * x + self.fc(x))
+
+    found = refactored(
+        lambda: in_a_row(lambda: Dropped(1.0)).eval(), lambda: trained_again(in_a_row(lambda: Dropped(2.0)).eval())
+    )
+    assert first_line(found).startswith("layer '1' (Dropped): own code changed between fc and drop: by ")
 
 
 def test_a_layer_that_did_something_and_is_called_elsewhere_is_another_code() -> None:
