@@ -971,3 +971,62 @@ def test_a_cap_on_scores_shows_alone() -> None:
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) / 8
     before = respond(Capped(50.0), x)
     assert changed(respond(Capped(None), x, like=before), before) == {"(root)"}
+
+
+class Giving(nn.Module):
+    """Gives its child a flag, or does not."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = [arguments]
+        self.inner = Taking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, **self.arguments[0])
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, twice: bool = False, noted: bool = False, **others: Any) -> torch.Tensor:
+        if others:
+            raise TypeError("others")
+        return self.fc(x + x if twice else x)
+
+
+def response_of_inner(model: nn.Module, like: Any = None, **options: bool) -> IsolatedResponse:
+    with ModelProbe(device="cpu") as probe:
+        record = probe.run(model, torch.ones(2, 4), loss="random")
+        record = record.rerun.isolated(record, like=like, **options)
+    response = record.layers["inner"].calls[0].response
+    assert response is not None
+    return response
+
+
+def recorded_alone(model: nn.Module) -> Any:
+    with ModelProbe(device="cpu") as probe:
+        record = probe.run(model, torch.ones(2, 4), loss="random")
+        return record.rerun.isolated(record)
+
+
+@pytest.mark.parametrize(("argument", "matters"), [("twice", True), ("noted", False)])
+def test_a_layer_answers_the_arguments_of_the_expected_call(argument: str, matters: bool) -> None:
+    before = recorded_alone(Giving(**{argument: True}))
+    response = response_of_inner(Giving(), like=before)
+    assert response == before.layers["inner"].calls[0].response
+    assert response.arguments_matter is matters
+
+
+def test_a_response_to_write_is_one_to_the_layer_s_own_arguments() -> None:
+    before, model = recorded_alone(Giving(twice=True)), Giving()
+    assert response_of_inner(model, like=before, own_arguments=True) == response_of_inner(model)
+
+
+def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:
+    before, model = recorded_alone(Giving()), Giving()
+    call = before.layers["inner"].calls[0]
+    object.__setattr__(call, "arguments", {"legacy": True})
+    response = response_of_inner(model, like=before)
+    assert (response.reason, response.arguments_matter) == (None, None)
