@@ -131,11 +131,13 @@ HEAD = [
     "Where it did, `first line` says that a layer whose change has a size is named there: whether it is the right one",
     "has to be read, below. A pair with fewer models than others was cut short.",
     "",
-    "Read so far: `mistral` has another mask, made in `model`. From 4.48.3 to 4.57.1 it is boolean too: masks of",
-    "different dtypes are not compared, and nothing names it. Of `deberta_v2` the run differs first within",
-    "`attention.self`. Of `whisper` no output is another: a table that was frozen is trainable since, as its causes",
-    "say (`encoder.embed_positions.weight requires_grad False → True`). `mixtral` has its experts in one parameter",
-    "since 5.x: where the change of gradients is `inf`, it is their number that differs.",
+    "What they are, as read in the source of the library. Of `mistral`, `model` builds another mask; from 4.48.3 to",
+    "4.57.1 one that masks the same, as bools: a query that may look at nothing gets zeros of a boolean mask, and a",
+    "mean of one of the smallest floats, so its dtype is the change. Of `deberta_v2`, `attention.self` gives such a",
+    "query a mean now, and gave it zeros. A synthetic mask has no such row, so that the run alone shows it. Not",
+    "counted: a table of `whisper` that was frozen is trainable since 5.x, as its causes say. Gradients are",
+    "compared as if nothing was frozen, and those of `mixtral`, whose experts are one parameter since 5.x, by the",
+    "norm of all.",
     "",
 ]
 

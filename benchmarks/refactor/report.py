@@ -14,7 +14,7 @@ AIMS = {"bug": 0.95, "bug, refactoring": 0.90, "bug, other weights": 0.80, "bug,
 REASONS = [
     "Why, as far as it was read: most are one case. The refactoring adds or removes a child of the very layer that has",
     "the bug: what such a layer answers alone differs for that already, so its code is not judged. Of a layer that",
-    "gets other arguments than before, a change of its code is possible only. With other weights besides, the run",
+    "gets other tensors than before, a change of its code is possible only. With other weights besides, the run",
     "itself tells nothing of code.",
 ]
 
