@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.exceptions import UsageError
-
 from .settings import Settings
 
 
 def tests_of_named_model(session: pytest.Session, settings: Settings) -> Iterator[pytest.Item]:
     """Yield the tests of the model; `pytest.UsageError` if there is none of that name."""
     from pytest_modelprobe import scan
+    from pytest_modelprobe.exceptions import UsageError
     from pytest_modelprobe.scan import model_tests
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does

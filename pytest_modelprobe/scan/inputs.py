@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,22 +40,27 @@ class Input:
 
     def tensor(self, probe: ModelProbe, position: int) -> Tensor:
         """Return the tensor, drawn from the seed of a probe."""
-        name = self.name or f"input {position}"
+        name = self._drawn_as(position)
         if self.below is None:
-            return probe.randn(*self.shape, name=name)
-        return probe.randint(0, self.below, self.shape, name=name)
+            return probe.randn(*self.shape, **name)
+        return probe.randint(0, self.below, self.shape, **name)
 
     def code(self, position: int) -> str:
         """Return the call that draws the tensor, for a test.
 
-        >>> Input((4, 16), below=100).code(0)
-        'modelprobe.randint(0, 100, (4, 16,), name="input 0")'
+        >>> Input((4, 16), below=100).code(0), Input((4, 3)).code(1)
+        ('modelprobe.randint(0, 100, (4, 16))', 'modelprobe.randn(4, 3, name="input 1")')
         """
-        shape = ", ".join(map(str, self.shape))
-        name = f"name={json.dumps(self.name or f'input {position}')}"
+        name = "".join(f', name="{name}"' for name in self._drawn_as(position).values())
         if self.below is None:
-            return f"modelprobe.randn({shape}, {name})"
-        return f"modelprobe.randint(0, {self.below}, ({shape},), {name})"
+            return f"modelprobe.randn({', '.join(map(str, self.shape))}{name})"
+        return f"modelprobe.randint(0, {self.below}, {self.shape}{name})"
+
+    def _drawn_as(self, position: int) -> dict[str, str]:
+        """Return the name by which the numbers are drawn, if they need one: inputs of one shape are to differ."""
+        if self.name is not None:
+            return {"name": self.name}
+        return {"name": f"input {position}"} if position else {}
 
 
 def parse_input(text: str) -> Input:
@@ -120,11 +124,14 @@ def how_to_name(model: nn.Module) -> str:
     return "give them with --input, such as --input 8x3x32x32, or --input 8x16:1000 for integers below 1000"
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def _of_layer(layer: nn.Module) -> list[Input]:
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return [Input((BATCH, LENGTH), below=layer.num_embeddings)]
     spatial = {1: (64, 1024), 2: (32, 64, 224, 28), 3: (16, 32)}
-    if isinstance(layer, nn.modules.conv._ConvNd):
+    if isinstance(layer, _CONVOLUTIONS):
         sizes = len(layer.kernel_size)
         return [Input((BATCH, layer.in_channels, *[size] * sizes)) for size in spatial[sizes]]
     if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d):
@@ -149,7 +156,7 @@ def _of_transformers(model: Any) -> list[list[Input]]:
     vision = _first(config, "vision_config", "backbone_config") or config
     text = _first(config, "text_config", "encoder", "text_encoder") or config
     vocabulary, longest = _first(text, "vocab_size"), _first(text, "max_position_embeddings", "n_positions")
-    length = min(LENGTH, (longest or LENGTH) // 2)
+    length = min(LENGTH, longest // 2) if longest else LENGTH
     words = [Input((BATCH, length), below=vocabulary, name="input_ids")] if vocabulary else []
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken and vocabulary:
         words += [Input((BATCH, length), below=vocabulary, name="decoder_input_ids")]

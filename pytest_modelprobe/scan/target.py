@@ -61,6 +61,8 @@ def load(name: str) -> Target:
         near = nearest(path, dir(module), n=1)
         hint = f": is {near[0]} meant?" if near else ""
         raise UsageError(f"{module_name} has no {path}{hint}") from None
+    except ImportError as error:  # of a package that imports its parts when they are asked for
+        raise UsageError(f"{name} cannot be imported: {error}") from error
     expression = f"{path}()"
     if isinstance(made, type) and hasattr(made, "config_class"):
         make: Callable[[], Any] = functools.partial(_of_default_config, made)
@@ -73,8 +75,7 @@ def load(name: str) -> Target:
 
 def _check_callable(name: str, made: Any) -> None:
     if isinstance(made, nn.Module):
-        raise UsageError(f"{name} is a model that is made already: name a function that makes it, for its weights "
-                         "are drawn from the seed")  # fmt: skip
+        raise UsageError(f"{name} is a model already: name a function that makes it, with weights by the seed")
     if not callable(made):
         raise UsageError(f"{name} is {type(made).__name__}, not a function or a class that makes a model")
     try:

@@ -25,32 +25,31 @@ def as_test_file(scanned: ScannedModel, outcomes: Sequence[Outcome]) -> str:
     broken = {outcome.check: outcome.text.partition("\n")[0] for outcome in outcomes if outcome.verdict == "broken"}
     xfail = "".join(f"\n        {_quoted(check)}: {_quoted(line)}," for check, line in broken.items())
     given = "**inputs(modelprobe)" if inputs[0].name else "*inputs(modelprobe)"
+    is_called_alone = target.expression == f"{target.attribute}()"
+    factory = target.attribute if is_called_alone else "make_model"
+    wrapper = "" if is_called_alone else f"def make_model():\n    return {target.expression}\n\n\n"
     return f'''"""Tests of {target.name}."""
 
 {"import pytest" + chr(10) * 2 if failed else ""}from {target.module} import {target.attribute}
 from pytest_modelprobe import {names}
 
 
-def make_model():
-    return {target.expression}
-
-
-def inputs(modelprobe):
+{wrapper}def inputs(modelprobe):
 {_returned(inputs)}
 
 
 {expected}def test_layers(modelprobe):
-    record = modelprobe.run(modelprobe.build(make_model), {given}{loss})
+    record = modelprobe.run(modelprobe.build({factory}), {given}{loss})
 {"".join(f"    {assertion}(record)" + chr(10) for assertion in assertions)}
 
 def test_snapshot(modelprobe, modelprobe_snapshot):
-    model = modelprobe.build(make_model).eval()
+    model = modelprobe.build({factory}).eval()
     assert modelprobe.run(model, {given}{loss}) == modelprobe_snapshot
 
 
 CASE = checks.Case(
     name={_quoted(target.attribute)},
-    factory=make_model,
+    factory={factory},
     inputs=inputs,
     xfail={{{xfail}{chr(10) + "    " if xfail else ""}}},
 )
