@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Call, Plain, Value
+from .construction import quickly_made
 from .equality import NanEqual
 from .naming import label_of
 from .tensor_statistics import Reading
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter or buffer that a layer itself owns."""
@@ -34,6 +36,7 @@ class Parameter:
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer(NanEqual):
     """One module, or one functional call watched under ``functionals=True``."""
