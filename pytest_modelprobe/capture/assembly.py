@@ -26,6 +26,7 @@ from pytest_modelprobe.record import (
     Value,
     address,
     estimated_change,
+    gc_paused,
     qualified,
 )
 from pytest_modelprobe.statistics import Reduced, SmallTensors
@@ -66,7 +67,7 @@ def assemble(
             then, and those that changed as they are now, too. Without it they are recorded as they are; with the first
             forward as it left them.
     """
-    with without_torch_function():  # a mode of the user sees nothing of it
+    with gc_paused(), without_torch_function():  # a mode of the user sees nothing of it
         return _assembled(observed, which, seed=seed, loss=loss, before=before or {})
 
 
@@ -74,11 +75,10 @@ def _assembled(
     observed: Observations, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
     forward = observed.first if which == "first" else observed.newest
-    parts: dict[ForwardKind, Totals] = {}
-    if which == "all":  # copied, as the newest forward may go on
-        parts = {kind: totals.copy() for kind, totals in observed.totals.items()}
+    parts: dict[ForwardKind, Totals] = dict(observed.totals) if which == "all" else {}
     if forward is not None:
-        parts.setdefault(forward.kind, Totals()).merge_from(forward, final=False)
+        earlier = parts.get(forward.kind)
+        parts[forward.kind] = Totals.of(forward) if earlier is None else earlier.with_newest(forward)
     gradients = observed.parameter_gradients if which == "all" or forward is None else forward.parameters
     model = next(iter(observed.layers.modules.values()))
     return Record(

@@ -52,8 +52,7 @@ class BackwardPasses:
 
     def enter(self) -> bool:
         """Count the pass that runs if it is new; return whether it runs inside a forward."""
-        self._running.drop_abandoned()
-        inner = bool(self._running)
+        inner = self._running.drop_abandoned()
         task = graph_task()
         if task > self._newest_task:
             self._newest_task = task
@@ -74,10 +73,10 @@ class BackwardPasses:
         """Take the whole gradient of a tensor that was observed, in one forward or several."""
         inner = self.enter()
         self.recomputed = None
-        forwards = list(observed)
-        reduced = self._reduced(gradient, forwards[0].index if len(forwards) == 1 else max(f.index for f in forwards))
-        for forward in forwards:
-            for seen in observed[forward]:
+        forwards = list(observed.items())
+        reduced = self._reduced(gradient, max([forward.index for forward, _ in forwards]))
+        for forward, places in forwards:
+            for seen in places:
                 seen.receive(reduced, inner=inner)
             if not inner:
                 forward.backwards.add(self._current)
@@ -87,17 +86,19 @@ class BackwardPasses:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
         first, newest = self._forwards.first, self._forwards.newest
         reduced = self._reduced(gradient, 0 if newest is None else newest.index)
+        receivers = [self.parameters]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
-        alone = [newest, first] if first is not newest else [newest]
-        reached = [f for f in alone if f is not None and self._current in f.backwards]
-        if not reached and newest is not None:
-            reached = [newest]
-        for gradients in (self.parameters, *(forward.parameters for forward in reached)):
+        if first is not None and first is not newest and self._current in first.backwards:
+            receivers.append(first.parameters)
+        if newest is not None and (len(receivers) == 1 or self._current in newest.backwards):
+            receivers.append(newest.parameters)
+        for gradients in receivers:
             for name in names:
-                if name not in gradients:
-                    gradients[name] = ParameterGradient()
-                gradients[name].receive(reduced, self._current)
+                held = gradients.get(name)
+                if held is None:
+                    held = gradients[name] = ParameterGradient()
+                held.receive(reduced, self._current)
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

@@ -220,12 +220,11 @@ class Capture:
         late: bool,
     ) -> None:
         """See `CallReceiver.before`."""
-        self._running.drop_abandoned()
+        outermost = not self._running.drop_abandoned()
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
             return
-        outermost = not self._running
         if outermost:
             self._begin_forward(name, module, inputs)
             if self._on_forward is not None:

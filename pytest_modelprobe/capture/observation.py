@@ -57,17 +57,20 @@ class TensorObservation:
         if inner:
             self.backward_inner = merged(self.backward_inner, gradient)
         else:
-            self.backward = merged(self.backward, gradient)
+            self.backward = gradient if self.backward is None else merged(self.backward, gradient)
         for target in self.targets:
             target.receive(gradient, inner=inner)
 
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
         """Merge the observation in the same place of another forward."""
         self.number = other.number
-        self.shape = _merged_shape(self.shape, other.shape)
+        if self.shape != other.shape:
+            self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)
-        self.backward = merged(self.backward, other.backward, merge)
-        self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
+        if other.backward is not None:
+            self.backward = merged(self.backward, other.backward, merge)
+        if other.backward_inner is not None:
+            self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
         self.overwritten |= other.overwritten
         self.requires_grad |= other.requires_grad
 
@@ -277,12 +280,20 @@ class Totals:
                 total.forwards = 0
             total.merge_from(call, merge, final=final)
 
-    def copy(self) -> Totals:
-        """Return an independent copy."""
+    @classmethod
+    def of(cls, forward: Forward) -> Totals:
+        """Return those of one forward, to be read at once: its calls are not copied, and may go on."""
+        totals = cls()
+        totals.forwards, totals.calls, totals.costs = 1, forward.calls, forward.costs
+        return totals
+
+    def with_newest(self, forward: Forward) -> Totals:
+        """Return the totals of these and one more forward, which may go on."""
         copy = Totals()
         copy.forwards = self.forwards
         copy.calls = {key: call.copy() for key, call in self.calls.items()}
         copy.costs = None if self.costs is None else self.costs.copy()
+        copy.merge_from(forward, final=False)
         return copy
 
 
@@ -292,7 +303,7 @@ def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge
 
 
 def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-    if a == b or len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
+    if len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
         return b
     return tuple(map(merge_dimensions, a, b))
 

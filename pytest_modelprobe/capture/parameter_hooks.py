@@ -52,9 +52,15 @@ class ParameterHooks:
                     hook = self._hook_on(parameter)
                     if hook is None:
                         hook = _ParameterHook(self, parameter)
-                        accumulated = parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
-                        self._handles += (parameter.register_hook(hook), accumulated)
+                        self._handles.append(parameter.register_hook(hook))
+                        if type(parameter) is not nn.Parameter:  # FSDP2 calls no other hook of its DTensors
+                            self.see_accumulated(hook, parameter)
                     hook.names.append(prefix + name)  # tied: one hook for all its names
+
+    def see_accumulated(self, hook: _ParameterHook, parameter: nn.Parameter) -> None:
+        """Also call the hook of a parameter when its gradient has been added to ``.grad``."""
+        self._handles.append(parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook)))
+        hook.sees_accumulated = True
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -81,9 +87,12 @@ class ParameterHooks:
 
 
 class _ParameterHook:
-    """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes."""
+    """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes.
 
-    __slots__ = ("_arrived", "_parameter", "_parts", "held", "names", "owner")
+    The sum of a gradient that comes in parts is taken from ``.grad``.
+    """
+
+    __slots__ = ("_arrived", "_parameter", "_parts", "held", "names", "owner", "sees_accumulated")
     is_modelprobe = True
 
     def __init__(self, owner: ParameterHooks, parameter: nn.Parameter) -> None:
@@ -93,18 +102,23 @@ class _ParameterHook:
         self.names: list[str] = []
         self._arrived = -1
         self._parts = 0
+        self.sees_accumulated = False
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self.owner.guard.active and gradient is not None:
-            with self.owner.guard, without_torch_function():
-                backward = self.owner.backward.current()
-                self._parts = self._parts + 1 if backward == self._arrived else 1
-                self._arrived = backward
-                if self._parts == 1:
-                    parameter = self._parameter()
-                    if parameter is not None:
-                        self.owner.steps.arrives(parameter, self.held, backward)
-                    self.owner.backward.receive_parameter(self.names, gradient)
+        owner = self.owner
+        if owner.guard.active and gradient is not None:
+            with owner.guard, without_torch_function():
+                parameter = self._parameter()
+                backward = owner.backward.current()
+                if backward == self._arrived:
+                    self._parts += 1
+                    if parameter is not None and not self.sees_accumulated:
+                        owner.see_accumulated(self, parameter)
+                    return
+                self._arrived, self._parts = backward, 1
+                if parameter is not None:
+                    owner.steps.arrives(parameter, self.held, backward)
+                owner.backward.receive_parameter(self.names, gradient)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""

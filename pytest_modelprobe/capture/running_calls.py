@@ -118,12 +118,14 @@ class RunningCalls:
         if running in self._stack:
             del self._stack[self._stack.index(running) :]
 
-    def drop_abandoned(self) -> None:
-        """Remove calls that ended although no hook ran."""
-        while self._stack and self._stack[-1].is_over(self._thread):
-            self._stack.pop()
-            if not self._stack:
+    def drop_abandoned(self) -> bool:
+        """Remove calls that ended although no hook ran; return whether a call runs."""
+        stack = self._stack
+        while stack and stack[-1].is_over(self._thread):
+            stack.pop()
+            if not stack:
                 self._on_abandoned()
+        return bool(stack)
 
     def clear(self) -> None:
         """Remove all calls."""

@@ -21,6 +21,7 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
+    gc_paused,
     has_numbers,
     is_read,
     renamed,
@@ -78,12 +79,19 @@ def compare(
     expected = renamed(expected, names)
     comparer = _Comparer(actual, expected, _ToleranceFactors(tolerance, actual), nondeterministic=nondeterministic)
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
-    differences = [
-        *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
-        *(Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name) for name in removed),
-        *(Difference(layer=new, kind="layer renamed", actual=new, expected=old) for old, new in moved_names.items()),
-        *comparer.differences(),
-    ]
+    with gc_paused():
+        differences = [
+            *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
+            *(
+                Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name)
+                for name in removed
+            ),
+            *(
+                Difference(layer=new, kind="layer renamed", actual=new, expected=old)
+                for old, new in moved_names.items()
+            ),
+            *comparer.differences(),
+        ]
     if parts == "behavior" and not differences and all(not change.known for change in comparer.changes.values()):
         raise NothingObservedError(
             "nothing was compared, for neither record has numbers: run the model, or compare its architecture"

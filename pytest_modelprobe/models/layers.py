@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import filterfalse
 from typing import Any
 
@@ -49,6 +49,7 @@ class Layers:
         self.notes: list[str] = []
         self.compiled = False
         self._names: dict[nn.Module, str] = {}
+        self._atomic: set[str] = set()
         self._walk("", model)
 
     def _walk(self, name: str, module: nn.Module) -> None:
@@ -68,7 +69,9 @@ class Layers:
             self.notes.append(
                 "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
             )
-        if not isinstance(module, _ATOMIC):
+        if isinstance(module, _ATOMIC):
+            self._atomic.add(name or ROOT)
+        else:
             for key, child in module._modules.items():
                 if child is not None:
                     if not name and key == ROOT:
@@ -97,8 +100,8 @@ class Layers:
 
     def is_leaf(self, name: str) -> bool:
         """Whether the layer has no child with calls of its own to record."""
-        module = self.modules[name]
-        return isinstance(module, _ATOMIC) or not any(c is not None for c in module._modules.values())
+        children = self.modules[name]._modules
+        return not children or name in self._atomic or not any(child is not None for child in children.values())
 
 
 def type_name(module: Any) -> str:
@@ -160,14 +163,18 @@ def attributes(module: nn.Module) -> dict[str, Plain]:
     return found
 
 
-def own_parameters(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of the module itself; of an atomic one also those of its children."""
-    return module.named_parameters(recurse=atomic, remove_duplicate=False)
+def own_parameters(module: nn.Module, *, atomic: bool) -> Iterable[tuple[str, nn.Parameter]]:
+    """Return the parameters of the module itself; of an atomic one also those of its children."""
+    if atomic and module._modules:
+        return module.named_parameters(remove_duplicate=False)
+    return [(name, own) for name, own in module._parameters.items() if own is not None]
 
 
-def own_buffers(module: nn.Module, *, atomic: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of the module itself; of an atomic one also those of its children."""
-    return module.named_buffers(recurse=atomic, remove_duplicate=False)
+def own_buffers(module: nn.Module, *, atomic: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the buffers of the module itself; of an atomic one also those of its children."""
+    if atomic and module._modules:
+        return module.named_buffers(remove_duplicate=False)
+    return [(name, own) for name, own in module._buffers.items() if own is not None]
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool | None:

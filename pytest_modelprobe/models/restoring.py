@@ -191,8 +191,9 @@ class ModelState:
         """Save the items of a dict."""
         contents = _Mapping(mapping)
         self._parts.append(contents)
-        self._find(name, contents.pairs)
-        self._find(f"{name}.keys()", ((None, key) for key, _ in contents.pairs))
+        if contents.pairs:
+            self._find(name, contents.pairs)
+            self._find(f"{name}.keys()", ((None, key) for key, _ in contents.pairs))
 
     def save_contents(self, name: str, container: Any) -> None:
         """Save the items of a list, a set or a deque."""
@@ -412,6 +413,8 @@ class _Hooks:
 
     def restore(self) -> None:
         for hooks, before in self._tables:
+            if not (hooks or before):
+                continue
             wanted = {key: hook for key, hook in before if key not in self._ours or key in hooks}
             if list(hooks.items()) != list(wanted.items()):
                 hooks.clear()
@@ -454,15 +457,16 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._place = tensor.data if has_dense_storage(tensor) else None
+        self._data = tensor.data if has_dense_storage(tensor) else None
+        self._place = None if self._data is None else _place(self._data)
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self.grad = tensor.grad if tensor.is_leaf else None
 
     def restore(self) -> None:
         tensor = self._tensor
-        if self._place is not None and not _same_place(tensor, self._place):
-            tensor.data = self._place  # module.to() replaced it
+        if self._data is not None and not (has_dense_storage(tensor) and _place(tensor) == self._place):
+            tensor.data = self._data  # module.to() replaced it
         if not self._is_leaf:
             return
         if not tensor.is_leaf and not is_view(tensor):
@@ -479,14 +483,14 @@ class _Memory:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
-        self._bytes = as_bytes(storage).clone()
+        self._now = as_bytes(storage)
+        self._before = self._now.clone()
 
     def restore(self) -> None:
-        if self._storage.nbytes() != self._bytes.numel():
-            self._storage.resize_(self._bytes.numel())
-        now = as_bytes(self._storage)
-        if not torch.equal(now, self._bytes):  # memory that did not change may be read-only
-            now.copy_(self._bytes)
+        if self._storage.nbytes() != self._before.numel():
+            self._storage.resize_(self._before.numel())
+        if not torch.equal(self._now, self._before):  # memory that did not change may be read-only
+            self._now.copy_(self._before)
 
 
 @contextmanager
@@ -649,10 +653,7 @@ def _inner_tensors(tensor: Any) -> list[object]:
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        has_dense_storage(a)
-        and storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
-        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        and a.storage_offset() == b.storage_offset()
-    )
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where the elements of a dense tensor are: the same as long as its storage lives and it is not replaced."""
+    storage = storage_key(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.exceptions import NothingObservedError
 
+from .construction import quickly_made
 from .equality import NanEqual
 from .tensor_statistics import Reading
 
@@ -21,6 +22,7 @@ Dimension = int | tuple[int, int]
 """One size, or the smallest and the largest where it varied between forwards."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One tensor among the inputs or outputs of a call."""
@@ -78,6 +80,7 @@ def _numbers(reading: Reading, what: str) -> FiniteStatistics:
     return cast("FiniteStatistics", statistics)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmittedTensor:
     """A tensor that the code of an isolated call passed to a child, or returned."""
@@ -90,6 +93,7 @@ class EmittedTensor:
     """Of what was computed: fingerprint or digest, and noise."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatedResponse:
     """What one call's own code computes from synthetic inputs and weights, its children replaced by stubs."""
@@ -110,6 +114,7 @@ class IsolatedResponse:
     it is the answer to the call's own. In no file."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attention(NanEqual):
     """The attention weights that a call computed, merged over its forwards."""
@@ -127,6 +132,7 @@ class Attention(NanEqual):
     there are no numbers."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call(NanEqual):
     """One execution of a layer within a forward, merged over the forwards of the same kind."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Call, Plain, Value
+from .construction import quickly_made
 from .equality import NanEqual
 from .naming import label_of
 from .tensor_statistics import Reading
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter or buffer that a layer itself owns."""
@@ -40,6 +42,7 @@ def elements(parameters: Iterable[Parameter]) -> int:
     return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer(NanEqual):
     """One module, or one functional call watched under ``functionals=True``."""

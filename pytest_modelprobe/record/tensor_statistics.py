@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .construction import quickly_made
 from .equality import NanEqual
 
 
@@ -29,6 +30,7 @@ def merge_moments(
     return mean, deviations + other_deviations
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Statistics(NanEqual):
     """Moments and counts of the elements of one tensor, or of several merged.
@@ -136,6 +138,7 @@ if TYPE_CHECKING:
         rms: float
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units(NanEqual):
     """The range of each unit (channel or feature) over everything else: batch, positions, calls."""
@@ -156,6 +159,7 @@ class Units(NanEqual):
         return sum(low == high == 0 for low, high in zip(self.low, self.high, strict=True))
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
     """Counts of finite elements in exponential bins, two to an octave, which are the same for every tensor.
@@ -212,6 +216,7 @@ class Histogram:
         )
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading(NanEqual):
     """The numbers of one value in one direction."""

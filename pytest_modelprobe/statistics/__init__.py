@@ -104,7 +104,7 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     (2, 0.5, 0.5)
     """
     a, b = a.computed(), b.computed()
-    merged = Reduced(tensors=a.tensors + b.tensors, reason=a.reason or b.reason)
+    merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
     if not (_has_numbers(a) and _has_numbers(b)):
         return merged
     merged.row = a.row or b.row
@@ -157,7 +157,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
         statistics = None if row is None else _statistics(row)
         units = None
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
-            low, high = (tuple(map(float, plain(v).tolist())) for v in (one.low, one.high))
+            low, high = (tuple(plain(v).astype(np.float64).tolist()) for v in (one.low, one.high))
             units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
         fingerprint, digest = None, None
         parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]

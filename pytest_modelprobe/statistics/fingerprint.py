@@ -481,7 +481,7 @@ def read(numbers: Array) -> tuple[tuple[float, ...], str | None]:
     >>> len(fingerprint), digest
     (16, '871b2d45ffdae62f')
     """
-    fingerprint = tuple(map(float, numbers[:K].tolist()))
+    fingerprint = tuple(numbers[:K].tolist())
     if len(numbers) == K:
         return fingerprint, None
     digest = sum(int(byte) << 8 * place for place, byte in enumerate(numbers[K:].tolist())) % 2**64

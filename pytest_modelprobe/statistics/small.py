@@ -1,13 +1,15 @@
 """Small tensors: copied when they are seen, reduced many at a time.
 
 For a tensor of some thousand elements the calls cost more than the elements. So a hook only copies it. All copies of
-one shape are reduced by the same calls, as the rows of a matrix: when a number is needed, or when there are `_MOST`
+one size are reduced by the same calls, as the rows of a matrix: when a number is needed, or when there are `_MOST`
 elements or `_COPIES` copies. The result of a tensor does not depend on the others in the batch, bit for bit.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import threading
 
 import numpy as np
@@ -23,9 +25,13 @@ SMALL = 1 << 13
 _MOST = 1 << 18
 _COPIES = 1 << 12
 _HUGE = 1e150  # magnitudes whose squares, or their sum, float64 may not hold
+_layout_of = operator.itemgetter(2)
 
-_Copy = tuple[Reduced, Array, int, bool, bool]
-_Form = tuple[int, int, int, bool, bool]
+_Layout = tuple[int, int, int]
+"""Elements before, on and after the axis of the units."""
+_Form = tuple[int, bool, bool]
+"""Size, whether with fingerprint, and with histogram: tensors that have it in common are reduced together."""
+_Copy = tuple[Reduced, Array, _Layout, int, _Form]
 
 
 class SmallTensors:
@@ -45,9 +51,15 @@ class SmallTensors:
 
     def add(self, values: Array, axis: int | None, index: int, fingerprint: bool, histogram: bool = False) -> Reduced:
         """Return a placeholder filled by `flush`. The array has floating elements, one at least, and is kept."""
-        reduced = Reduced(axis=None if axis is None or -axis > values.ndim else axis, pending=self)
-        self._waiting.append((reduced, values, index, fingerprint, histogram))
-        self._elements += values.size
+        size = values.size
+        if axis is None or -axis > values.ndim:
+            axis, layout = None, (1, 1, size)
+        else:
+            shape, unit = values.shape, values.ndim + axis
+            layout = math.prod(shape[:unit]), shape[unit], math.prod(shape[unit + 1 :])
+        reduced = Reduced(axis=axis, pending=self)
+        self._waiting.append((reduced, values, layout, index, (size, fingerprint, histogram)))
+        self._elements += size
         if self._elements > _MOST or len(self._waiting) > _COPIES:
             self.flush()
         return reduced
@@ -58,42 +70,34 @@ class SmallTensors:
             waiting = self._waiting[:]
             groups: dict[_Form, list[_Copy]] = {}
             for copy in waiting:
-                groups.setdefault(_form(copy), []).append(copy)
+                groups.setdefault(copy[-1], []).append(copy)
             for form, copies in groups.items():
                 _reduce(copies, *form)
             del self._waiting[: len(waiting)]
             self._elements = 0
 
 
-def _form(copy: _Copy) -> _Form:
-    """Return the key of the tensors that are reduced together: (outer, units, inner), fingerprint, histogram."""
-    reduced, values, _, fingerprint, histogram = copy
-    if reduced.axis is None:
-        return 1, 1, values.size, fingerprint, histogram
-    unit = values.ndim + reduced.axis
-    return (
-        math.prod(values.shape[:unit]),
-        values.shape[unit],
-        math.prod(values.shape[unit + 1 :]),
-        fingerprint,
-        histogram,
-    )
-
-
-def _reduce(copies: list[_Copy], outer: int, units: int, inner: int, fingerprint: bool, histogram: bool) -> None:
-    x = np.concatenate([values for _, values, *_ in copies], axis=None, dtype=np.float64).reshape(len(copies), -1)
-    low, high = _ranges(x.reshape(-1, outer, units, inner))
-    bottom, top = low.min(axis=1), high.max(axis=1)
-    count = x.shape[1]
+def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool) -> None:
+    copies.sort(key=_layout_of)
+    x = np.concatenate([values for _, values, *_ in copies], axis=None, dtype=np.float64).reshape(-1, count)
+    low: list[Array] = []  # of the units of each tensor
+    high: list[Array] = []
+    ends: list[tuple[Array, Array]] = []
+    for layout, alike in itertools.groupby(map(_layout_of, copies)):
+        lows, highs = _ranges(x[len(low) : len(low) + len(list(alike))].reshape(-1, *layout))
+        low.extend(lows)
+        high.extend(highs)
+        ends.append((lows.min(axis=1), highs.max(axis=1)))
+    bottom, top = map(np.concatenate, zip(*ends, strict=True))
     mean = np.where(bottom == top, bottom, np.add.reduce(x, axis=1) / count)
     certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
     zeros = count - np.count_nonzero(x, axis=1)
-    numbers = project_rows(x, [index for _, _, index, *_ in copies]) if fingerprint else None
+    numbers = project_rows(x, [index for *_, index, _ in copies]) if fingerprint else None
     counts = count_rows(torch.from_numpy(x)) if histogram else None
     x = x - mean[:, None]  # not in place: ranges may be views
     deviations = np.einsum("kn,kn->k", x, x)
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
-    for i, ((reduced, values, index, *_), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
+    for i, ((reduced, values, _, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
             reduced.row = row_of_finite(count, *row)
             if reduced.axis is not None:

@@ -187,7 +187,7 @@ def test_an_attachment_that_fails_halfway_leaves_nothing(monkeypatch, failing):
 
 def test_a_parameter_that_cannot_be_hooked_leaves_nothing(monkeypatch):
     model = Net()
-    monkeypatch.setattr(model.b.bias, "register_post_accumulate_grad_hook", None)
+    monkeypatch.setattr(model.b.bias, "register_hook", None)
     with pytest.raises(TypeError):
         Watch(model)
     assert hooks(model) == []
