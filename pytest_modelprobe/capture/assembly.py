@@ -114,7 +114,7 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
     if isinstance(which, int):
         step = forwards.taken[which]
         parts = forwards.parts_of_step(step)
-        return _Chosen(parts=parts, backwards=len(step.backwards), gradients=step.gradients, step=step)
+        return _Chosen(parts=parts, backwards=step.backwards, gradients=step.gradients, step=step)
     if which == "evaluations":
         return _Chosen(parts=forwards.other_parts())
     forward = forwards.first if which == "first" else forwards.newest

@@ -95,7 +95,7 @@ class BackwardPasses:
             reached = [newest]
             newest.trained_by.add(self._current)
         step = self._forwards.step
-        step.backwards.add(self._current)
+        step.reached_by(self._current)
         for gradients in (step.gradients, *(forward.parameters for forward in reached)):
             for name in names:
                 if name not in gradients:

@@ -14,20 +14,18 @@ from pytest_modelprobe.statistics import Reduced
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
 from .parameters import ParameterReading
 
-_MOST_UNMERGED = 4
-
 
 class ObservedStep:
     """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
 
     def __init__(self) -> None:
         self.forwards: list[DoneForward] = []
-        """Those not merged yet."""
+        """Those not merged yet: the first, which has nothing to be merged with."""
         self.parts: Parts = {}
         self.gradients: dict[str, ParameterGradient] = {}
         """Of parameters by full name, as they arrived."""
-        self.backwards: set[int] = set()
-        """Numbers of the backward passes that reached a parameter."""
+        self.backwards = 0
+        """Backward passes that reached a parameter."""
         self.taken = False
         """Whether an optimizer has stepped."""
         self.applied: dict[str, Reduced] = {}
@@ -36,12 +34,18 @@ class ObservedStep:
         """Parameters and buffers by full name before the optimizer stepped."""
         self.after: dict[str, Reduced] = {}
         """The parameters that the optimizer holds, and all buffers, after it."""
+        self._newest_pass = -1
 
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
         self.forwards.append(forward)
-        if len(self.forwards) > _MOST_UNMERGED:
+        if self.parts or len(self.forwards) > 1:
             self.merge()
+
+    def reached_by(self, backward: int) -> None:
+        """Count a backward pass that reached a parameter."""
+        self.backwards += backward != self._newest_pass
+        self._newest_pass = backward
 
     def merge(self) -> None:
         """Merge the forwards, so that memory does not grow with their number."""
