@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, assert_grad_finite
+from pytest_modelprobe import ModelProbe, NothingObservedError, assert_grad_finite, assert_update_ratio
 
 
 def net() -> nn.Sequential:
@@ -200,3 +200,21 @@ def test_no_parameter_is_read_in_steps_that_are_not_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(training_steps, "read_parameters", None)
     optimizer.step()
     assert len(watch.steps) == 1
+
+
+def test_update_ratio_judges_each_step() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    watch = ModelProbe().watch(model, steps=3)
+    for rate in (0.0, 1e-3, 1.0):
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters(), rate).step()
+    with pytest.raises(AssertionError) as failed:
+        assert_update_ratio(watch)
+    assert str(failed.value) == (
+        "weight changed by 1.062 of its norm in step 2, not 1e-06 to 0.1; 1 of 1 parameter looked at in 2 steps\n\n"
+        "parameter   shape    step   ratio   gradient rms\n"
+        "weight      (1, 2)      2   1.062              1\n\n"
+        "The learning rate is too large for it, or its gradient is."
+    )
