@@ -385,6 +385,8 @@ def assert_update_ratio(
     trained = _finite(_trained(subject, layers, ignore))
     kept = {one.name for one in trained}
     steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in kept]
+    kept -= {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}  # zero before training
+    steps = [(n, one) for n, one in steps if one.name in kept]
     found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")

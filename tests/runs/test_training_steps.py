@@ -218,3 +218,16 @@ def test_update_ratio_judges_each_step() -> None:
         "weight      (1, 2)      2   1.062              1\n\n"
         "The learning rate is too large for it, or its gradient is."
     )
+
+
+def test_update_ratio_leaves_out_what_was_zero_before_the_first_step() -> None:
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    watch = ModelProbe().watch(model, steps=2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert_update_ratio(watch)
