@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Call, Plain, Value
@@ -37,6 +38,11 @@ class Parameter:
     where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
     updated: Reading | None = None
     """In the record of a step: of the values as the optimizer left them; `reading` has them as it found them."""
+
+
+def elements(parameters: Iterable[Parameter]) -> int:
+    """Return the number of elements; tied parameters count where they are first."""
+    return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
