@@ -170,8 +170,21 @@ class ModelProbe:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool | None = None,
+        steps: int = 1,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
+
+        Args:
+            model: The model.
+            layers: Which layers to record.
+            name: Name in messages; the class of the model by default.
+            keep: Which layers' output tensors of the newest forward to keep.
+            functionals: Whether to record functional calls too.
+            attention: Whether to record attention weights.
+            profile: Whether to measure what each layer costs.
+            isolate: Whether a snapshot of a record may also call each layer alone.
+            histograms: Whether to record the histogram of each value and gradient.
+            steps: How many steps of training to keep in `Watch.steps`.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
@@ -199,6 +212,7 @@ class ModelProbe:
             profile=profile,
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
+            steps=steps,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

@@ -256,17 +256,23 @@ def find_cut(record: Record, layer: Layer) -> str | None:
         if cut:
             return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
     for step in tree.returned:
-        if (
-            step.last_child is None
-            or step.call.finished < first.call.finished
-            or not any(map(is_floating, step.call.outputs))
-        ):
+        if step.call.finished < first.call.finished or not any(map(is_floating, step.call.outputs)):
+            continue
+        if step.last_child is None:
+            if _cuts(step):
+                return f"The graph is cut in {step.label}: look for .detach() or .data there."
             continue
         if _requires(step.last_child.call.outputs) and not _requires(step.call.outputs):
             return (
                 f"The graph is cut after {step.last_child.label}{forward_of(step)}: look for .detach() or .data there."
             )
     return None
+
+
+def _cuts(step: Step) -> bool:
+    """Whether a call without calls inside returned what requires no gradient, though something that it used does."""
+    used = _requires(step.call.inputs) or any(parameter.requires_grad for parameter in step.layer.parameters)
+    return step.call.grad_enabled and used and not _requires(step.call.outputs)
 
 
 def _cut_before(tree: CallTree, step: Step) -> str | None:

@@ -224,6 +224,11 @@ class _Change:
     bad_before: bool
     """Whether it was not finite before training."""
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether there is a change, and a norm that it is relative to."""
+        return self.change is not None and not math.isinf(self.change)
+
 
 def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     """Assert that training does not change the parameters and buffers (running statistics) of layers.
@@ -346,7 +351,9 @@ def assert_update_ratio(
 ) -> None:
     """Assert that the relative change of parameters, ‖w' − w‖ / ‖w‖, is neither too small nor too large.
 
-    About 1e-3 is usual for one step. The change is that of all steps since the first forward.
+    About 1e-3 is usual for one step. The change is that of each step that the watch keeps, ``watch(model, steps=3)``. A
+    step in which nothing changes, as the first of a warmup may be, is left out. Where no other is kept, the change is
+    that of all steps since the first forward.
 
     Args:
         subject: A watch, or a probe with one, over one or more steps of an optimizer.
@@ -377,20 +384,38 @@ def assert_update_ratio(
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     trained = _finite(_trained(subject, layers, ignore))
-    found = [one for one in trained if one.change is not None and not math.isinf(one.change)]
+    kept = {one.name for one in trained}
+    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in kept]
+    kept -= {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}  # zero before training
+    steps = [(n, one) for n, one in steps if one.name in kept]
+    found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
-    bad = [one for one in found if not low <= (one.change or 0.0) <= high]
-    bad.sort(key=lambda one: -_times_outside(one.change or 0.0, low, high))
+    bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
+    bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
     if bad:
-        first = bad[0]
+        step, first = bad[0]
         large = (first.change or 0.0) > high
+        when = "" if step is None else f" in step {step}"
+        numbers = sorted({n for n, _ in found if n is not None})
+        of = f" in {count(len(numbers), 'step')}" if numbers else ""
+        rows: list[list[Cell]] = [
+            [
+                one.name,
+                str(one.own.shape),
+                *([n] if numbers else []),
+                one.change,
+                _rms(one.own.applied or one.own.gradient),
+            ]
+            for n, one in bad
+        ]
         raise AssertionError(
             failure(
-                f"{first.name} changed by {number(first.change)} of its norm, not {number(low)} to {number(high)}; "
-                f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
-                ["parameter", "shape", "ratio", "gradient rms"],
-                [[one.name, str(one.own.shape), one.change, _rms(one.own.gradient)] for one in bad],
+                f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
+                f"{number(high)}; {len({one.name for _, one in bad}):,} of "
+                f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
+                ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
+                rows,
                 _why_outside(first, large=large),
             )
         )
@@ -405,6 +430,24 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
+
+
+def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
+    """Yield the change of each parameter in each step that is kept, with the step's number from 0."""
+    source = source_of(subject)
+    for record in () if isinstance(source, Record) else source.steps:
+        found = [
+            _Change(full_name(layer, own.name), layer, own, _relative_change(own.updated, own.reading), False, False)
+            for layer in record.layers.values()
+            for own in layer.parameters
+            if own.updated is not None
+        ]
+        if any(one.change for one in found):
+            yield from ((record.step, one) for one in found)
+
+
+def _gradient_used(own: Parameter) -> Reading | None:
+    return own.gradient if own.applied is None else own.applied
 
 
 def _finite(found: list[_Change]) -> list[_Change]:

@@ -33,6 +33,10 @@ class WatchLike(Protocol):
     def last(self) -> Record:
         """The newest forward alone."""
 
+    @property
+    def steps(self) -> Sequence[Record]:
+        """The records of the steps of training that are kept."""
+
     def reread(self) -> None:
         """Read parameters and buffers again for the next record."""
 

@@ -11,7 +11,8 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
-from .observation import Forward, ObservedForwards, ParameterGradient, TensorObservation
+from .observation import Forward, ParameterGradient, TensorObservation
+from .observed_forwards import ObservedForwards
 from .running_calls import RunningCalls
 from .steps import Steps
 from .tensors import ContentKey, content_key
@@ -45,8 +46,6 @@ class BackwardPasses:
         self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
-        self.parameters: dict[str, ParameterGradient] = {}
-        """Gradients of parameters by full name, of all passes."""
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
@@ -80,25 +79,32 @@ class BackwardPasses:
                 seen.receive(reduced, inner=inner)
             if not inner:
                 forward.backwards.add(self._current)
+                forward.trained_by.add(self._current)
                 self._steps.reached(training=forward.kind[1])
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
         first, newest = self._forwards.first, self._forwards.newest
         reduced = self._reduced(gradient, 0 if newest is None else newest.index)
-        receivers = [self.parameters]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
-        if first is not None and first is not newest and self._current in first.backwards:
-            receivers.append(first.parameters)
-        if newest is not None and (len(receivers) == 1 or self._current in newest.backwards):
-            receivers.append(newest.parameters)
-        for gradients in receivers:
+        alone = [newest, first] if first is not newest else [newest]
+        reached = [f for f in alone if f is not None and self._current in f.backwards]
+        if not reached and newest is not None:
+            reached = [newest]
+            newest.trained_by.add(self._current)
+        step = self._forwards.step
+        step.reached_by(self._current)
+        for gradients in (step.gradients, *(forward.parameters for forward in reached)):
             for name in names:
                 held = gradients.get(name)
                 if held is None:
                     held = gradients[name] = ParameterGradient()
                 held.receive(reduced, self._current)
+
+    def discard_step(self) -> None:
+        """Note that the gradients of earlier passes were reset before a step was taken."""
+        self._forwards.discard_step()
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

@@ -17,6 +17,9 @@ from pytest_modelprobe.record import ROOT, Plain
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
 """Modules that compute in fused code without calling their children: hooks on these never fire."""
 
+_FABRIC = "fabric.wrappers._FabricModule"
+"""Class of what `Fabric.setup` of Lightning returns, from either of its two packages."""
+
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
@@ -88,6 +91,8 @@ class Layers:
             self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
             wrapped: nn.Module = module.module
             return wrapped
+        if type_name(module).endswith(_FABRIC):
+            return module._modules.get("_forward_module")
         inner = compiled(module)
         if inner is not None:
             self._note_compiled(name)

@@ -35,6 +35,11 @@ class Parameter:
     """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
     gradient: Reading | None = None
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
+    applied: Reading | None = None
+    """In the record of a step: of the gradient as the optimizer had it, averaged over ranks, unscaled and clipped. None
+    where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
+    updated: Reading | None = None
+    """In the record of a step: of the values as the optimizer left them; `reading` has them as it found them."""
 
 
 def elements(parameters: Iterable[Parameter]) -> int:

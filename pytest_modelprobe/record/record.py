@@ -6,6 +6,7 @@ without torch. What shows a record is imported when one is shown.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -144,6 +145,8 @@ class Record:
     """The operation that made the first non-finite value of the forward, if a ``run`` looked for it."""
     gradient_origin: Operation | None = None
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
+    step: int | None = None
+    """Number of the step of training, from 0, whose forwards these are; None: they are not those of one step."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     profile: Profile | None = field(default=None, compare=False)
@@ -281,3 +284,20 @@ def with_rerun(record: Record, rerun: Rerun) -> Record:
         weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
     _RERUNS[id(record)] = rerun
     return record
+
+
+def with_applied_gradients(record: Record) -> Record:
+    """Return the record of a step with the gradients of parameters as the optimizer had them; others as they are.
+
+    >>> with_applied_gradients(Record(model="Net"))
+    <Record of Net: 0 layers, 0 forwards, 0 backwards>
+    """
+    if record.step is None:
+        return record
+
+    def layer(one: Layer) -> Layer:
+        own = (dataclasses.replace(p, gradient=p.applied or p.gradient, applied=None) for p in one.parameters)
+        return dataclasses.replace(one, parameters=tuple(own))
+
+    applied = dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
+    return applied if record.rerun is None else with_rerun(applied, record.rerun)

@@ -595,3 +595,14 @@ def test_shared_and_checkpointed_layers_pass(assertion: Callable[..., None]) -> 
         return model.head(y)
 
     assertion(run(Net(forward, fc=linear(), head=linear())))
+
+
+def test_a_leaf_that_detaches_its_output_is_named(modelprobe: ModelProbe) -> None:
+    class Stop(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+    model = nn.Sequential(nn.Linear(4, 8), Stop(), nn.Linear(8, 1))
+    record = modelprobe.run(model, torch.ones(2, 4), loss=torch.sum)
+    with pytest.raises(AssertionError, match=r"The graph is cut in layer '1' \(Stop\): look for"):
+        assert_all_params_have_grad(record)

@@ -295,7 +295,7 @@ def test_a_step_of_usual_size_passes() -> None:
 
 
 def test_a_step_that_is_too_large_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"changed by .* of its norm, not 1e-06 to 0.1") as error:
+    with pytest.raises(AssertionError, match=r"changed by .* of its norm in step 0, not 1e-06 to 0.1") as error:
         assert_update_ratio(trained(net(), lambda m: torch.optim.SGD(m.parameters(), 100.0)))
     assert "too large" in str(error.value)
 

@@ -1,0 +1,77 @@
+"""What the tests of all trainers share: a model with a frozen layer, samples, and what has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from pytest_modelprobe import (
+    ModelProbe,
+    assert_all_params_have_grad,
+    assert_frozen,
+    assert_grad_finite,
+    assert_grad_flow,
+    assert_params_updated,
+    assert_update_ratio,
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.fc, self.act, self.drop = nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.25)
+        self.stem = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(self.drop(self.act(self.fc(x)))))
+
+
+@pytest.fixture
+def network() -> type[Net]:
+    return Net
+
+
+@pytest.fixture
+def samples() -> TensorDataset:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+Fit = Callable[[nn.Module], object]
+
+
+@pytest.fixture
+def holds() -> Callable[..., None]:
+    """Train watched and unwatched; assert that the weights are equal, and everything that a test may assert."""
+
+    def check(
+        make: Callable[[], nn.Module], fit: Fit, *, forwards: int = 1, frozen: str = "**.stem", evaluated: bool = False
+    ) -> None:
+        unwatched = make()
+        fit(unwatched)
+        model = make()
+        with ModelProbe() as probe:
+            watch = probe.watch(model, steps=2)
+            fit(model)
+            assert [(s.forwards, s.backwards) for s in watch.steps] == [(forwards, forwards)] * 2
+            assert bool(watch.evaluations.forwards) == evaluated
+            assert not any(layer.startswith("_") for layer in watch.record.layers)
+            for subject in (watch, watch.first_step):
+                assert_grad_finite(subject)
+                assert_grad_flow(subject, max_ratio=1e4)
+                assert_all_params_have_grad(subject)
+            assert_params_updated(watch)
+            assert_update_ratio(watch)
+            assert_frozen(watch, layers=frozen)
+            trained = [p for layer in watch.first_step.layers.values() for p in layer.parameters if p.requires_grad]
+            assert all(p.applied is not None for p in trained)
+        for name, tensor in unwatched.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+    return check

@@ -1,0 +1,45 @@
+"""Accelerate: a loop of one's own, with models and optimizers that it wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["plain", "accumulation", "bf16", "clipping", "evaluation", "compile"])
+def test_a_loop(case: str, network: Any, samples: Any, holds: Any) -> None:
+    parts = 2 if case == "accumulation" else 1
+
+    def make() -> nn.Module:
+        model: nn.Module = network()
+        if case == "compile":
+            model.compile(backend="eager")
+        return model
+
+    def fit(model: nn.Module) -> None:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.utils.set_seed(1)
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=parts, mixed_precision="bf16" if case == "bf16" else "no"
+        )
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, 8, shuffle=True))
+        for x, y in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(nn.functional.cross_entropy(prepared(x), y))
+                if case == "clipping":
+                    accelerator.clip_grad_norm_(prepared.parameters(), 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+            if case == "evaluation":
+                with torch.no_grad():
+                    prepared(x)
+
+    holds(make, fit, forwards=parts, frozen="stem", evaluated=case == "evaluation")
