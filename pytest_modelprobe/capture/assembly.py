@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import without_torch_function
-from pytest_modelprobe.models import attributes, is_persistent, own_buffers, own_parameters, type_name
+from pytest_modelprobe.models import attributes, is_persistent, original_class, own_buffers, own_parameters, type_name
 from pytest_modelprobe.record import (
     Attention,
     Call,
@@ -82,7 +82,7 @@ def _assembled(
     gradients = observed.parameter_gradients if which == "all" or forward is None else forward.parameters
     model = next(iter(observed.layers.modules.values()))
     return Record(
-        model=type(model).__qualname__,
+        model=original_class(model).__qualname__,
         layers=_Builder(observed, which, parts, gradients, before).layers(),
         forwards=sum(part.forwards for part in parts.values()),
         backwards=observed.backwards if which == "all" or forward is None else len(forward.backwards),
