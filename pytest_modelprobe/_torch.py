@@ -296,6 +296,11 @@ def waited(tensor: Tensor) -> Tensor | None:
     return cast(Tensor, cast(Any, tensor).trigger_wait())
 
 
+default_store: Callable[[], Any] = _private(
+    "torch.distributed.distributed_c10d._get_default_store", cannot="records of several ranks cannot be exchanged"
+)
+"""Return the store of the default process group, by which its ranks found each other."""
+
 compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._compiled_call_impl", lambda module: None)
 """Return the compiled call that `module.compile()` set; None where there is none."""
 

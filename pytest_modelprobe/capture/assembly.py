@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy
@@ -12,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import without_torch_function
-from pytest_modelprobe.models import attributes, is_persistent, original_class, own_buffers, own_parameters, type_name
+from pytest_modelprobe.models import (
+    attributes,
+    is_persistent,
+    layout,
+    original_class,
+    own_buffers,
+    own_parameters,
+    sharded_parameters,
+    type_name,
+)
 from pytest_modelprobe.record import (
     Attention,
     Call,
@@ -34,17 +44,22 @@ from .costs import TOTAL, Costs
 from .observation import (
     AttentionObservation,
     CallObservation,
-    Observations,
     ParameterGradient,
+    Parts,
     TensorObservation,
     Totals,
+    merge_into,
 )
+from .observed_forwards import Observations, ObservedStep
 from .parameters import ParameterReading, named_tensors
 from .tensors import plain_name
 
-Which = Literal["all", "first", "last"]
+Which = Literal["all", "first", "last", "evaluations"] | int
+"""Which forwards: all, one, those of a step by its number from 0, or those that are part of no step."""
 
 _CHANGED = "changed after this forward"
+_APART = "the {} forward is part of no step of training: first_step and steps are those that are"
+_SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
 
 def assemble(
@@ -73,26 +88,64 @@ def assemble(
 def _assembled(
     observed: Observations, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
-    forward = observed.first if which == "first" else observed.newest
-    parts: dict[ForwardKind, Totals] = {}
-    if which == "all":  # copied, as the newest forward may go on
-        parts = {kind: totals.copy() for kind, totals in observed.totals.items()}
-    if forward is not None:
-        parts.setdefault(forward.kind, Totals()).merge_from(forward, final=False)
-    gradients = observed.parameter_gradients if which == "all" or forward is None else forward.parameters
+    chosen = _chosen(observed, which)
     model = next(iter(observed.layers.modules.values()))
     return Record(
         model=original_class(model).__qualname__,
-        layers=_Builder(observed, which, parts, gradients, before).layers(),
-        forwards=sum(part.forwards for part in parts.values()),
-        backwards=observed.backwards if which == "all" or forward is None else len(forward.backwards),
+        layers=_Builder(observed, which, chosen, before).layers(),
+        forwards=sum(part.forwards for part in chosen.parts.values()),
+        backwards=chosen.backwards,
         device=next((str(p.device) for p in model.parameters()), "cpu"),
         seed=seed,
         loss=loss,
-        notes=observed.notes,
+        notes=(*observed.notes, *chosen.notes),
+        step=which if isinstance(which, int) else None,
         training=observed.training if which == "all" else None,
-        profile=_profile(observed, parts.values()),
+        profile=_profile(observed, chosen.parts.values()),
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Chosen:
+    """The part of what was seen that a record is made of."""
+
+    parts: Parts
+    backwards: int = 0
+    gradients: Mapping[str, ParameterGradient] = field(default_factory=dict)
+    """Of parameters by full name."""
+    step: ObservedStep | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _chosen(observed: Observations, which: Which) -> _Chosen:
+    forwards = observed.forwards
+    if isinstance(which, int):
+        step = forwards.taken[which]
+        parts = forwards.parts_of_step(step)
+        return _Chosen(parts=parts, backwards=step.backwards, gradients=step.gradients, step=step)
+    if which == "evaluations":
+        return _Chosen(parts=forwards.other_parts())
+    forward = forwards.first if which == "first" else forwards.newest
+    if which == "all" or forward is None:
+        taken = 0 if observed.training is None else observed.training.steps
+        skipped = forwards.skipped > max(1, taken)
+        steps = "1 step was" if forwards.skipped == 1 else f"{forwards.skipped:,} steps were"
+        note = () if skipped or not forwards.skipped else (_SKIPPED.format(steps),)
+        return _Chosen(
+            parts=forwards.all_parts(with_skipped=skipped),
+            backwards=observed.backwards,
+            gradients=forwards.all_gradients(with_skipped=skipped),
+            notes=note,
+        )
+    parts = {}
+    merge_into(parts, forward, final=False)
+    apart = forwards.taken and not forward.trained_by
+    return _Chosen(
+        parts=parts,
+        backwards=len(forward.backwards),
+        gradients=forward.parameters,
+        notes=(_APART.format(which),) if apart else (),
     )
 
 
@@ -137,18 +190,19 @@ class _Builder:
         self,
         observed: Observations,
         which: Which,
-        parts: dict[ForwardKind, Totals],
-        gradients: Mapping[str, ParameterGradient],
+        chosen: _Chosen,
         before: Mapping[str, ParameterReading],
     ) -> None:
         self.observed = observed
+        self.step = chosen.step or ObservedStep()
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
-        for kind, totals in parts.items():
+        for kind, totals in chosen.parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
-        self.gradients = {name: r for name, gradient in gradients.items() if (r := gradient.reduced) is not None}
+        self.gradients = {name: r for name, gradient in chosen.gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
         """Parameters and buffers by full name: before the forward, and now if that may differ."""
+        self.shards = sharded_parameters(observed.layers.modules.values())
         self._read_owned(which, before)
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
@@ -187,9 +241,11 @@ class _Builder:
     def _parameter(self, layer: str, name: str, tensor: torch.Tensor, *, persistent: bool | None = None) -> Parameter:
         full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
+        tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
         then, now = self.own[full]
         reading = self.reading(then)
+        applied, updated = self.step.applied.get(full), self.step.after.get(full)
         return Parameter(
             name=name,
             shape=_shape(tensor),
@@ -198,9 +254,12 @@ class _Builder:
             requires_grad=tensor.requires_grad,
             tied_to=None if first == full else first,
             persistent=persistent,
+            layout=layout(tensor),
             reading=reading,
             after=None if now is None or self.reading(now) == reading else self.reading(now),
             gradient=None if gradient is None else self.reading(gradient),
+            applied=None if applied is None else self.reading(applied),
+            updated=None if updated is None or persistent is not None else self.reading(updated),
         )
 
     def _calls(self, layer: str) -> tuple[Call, ...]:
@@ -265,7 +324,11 @@ class _Builder:
 
         for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
             then = before.get(name)
-            if after_first is not None:
+            known = self.step.before.get(name)
+            if known is not None:
+                is_buffer = not isinstance(tensor, nn.Parameter)  # as the step left it: forwards write to it
+                self.own[name] = self.step.after.get(name, known) if is_buffer else known, None
+            elif after_first is not None:
                 left = after_first.get(name)
                 same = left is not None and left.tensor.shape == tensor.shape
                 self.own[name] = left.reduced if left is not None and same else Reduced(reason=_CHANGED), None
@@ -282,6 +345,7 @@ class _Builder:
                 for _, seen in (*call.inputs, *call.outputs):
                     yield from (r for r in (seen.forward, seen.backward, seen.backward_inner) if r is not None)
         yield from self.gradients.values()
+        yield from (*self.step.applied.values(), *self.step.after.values())
 
 
 class _Sources:

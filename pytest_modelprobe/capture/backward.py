@@ -11,7 +11,8 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
-from .observation import Forward, ObservedForwards, ParameterGradient, TensorObservation
+from .observation import Forward, ParameterGradient, TensorObservation
+from .observed_forwards import ObservedForwards
 from .running_calls import RunningCalls
 from .steps import Steps
 from .tensors import ContentKey, content_key
@@ -45,8 +46,6 @@ class BackwardPasses:
         self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
-        self.parameters: dict[str, ParameterGradient] = {}
-        """Gradients of parameters by full name, of all passes."""
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
@@ -81,6 +80,7 @@ class BackwardPasses:
                 seen.receive(reduced, inner=inner)
             if not inner:
                 forward.backwards.add(self._current)
+                forward.trained_by.add(self._current)
                 self._steps.reached(training=forward.kind[1])
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
@@ -93,11 +93,18 @@ class BackwardPasses:
         reached = [f for f in alone if f is not None and self._current in f.backwards]
         if not reached and newest is not None:
             reached = [newest]
-        for gradients in (self.parameters, *(forward.parameters for forward in reached)):
+            newest.trained_by.add(self._current)
+        step = self._forwards.step
+        step.reached_by(self._current)
+        for gradients in (step.gradients, *(forward.parameters for forward in reached)):
             for name in names:
                 if name not in gradients:
                     gradients[name] = ParameterGradient()
                 gradients[name].receive(reduced, self._current)
+
+    def discard_step(self) -> None:
+        """Note that the gradients of earlier passes were reset before a step was taken."""
+        self._forwards.discard_step()
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

@@ -35,7 +35,7 @@ from .function_modes import ForwardMode, enter, leave
 from .functionals import FunctionalMode
 from .guard import HookGuard
 from .module_hooks import ModuleHooks
-from .observation import Observations, ObservedForwards
+from .observed_forwards import Observations, ObservedForwards
 from .parameter_hooks import ParameterHooks
 from .parameters import ParameterReading, read_parameters, storage_keys
 from .profiler import Profiler, TimedGuard
@@ -46,6 +46,7 @@ from .set_attributes import SetAttributes
 from .steps import Steps
 from .tensor_hooks import TensorObserver
 from .tensors import describe
+from .training_steps import TrainingSteps
 from .views import HookedViews
 
 
@@ -60,6 +61,7 @@ class Capture:
         attention: Whether to look at attention weights.
         profile: Whether to measure what each layer costs.
         histograms: Whether to count the elements of each tensor and gradient in bins.
+        steps: How many steps of training to keep, each apart.
         on_forward: Called before each forward with its kind and its arguments.
     """
 
@@ -73,6 +75,7 @@ class Capture:
         attention: bool = False,
         profile: bool = False,
         histograms: bool = False,
+        steps: int = 0,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self.layers = layers
@@ -86,7 +89,7 @@ class Capture:
         self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
         small = SmallTensors()
-        self._forwards = ObservedForwards()
+        self._forwards = ObservedForwards(steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._profiler: Profiler | None = None
         if isinstance(self.guard, TimedGuard):
@@ -102,7 +105,8 @@ class Capture:
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
-        self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps)
+        self._training = TrainingSteps(layers, self.selected, self._forwards, self._steps)
+        self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
@@ -116,6 +120,11 @@ class Capture:
     def forwards(self) -> int:
         """Forwards seen."""
         return self._forwards.count
+
+    @property
+    def steps(self) -> int:
+        """Steps of training that are kept."""
+        return len(self._forwards.taken)
 
     @property
     def changes(self) -> int:
@@ -132,11 +141,8 @@ class Capture:
         return Observations(
             layers=self.layers,
             selected=self.selected,
-            first=self._forwards.first,
-            newest=self._forwards.newest,
-            totals=self._forwards.totals,
+            forwards=self._forwards,
             backwards=self._backward.count,
-            parameter_gradients=self._backward.parameters,
             parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
@@ -147,6 +153,7 @@ class Capture:
     def read_parameters(self) -> None:
         """Read the parameters and buffers of the selected layers."""
         self.parameters = read_parameters(self.layers, self.selected)
+        self._training.known = {name: reading.reduced for name, reading in self.parameters.items()}
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 
@@ -286,6 +293,7 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
+        self._training.forward_begins()
         self._forwards.begin(kind)
         self._modules.stay_last()
         self._parameters.attach()
@@ -295,7 +303,7 @@ class Capture:
         self._tensors.drop_dead_hooks()
         self._steps.forward_begins(training=module.training)
         self._set_attributes.clear()
-        if kind not in self._forwards.totals:
+        if self._forwards.is_new(kind):
             self._set_attributes.begin(name)
         self.kept = {}
         if self._profiler is not None and self._forwards.newest is not None:

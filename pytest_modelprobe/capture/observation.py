@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.models import Layers
-from pytest_modelprobe.record import Dimension, ForwardKind, Plain, Training, merge_dimensions
+from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduced
 
 from .costs import Costs
-from .parameters import ParameterReading
 from .tensors import ContentKey, plain_name, shape_of
 
 Merge = Callable[[Reduced, Reduced], Reduced]
@@ -140,7 +137,7 @@ class CallObservation:
         """Count a recomputation."""
         self.recomputed += 1
         if self.total is not None:
-            self.total.recomputed += 1
+            self.total.run_again()
 
     def merge_from(self, other: CallObservation, merge: Merge, *, final: bool) -> None:
         """Merge the same call of another forward. If ``final``, what that call receives later is added here too."""
@@ -175,6 +172,7 @@ class CallObservation:
             setattr(copy, name, getattr(self, name))
         copy.inputs = [(path, seen.copy()) for path, seen in self.inputs]
         copy.outputs = [(path, seen.copy()) for path, seen in self.outputs]
+        copy.total = None
         return copy
 
 
@@ -197,6 +195,10 @@ class ParameterGradient:
             self._before = self.reduced
         self._backward, self._newest = backward, gradient
 
+    def merge_from(self, other: ParameterGradient) -> None:
+        """Merge the gradient of other passes."""
+        self._before, self._newest, self._backward = merged(self.reduced, other.reduced), None, -1
+
     @property
     def reduced(self) -> Reduced | None:
         """The gradients of all passes, merged."""
@@ -218,6 +220,8 @@ class ReductionCacheEntry:
 class Forward:
     """One outermost call of a watched module, and everything that was called in it."""
 
+    forwards = 1
+
     def __init__(self, index: int, kind: ForwardKind) -> None:
         self.index = index
         self.kind = kind
@@ -225,6 +229,8 @@ class Forward:
         self.counts: dict[str, int] = {}
         self.backwards: set[int] = set()
         """Numbers of the backward passes that reached it."""
+        self.trained_by: set[int] = set()
+        """Those, and the passes that reached no hooked value while it was the newest forward."""
         self.parameters: dict[str, ParameterGradient] = {}
         """By full name; of the passes that ran while this was the newest forward, or reached it."""
         self._tensors = itertools.count()
@@ -255,6 +261,23 @@ class Forward:
         return [self.calls[layer, index] for index in range(self.counts.get(layer, 0))]
 
 
+class DoneForward:
+    """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
+
+    __slots__ = ("_graph", "calls", "costs", "kind", "trained_by")
+    forwards = 1
+
+    def __init__(self, forward: Forward) -> None:
+        self.kind, self.calls, self.costs = forward.kind, forward.calls, forward.costs
+        self.trained_by = forward.trained_by
+        self._graph = ref(forward)
+
+    @property
+    def may_be_trained(self) -> bool:
+        """Whether a backward pass may reach it still."""
+        return self._graph() is not None
+
+
 class Totals:
     """The forwards of one kind, merged."""
 
@@ -263,10 +286,10 @@ class Totals:
         self.calls: dict[tuple[str, int], CallObservation] = {}
         self.costs: Costs | None = None
 
-    def merge_from(self, forward: Forward, *, final: bool = True) -> None:
-        """Merge a forward. If ``final``, gradients that it receives later are added too."""
+    def merge_from(self, forward: Forward | DoneForward | Totals, *, final: bool = True) -> None:
+        """Merge a forward, or several. If ``final``, gradients that it receives later are added too."""
         merge = functools.cache(statistics.merge)  # one tensor is seen in several places
-        self.forwards += 1
+        self.forwards += forward.forwards
         if forward.costs is not None:
             self.costs = self.costs or Costs()
             self.costs.merge_from(forward.costs)
@@ -276,6 +299,12 @@ class Totals:
                 total = self.calls[key] = CallObservation(*key)
                 total.forwards = 0
             total.merge_from(call, merge, final=final)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of all values."""
+        for call in self.calls.values():
+            for _, seen in (*call.inputs, *call.outputs):
+                seen.backward = seen.backward_inner = None
 
     def copy(self) -> Totals:
         """Return an independent copy."""
@@ -297,47 +326,10 @@ def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[D
     return tuple(map(merge_dimensions, a, b))
 
 
-class ObservedForwards:
-    """The first forward, the newest, and the totals of all before the newest."""
-
-    def __init__(self) -> None:
-        self.first: Forward | None = None
-        self.newest: Forward | None = None
-        self.totals: dict[ForwardKind, Totals] = {}
-        self.count = 0
-        self.alive: WeakSet[Forward] = WeakSet()
-        """Those whose graph lives."""
-
-    def begin(self, kind: ForwardKind) -> None:
-        """Merge the newest forward into the totals, and begin another."""
-        if self.newest is not None:
-            self.totals.setdefault(self.newest.kind, Totals()).merge_from(self.newest)
-        self.newest = Forward(self.count, kind)
-        self.first = self.first or self.newest
-        self.count += 1
-        self.alive.add(self.newest)
+Parts = dict[ForwardKind, Totals]
+"""Forwards merged, by kind."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observations:
-    """What a capture has seen, as a record is assembled from it."""
-
-    layers: Layers
-    selected: frozenset[str]
-    """Names of the layers to record."""
-    first: Forward | None
-    newest: Forward | None
-    totals: Mapping[ForwardKind, Totals]
-    """Of the forwards before the newest."""
-    backwards: int
-    """Backward passes, those inside a forward left out."""
-    parameter_gradients: Mapping[str, ParameterGradient]
-    """By full name, of all backward passes."""
-    parameters: Mapping[str, ParameterReading] | None
-    """Parameters and buffers by full name, as they were read; None: no forward."""
-    set_attributes: Mapping[str, set[str]]
-    """Names of the attributes that a forward set, by layer."""
-    functional_types: Mapping[str, str]
-    """Name of the function, by name of the pseudo-layer."""
-    training: Training | None
-    notes: tuple[str, ...]
+def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = True) -> None:
+    """Merge a forward into those of its kind."""
+    parts.setdefault(forward.kind, Totals()).merge_from(forward, final=final)

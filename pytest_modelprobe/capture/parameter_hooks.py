@@ -19,15 +19,19 @@ from pytest_modelprobe.record import ROOT
 from .backward import BackwardPasses
 from .guard import HookGuard
 from .steps import GradientState, Steps
+from .training_steps import TrainingSteps, computes_gradients
 
 
 class ParameterHooks:
     """Puts one hook on each parameter of the layers added."""
 
-    def __init__(self, layers: Layers, guard: HookGuard, backward: BackwardPasses, steps: Steps) -> None:
+    def __init__(
+        self, layers: Layers, guard: HookGuard, backward: BackwardPasses, steps: Steps, training: TrainingSteps
+    ) -> None:
         self.guard = guard
         self.backward = backward
         self.steps = steps
+        self._training = training
         self._layers = layers
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
@@ -67,15 +71,25 @@ class ParameterHooks:
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
         with self.guard, without_torch_function():
-            hooks = (self._hook_on(p) for group in optimizer.param_groups for p in group["params"])
-            held = [hook.held for hook in hooks if hook is not None]
-            self.steps.step_begins(optimizer, held, self._hooked.values())
-            if held and _is_stepped_by_scaler():  # gradients were seen before it took its factor out
-                self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
+            hooks = self._hooks_of(optimizer)
+            self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
+            if hooks:
+                self._training.step_begins(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+                if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
+                    self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
 
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
-        self.steps.step_ends()
+        with self.guard, without_torch_function():
+            self.steps.step_ends()
+            hooks = self._hooks_of(optimizer)
+            if hooks:
+                self._training.step_ends(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+
+    def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
+        """Return our hooks on the parameters of an optimizer, each with its parameter."""
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [(hook, parameter) for parameter in held if (hook := self._hook_on(parameter)) is not None]
 
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
         hooks = (tensor_hooks(parameter) or {}).values()
@@ -104,8 +118,8 @@ class _ParameterHook:
                 self._arrived = backward
                 if self._parts == 1:
                     parameter = self._parameter()
-                    if parameter is not None:
-                        self.owner.steps.arrives(parameter, self.held, backward)
+                    if parameter is not None and self.owner.steps.arrives(parameter, self.held, backward):
+                        self.owner.backward.discard_step()
                     self.owner.backward.receive_parameter(self.names, gradient)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
@@ -128,6 +142,10 @@ class _AccumulatedHook:
 
     def __call__(self, parameter: nn.Parameter) -> None:
         self._hook.take_accumulated(parameter)
+
+
+def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter) for hook, parameter in hooks for name in hook.names]
 
 
 def _is_stepped_by_scaler() -> bool:

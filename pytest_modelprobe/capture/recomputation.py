@@ -9,7 +9,8 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Flat, flatten
 
 from .backward import BackwardPasses
-from .observation import CallObservation, Forward, ObservedForwards, Values
+from .observation import CallObservation, Forward, Values
+from .observed_forwards import ObservedForwards
 from .tensor_hooks import TensorObserver
 from .tensors import content_key
 

@@ -69,6 +69,11 @@ class Steps:
         self._in_evaluation = False
 
     @property
+    def others(self) -> int:
+        """Steps of optimizers that have no parameter of the model."""
+        return self._others
+
+    @property
     def training(self) -> Training | None:
         """The counts; None where no optimizer stepped and no gradients were discarded."""
         if not (self._steps or self._others or self._discarded):
@@ -101,20 +106,25 @@ class Steps:
         """Count a backward pass that reached a forward of that mode."""
         self._in_evaluation |= not training
 
-    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> None:
-        """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
+    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> bool:
+        """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`.
+
+        Return whether it is the first that shows that those of earlier passes were discarded.
+        """
+        discarded = False
         if task != self._task:
             self._task, self._kept = task, None
             with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
                 self._adds = accumulates(parameter)
             self._passes += self._adds
         if not self._adds:
-            return
+            return False
         if parameter.grad is None or (held.used and not self._is_kept(parameter.grad)):
             # Discarded, unless another optimizer stepped between: then the loss was that of another model.
             if held.passes and not held.used and held.total == self._total and task != self._discarded_in:
                 self._discarded += 1
                 self._discarded_in = task
+                discarded = True
             held.passes, held.used, held.stale, held.mixed = 0, False, False, False
         elif held.used:
             held.stale = True
@@ -124,6 +134,7 @@ class Steps:
         held.total = self._total
         if self._stepping:  # in the closure of a step, which uses it
             held.used = True
+        return discarded
 
     def step_begins(
         self, optimizer: Optimizer, held: Collection[GradientState], parameters: Collection[nn.Parameter]

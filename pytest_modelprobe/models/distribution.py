@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -77,6 +77,20 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor: each rank has a part."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def layout(tensor: torch.Tensor) -> str | None:
+    """Return which part of a DTensor this rank has, as records write it; None for other tensors.
+
+    >>> layout(torch.ones(1))
+    """
+    if not is_distributed(tensor):
+        return None
+    placements = cast(Any, tensor).placements
+    if any(placement.is_partial() for placement in placements):
+        return "partial"
+    dims = sorted({placement.dim for placement in placements if placement.is_shard()})
+    return f"shard({', '.join(map(str, dims))})" if dims else "replicated"
 
 
 def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> Iterator[str]:

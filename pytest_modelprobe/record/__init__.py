@@ -8,7 +8,7 @@ from .garbage import gc_paused
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
-from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
+from .record import Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
 from .tensor_statistics import (
@@ -76,5 +76,6 @@ __all__ = [
     "renamed",
     "resolve_rename",
     "select",
+    "with_applied_gradients",
     "with_rerun",
 ]

@@ -26,6 +26,8 @@ class Parameter:
     """Full name of the parameter, earlier in the model, with which it shares its storage."""
     persistent: bool | None = None
     """Of a buffer: whether the ``state_dict`` has it; None: not known, as in files of before this was recorded."""
+    layout: str | None = field(default=None, compare=False)
+    """Which part of the parameter this rank has: ``shard(0)``, ``replicated``, ``partial``. None: all of it."""
     reading: Reading = field(default_factory=Reading)
     """Of the values: of a `run` as they were before, of a watch as they are when the record is made, or, in that of its
     first forward, as that one left them."""
@@ -33,6 +35,11 @@ class Parameter:
     """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
     gradient: Reading | None = None
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
+    applied: Reading | None = None
+    """In the record of a step: of the gradient as the optimizer had it, averaged over ranks, unscaled and clipped. None
+    where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
+    updated: Reading | None = None
+    """In the record of a step: of the values as the optimizer left them; `reading` has them as it found them."""
 
 
 def elements(parameters: Iterable[Parameter]) -> int:

@@ -6,8 +6,9 @@ without torch. What shows a record is imported when one is shown.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -141,12 +142,16 @@ class Record:
     """The operation that made the first non-finite value of the forward, if a ``run`` looked for it."""
     gradient_origin: Operation | None = None
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
+    step: int | None = None
+    """Number of the step of training, from 0, whose forwards these are; None: they are not those of one step."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     profile: Profile | None = field(default=None, compare=False)
     """What each layer costs, with ``profile=True``; never compared, and not in snapshots."""
     noise: str | None = None
     """``measured``, ``not repeatable``, or None: not measured."""
+    ranks: int | None = field(default=None, compare=False)
+    """Ranks whose records were merged; None: this is the record of one process."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
 
@@ -232,6 +237,31 @@ class Record:
         pairs = [(layer, call) for layer in self.layers.values() for call in layer.calls]
         return sorted(pairs, key=lambda pair: pair[1].started)
 
+    @staticmethod
+    def merge(records: Sequence[Record], *, mean_loss: bool = True) -> Record:
+        """Return the record that one process would have made of what several ranks did, each with its part.
+
+        Activations are of the batches of all ranks together, their gradients those of the mean of the ranks' losses.
+        Shards of parameters are put together; replicas have to be equal. The parameters' gradients are those that an
+        optimizer applied, so give records of a step. Layers that only some ranks have, as under pipeline parallelism,
+        come from these. Fingerprints of activations do not add up and are left out.
+
+        Args:
+            records: One of each rank, in order.
+            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+
+        Raises:
+            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
+            UsageError: There are no records, or of tensor parallelism, whose values are shards of unknown dimensions.
+
+        >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
+        >>> merged.forwards, merged.ranks
+        (1, 2)
+        """
+        from .merging import merge
+
+        return merge(records, mean_loss=mean_loss)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold.
 
@@ -278,3 +308,20 @@ def with_rerun(record: Record, rerun: Rerun) -> Record:
         weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
     _RERUNS[id(record)] = rerun
     return record
+
+
+def with_applied_gradients(record: Record) -> Record:
+    """Return the record of a step with the gradients of parameters as the optimizer had them; others as they are.
+
+    >>> with_applied_gradients(Record(model="Net"))
+    <Record of Net: 0 layers, 0 forwards, 0 backwards>
+    """
+    if record.step is None:
+        return record
+
+    def layer(one: Layer) -> Layer:
+        own = (dataclasses.replace(p, gradient=p.applied or p.gradient, applied=None) for p in one.parameters)
+        return dataclasses.replace(one, parameters=tuple(own))
+
+    applied = dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
+    return applied if record.rerun is None else with_rerun(applied, record.rerun)

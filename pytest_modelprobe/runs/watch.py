@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, Which, assemble
+from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.models import Layers, original_class
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -44,6 +45,7 @@ class Watch:
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
+        steps: How many steps of training to keep, each in a record of its own.
         seed: Stored in the record.
 
     >>> import torch
@@ -68,6 +70,7 @@ class Watch:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool = False,
+        steps: int = 1,
         seed: int | None = None,
     ) -> None:
         found = Layers(model)
@@ -88,6 +91,7 @@ class Watch:
             attention=attention,
             profile=profile,
             histograms=histograms,
+            steps=steps,
             on_forward=self._forwards.begins if self._forwards else None,
         )
         self._capture.attach()
@@ -107,6 +111,34 @@ class Watch:
     def last(self) -> Record:
         """The newest forward alone, with the gradients that reached it."""
         return self._record("last")
+
+    @property
+    def steps(self) -> Sequence[Record]:
+        """The first steps of training, as many as ``steps=`` says, each with all its forwards and gradients.
+
+        A step is taken by an optimizer that holds a parameter of the model. Its forwards are those that a backward pass
+        reached since the step before: one, or several where gradients are accumulated.
+        """
+        return _StepRecords(self)
+
+    @property
+    def first_step(self) -> Record:
+        """The first step of training alone: its forwards, gradients as they arrived and as they were applied.
+
+        Raises:
+            NothingObservedError: No optimizer that holds a parameter of the model has stepped.
+        """
+        if not self._capture.steps:
+            raise NothingObservedError(
+                f"no optimizer with a parameter of {self.name} has stepped while it was watched: read first_step after "
+                "the first step, and keep the watch open while the model is trained"
+            )
+        return self._record(0)
+
+    @property
+    def evaluations(self) -> Record:
+        """All forwards that are part of no step, merged: evaluations, and calls that no backward pass reached."""
+        return self._record("evaluations")
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:
@@ -153,7 +185,8 @@ class Watch:
         """Fill in the `IsolatedResponse` of each call in the kept forwards, with the model as it is now."""
         assert self._forwards is not None
         one = {"first": self._forwards.first, "last": self._forwards.newest}
-        kept = self._forwards.kept.values() if which == "all" else [[again] for again in [one[which]] if again]
+        alone = one.get(which) if which in one else None
+        kept = [[alone]] if alone else [] if which in one else self._forwards.kept.values()
         reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
@@ -197,6 +230,26 @@ class Watch:
             key: IsolatedResponse(reason="tensors that it keeps were changed since") if key[0] in changed else response
             for key, response in responses.items()
         }
+
+
+class _StepRecords(Sequence[Record]):
+    """Makes the record of a step when it is asked for."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __len__(self) -> int:
+        return self._watch._capture.steps
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        numbers = range(len(self))[index]
+        return [self._watch._record(n) for n in numbers] if isinstance(numbers, range) else self._watch._record(numbers)
 
 
 def _is_empty(selector: Selector) -> bool:

@@ -161,8 +161,8 @@ def _dropout_rate(layer: Layer) -> float:
 
 
 def is_training(record: Record) -> bool:
-    """Whether a record merges several forwards with backwards between them, as of a training loop.
+    """Whether a record merges several forwards with backwards between them, as of a training loop, but of one step.
 
     Its numbers are not reproducible: another number of threads changes those of the 20th step by 0.1 %.
     """
-    return record.loss is None and record.forwards > 1 and record.backwards > 0
+    return record.loss is None and record.step is None and record.forwards > 1 and record.backwards > 0

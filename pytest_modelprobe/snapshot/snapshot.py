@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
 from .outcome import Unequal
@@ -62,10 +64,29 @@ class ModelProbeSnapshot:
         return ModelProbeSnapshot(self._comparer, arguments)
 
     def __eq__(self, other: object) -> bool:
-        """Whether a record equals the one on disk; an update writes it, and it is equal then."""
+        """Whether a record equals the one on disk; an update writes it, and it is equal then.
+
+        Of a list of steps, each has files of its own. The first that differs is reported: what is after it follows.
+        """
         __tracebackhide__ = True
-        outcome = self._comparer.compare(_record(other), self._arguments, caller=sys._getframe(1))
+        caller = sys._getframe(1)
+        if isinstance(other, Sequence) and not isinstance(other, str):
+            return self._equals_steps(other, caller)
+        outcome = self._comparer.compare(_record(other), self._arguments, caller=caller)
         return outcome.passed or cast(bool, Unequal(outcome))
+
+    def _equals_steps(self, records: Sequence[object], caller: FrameType) -> bool:
+        __tracebackhide__ = True
+        if not records:
+            raise UsageError("there is no step to compare: no optimizer with a parameter of the model has stepped")
+        for number, record in enumerate(records, 1):
+            name = f"{self._arguments.name}.{number}" if self._arguments.name else f"step{number}"
+            arguments = dataclasses.replace(self._arguments, name=name)
+            outcome = self._comparer.compare(_record(record), arguments, caller=caller)
+            if not outcome.passed:
+                outcome.text = f"step {number} of {len(records)}: {outcome.text}"
+                return cast(bool, Unequal(outcome))
+        return True
 
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"
@@ -81,7 +102,8 @@ def _record(other: object) -> Record:
     if not isinstance(other, Record):
         name = type(other).__name__
         advice = {
-            "Watch": "choose the forwards: watch.first == modelprobe_snapshot, or watch.record for all of them",
+            "Watch": "choose the forwards: watch.first == modelprobe_snapshot, watch.first_step of training, or "
+            "watch.record for all of them",
             "ModelProbe": "write modelprobe.record == modelprobe_snapshot",
         }
         step = advice.get(name, "write modelprobe.run(model, ...) == modelprobe_snapshot")
@@ -90,6 +112,6 @@ def _record(other: object) -> Record:
         raise UsageError(
             f"a record of {other.forwards} forwards and {other.backwards} backwards is not reproducible on other "
             "machines: where parameters change in between, another number of threads changes the numbers of the 20th "
-            "step by 0.1 %. Compare watch.first"
+            "step by 0.1 %. Compare watch.first_step"
         )
-    return other
+    return with_applied_gradients(other)

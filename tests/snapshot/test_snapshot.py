@@ -257,6 +257,7 @@ WRONG = {
     "3": "TypeError: modelprobe_snapshot compares records, and this is a int: write modelprobe.run(model, ...) == *",
     "modelprobe": "TypeError: *this is a ModelProbe: write modelprobe.record == modelprobe_snapshot",
     "modelprobe.watch(Linear(2, 2))": "TypeError: *this is a Watch: choose the forwards: watch.first == *",
+    "modelprobe.watch(Linear(2, 2)).steps": "*UsageError: there is no step to compare: no optimizer with a parameter*",
 }
 
 
@@ -314,6 +315,43 @@ def test_x(modelprobe, modelprobe_snapshot):
     result = project.run()
     result.stdout.fnmatch_lines(["E*AssertionError: layers '[*]': own code changed after fc x2: by *"])
     result.stdout.no_fnmatch_line("E*ossibl*")
+
+
+def test_each_step_of_a_list_has_files_of_its_own(project: Project) -> None:
+    body = """
+model = modelprobe.build(lambda: torch.nn.Linear(2, 2))
+watch = modelprobe.watch(model, steps=2)
+optimizer = torch.optim.SGD(model.parameters(), RATE)
+for part in range(6):
+    model(modelprobe.randn(3, 2)).square().sum().backward()
+    if part % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+assert watch.steps == modelprobe_snapshot
+"""
+    test = one(body.strip().replace("RATE", "0.1"), "modelprobe, modelprobe_snapshot", "import torch")
+    project.update(test=test).assert_outcomes(passed=1)
+    steps = [f"test_net/test_x.step{n}.{kind}.json" for n in (1, 2) for kind in ("arch", "probe")]
+    assert project.names() == steps
+    project.run().assert_outcomes(passed=1)
+    result = project.run(test=test.replace("0.1", "0.2"))
+    result.stdout.fnmatch_lines(["E*AssertionError: step 2 of 2: (root): weights changed by *"])
+
+
+def test_the_gradient_in_a_snapshot_of_a_step_is_the_one_that_was_applied(project: Project) -> None:
+    body = """
+model = modelprobe.build(lambda: torch.nn.Linear(2, 2))
+watch = modelprobe.watch(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(modelprobe.randn(3, 2)).square().sum().backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST)
+optimizer.step()
+assert watch.first_step == modelprobe_snapshot
+"""
+    test = one(body.strip(), "modelprobe, modelprobe_snapshot", "import torch")
+    project.update(test=test.replace("LARGEST", "0.1")).assert_outcomes(passed=1)
+    project.run(test=test.replace("LARGEST", "0.1")).assert_outcomes(passed=1)
+    project.run(test=test.replace("LARGEST", "0.2")).assert_outcomes(failed=1)
 
 
 GATED = """

@@ -1,0 +1,105 @@
+"""Steps of training as optimizers take them: gradients and parameters before and after each step that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.statistics import Reduced, SmallTensors
+
+from .observed_forwards import ObservedForwards
+from .parameters import named_tensors, read_parameters
+from .steps import Steps
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Parameters with their full names; of a tied one all."""
+
+
+class TrainingSteps:
+    """Reads what an optimizer does in each of the steps that are kept.
+
+    A step is over when the next forward begins: several optimizers, or several calls of one within a backward pass, may
+    take it together.
+
+    Args:
+        layers: The layers of the model.
+        selected: Names of those that are recorded.
+        forwards: What was seen of forwards.
+        counts: What optimizers did.
+    """
+
+    def __init__(self, layers: Layers, selected: Collection[str], forwards: ObservedForwards, counts: Steps) -> None:
+        self.known: dict[str, Reduced] = {}
+        """Parameters and buffers by full name as they were read last."""
+        self._layers = layers
+        self._selected = selected
+        self._forwards = forwards
+        self._counts = counts
+        self._others = 0
+
+    def forward_begins(self) -> None:
+        """End a step that nobody saw: gradients arrived, another optimizer stepped, and parameters have changed.
+
+        ZeRO keeps the parameters in flat copies of its own, which its optimizer holds instead of them.
+        """
+        step, others = self._forwards.step, self._counts.others
+        hidden = step.gradients and not step.taken and others > self._others
+        self._others = others
+        if hidden and self._forwards.keeps_step:
+            now = self._read()
+            if _differ(self.known, now, list(step.gradients)):
+                step.taken, step.before, step.after, self.known = True, self.known, now, now
+
+    def step_begins(self, parameters: Named, *, early: bool) -> None:
+        """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
+        step = self._forwards.step
+        if self._forwards.keeps_step:
+            if not step.before:
+                step.before = self._read()
+            if not early:
+                self._read_gradients(parameters)
+
+    def step_ends(self, parameters: Named, *, early: bool) -> None:
+        """Read what the optimizer left."""
+        step = self._forwards.step
+        step.taken = True
+        if self._forwards.keeps_step:
+            if early:
+                self._read_gradients(parameters)
+            buffers = () if graph_task() != -1 else self._buffers()
+            small = SmallTensors()
+            for name, tensor in (*parameters, *buffers):
+                step.after[name] = statistics.reduce(tensor, small=small)
+            self.known = {**step.before, **step.after}
+
+    def _read(self) -> dict[str, Reduced]:
+        return {name: reading.reduced for name, reading in read_parameters(self._layers, self._selected).items()}
+
+    def _read_gradients(self, parameters: Named) -> None:
+        newest, small = self._forwards.newest, SmallTensors()
+        index = 0 if newest is None else newest.index
+        for name, parameter in parameters:
+            if parameter.grad is not None:
+                self._forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index, small=small)
+
+    def _buffers(self) -> Named:
+        named = named_tensors(self._layers, self._selected)
+        return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
+
+
+def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are known only after a step: a closure computes them, or a fused kernel unscales them."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure is not None or getattr(optimizer, "grad_scale", None) is not None
+
+
+def _differ(before: dict[str, Reduced], now: dict[str, Reduced], names: list[str]) -> bool:
+    """Whether a parameter has other elements; this reads from the device."""
+    both = [name for name in names if name in before and name in now]
+    then = statistics.collect([before[name] for name in both])
+    return then != statistics.collect([now[name] for name in both])

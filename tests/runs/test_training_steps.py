@@ -1,0 +1,202 @@
+"""Steps of training: which forwards each consists of, and what the optimizer had and did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, NothingObservedError, assert_grad_finite
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def x(seed: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_step_has_the_forwards_that_a_backward_reached_before_it() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model, steps=2)
+    with torch.no_grad():
+        model.eval()(x(0))
+    model.train()
+    for step in range(3):
+        for part in range(2):
+            model(x(1 + 2 * step + part)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x(9))
+    assert [(r.step, r.forwards, r.backwards) for r in watch.steps] == [(0, 2, 2), (1, 2, 2)]
+    assert (watch.evaluations.forwards, watch.evaluations.backwards) == (4, 0)
+    assert (watch.record.forwards, watch.record.backwards) == (10, 6)
+
+
+def test_a_step_equals_that_of_a_watch_that_saw_nothing_else() -> None:
+    records = []
+    for others in (0, 3):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch = ModelProbe().watch(model)
+        model(x(1)).sum().backward()
+        optimizer.step()
+        for _ in range(others):
+            optimizer.zero_grad()
+            model(x(2)).sum().backward()
+            optimizer.step()
+        records.append(watch.first_step)
+    assert records[0] == records[1]
+
+
+def test_a_step_is_known_before_the_next_forward() -> None:
+    model = net()
+    watch = ModelProbe().watch(model)
+    model(x(1)).sum().backward()
+    assert not watch.steps
+    with pytest.raises(NothingObservedError, match="no optimizer with a parameter of Sequential has stepped"):
+        _ = watch.first_step
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert len(watch.steps) == 1
+
+
+def test_the_applied_gradient_is_accumulated_and_clipped() -> None:
+    model = net()
+    watch = ModelProbe().watch(model)
+    for part in range(2):
+        model(x(part)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    held = model[3].weight.grad
+    assert held is not None
+    norm = held.norm().item()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    weight = watch.first_step["3"].parameters[0]
+    assert weight.applied is not None
+    assert weight.applied.statistics is not None
+    assert weight.applied.statistics.norm == pytest.approx(norm)
+    assert weight.gradient is not None
+    assert weight.gradient.tensors == 2
+
+
+def test_the_gradient_that_a_closure_computes_is_the_applied_one() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x(1)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert (watch.first_step.forwards, watch.first_step.backwards) == (1, 1)
+    assert all(p.applied == p.gradient for p in watch.first_step["3"].parameters)
+
+
+def test_a_step_has_parameters_before_and_after_it() -> None:
+    model = net()
+    before = model[3].weight.detach().clone()
+    watch = ModelProbe().watch(model)
+    for seed in range(3):
+        model.zero_grad()
+        model(x(seed)).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        if not seed:
+            after = model[3].weight.detach().clone()
+    weight = watch.first_step["3"].parameters[0]
+    assert weight.updated is not None
+    found = [r.statistics.mean for r in (weight.reading, weight.updated) if r.statistics is not None]
+    assert found == pytest.approx([before.mean().item(), after.mean().item()], abs=1e-7)
+
+
+def test_optimizers_that_step_without_a_forward_between_take_one_step() -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 3)]
+    watch = ModelProbe().watch(model, steps=3)
+    for seed in range(2):
+        model.zero_grad()
+        model(x(seed)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert [record.forwards for record in watch.steps] == [1, 1]
+    assert all(watch.steps[1][name].parameters[0].applied is not None for name in ("0", "3"))
+
+
+def test_a_step_whose_optimizer_holds_copies_is_found_by_the_change_of_contents() -> None:
+    model = net()
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(copies, 0.1)
+    watch = ModelProbe().watch(model, steps=3)
+    for seed in range(3):
+        model.zero_grad()
+        model(x(seed)).square().sum().backward()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad
+        optimizer.step()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            parameter.data.copy_(copy.data)
+    model(x(4))
+    assert [(r.forwards, r.backwards) for r in watch.steps] == [(1, 1)] * 3
+    assert watch.first_step["3"].parameters[0].updated == watch.steps[1]["3"].parameters[0].reading
+
+
+def train_with_a_skipped_step(*, skipped: int, steps: int) -> ModelProbe:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    probe = ModelProbe()
+    probe.watch(model)
+    for step in range(skipped + steps):
+        optimizer.zero_grad()
+        loss = model(x(step)).square().sum() * (float("inf") if step < skipped else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return probe
+
+
+def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients() -> None:
+    probe = train_with_a_skipped_step(skipped=1, steps=2)
+    watch = probe.source
+    assert_grad_finite(watch)
+    assert_grad_finite(watch.first_step)
+    assert watch.record.forwards == 3
+    assert "1 step was skipped" in " ".join(watch.record.notes)
+
+
+def test_the_gradients_of_steps_that_are_all_skipped_count() -> None:
+    probe = train_with_a_skipped_step(skipped=3, steps=1)
+    with pytest.raises(AssertionError, match=r"gradient of .* (is not finite|has inf)"):
+        assert_grad_finite(probe.source)
+
+
+def test_the_first_forward_says_that_it_is_an_evaluation() -> None:
+    model = net()
+    watch = ModelProbe().watch(model)
+    with torch.no_grad():
+        model(x(0))
+    model(x(1)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    note = "the first forward is part of no step of training: first_step and steps are those that are"
+    assert watch.first.notes == (note,)
+    assert watch.last.notes == ()
+
+
+def test_no_parameter_is_read_in_steps_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_modelprobe.capture import training_steps
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model, steps=1)
+    model(x(0)).sum().backward()
+    optimizer.step()
+    model(x(1)).sum().backward()
+    monkeypatch.setattr(training_steps.statistics, "reduce", None)
+    monkeypatch.setattr(training_steps, "read_parameters", None)
+    optimizer.step()
+    assert len(watch.steps) == 1
