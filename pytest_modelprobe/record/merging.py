@@ -12,10 +12,12 @@ from pytest_modelprobe.exceptions import UsageError
 from .calls import Call, Dimension, Value
 from .layer import Layer, Parameter
 from .naming import qualified
-from .record import Record, with_applied_gradients
+from .record import Record
 from .tensor_statistics import Histogram, Reading, Statistics, Units
 
 T = TypeVar("T")
+
+_NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a step"
 
 
 def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
@@ -27,7 +29,6 @@ def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
             "records under tensor parallelism are not merged: a value may be a shard along any dimension. Assert on "
             "the watch in each rank"
         )
-    records = [with_applied_gradients(record) for record in records]
     names = dict.fromkeys(name for record in records for name in record.layers)
     merging = _Merging(records, 1 / len(records) if mean_loss else 1.0)
     layers = {}
@@ -82,17 +83,22 @@ class _Merging:
         first = have[0][1]
         name = qualified(layer.name, first.name)
         self._demand(have, name, "requires_grad", lambda p: p.requires_grad)
-        merged: dict[str, Any] = {}
-        for field in ("reading", "after", "gradient", "updated"):
-            readings = [getattr(own, field) for _, own in have]
+        merged: dict[str, Any] = {"applied": None, "layout": None}
+        is_applied = all(own.applied is not None for _, own in have)
+        for field in ("reading", "after", "updated", "gradient"):
+            readings = [own.applied or own.gradient if field == "gradient" else getattr(own, field) for _, own in have]
+            merged[field] = readings[0]
             if (first.layout or "").startswith("shard"):
                 merged[field] = _together(readings)
+            elif field == "gradient" and not is_applied:
+                if any(reading != readings[0] for reading in readings):
+                    merged[field] = Reading(reason=_NOT_AVERAGED)
             else:
-                what = f"the {field} of" if field == "gradient" else ""
-                self._demand(have, f"{what} {name}".strip(), "mean", functools.partial(_mean, field))
-                self._demand(have, f"{what} {name}".strip(), "rms", functools.partial(_rms, field))
-                merged[field] = readings[0]
-        return dataclasses.replace(first, layout=None, **merged)
+                what = f"the gradient of {name}" if field == "gradient" else name
+                numbered = [(rank, reading) for (rank, _), reading in zip(have, readings, strict=True)]
+                self._demand(numbered, what, "mean", _mean)
+                self._demand(numbered, what, "rms", _rms)
+        return dataclasses.replace(first, **merged)
 
     def _buffer(self, have: list[Parameter]) -> Parameter:
         if all(own.reading == have[0].reading for own in have):
@@ -161,13 +167,11 @@ class _Merging:
                 )
 
 
-def _mean(field: str, own: Parameter) -> float | None:
-    reading: Reading | None = getattr(own, field)
+def _mean(reading: Reading | None) -> float | None:
     return None if reading is None or reading.statistics is None else reading.statistics.mean
 
 
-def _rms(field: str, own: Parameter) -> float | None:
-    reading: Reading | None = getattr(own, field)
+def _rms(reading: Reading | None) -> float | None:
     return None if reading is None or reading.statistics is None else reading.statistics.rms
 
 
