@@ -6,6 +6,7 @@ import json
 import multiprocessing.forkserver
 import multiprocessing.popen_forkserver  # noqa: F401 - one fork server for all runs
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -54,20 +55,20 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_
     monkeypatch.setenv("RANKS", "2")
 
 
-def numbers(record: dict[str, Any], where: str = "") -> dict[str, tuple[float, float]]:
-    """Return each number of a record by its path, with the rms of its tensor."""
+def numbers(record: dict[str, Any] | list[Any], where: str = "") -> dict[str, tuple[float, float]]:
+    """Return each number of a record by its path, with the rms of its tensor; shapes and types are in the path."""
     found = {}
     for key, part in record.items() if isinstance(record, dict) else enumerate(record):
         path = f"{where}.{key}"
-        if key == "statistics":
+        if key in ("shape", "type"):
+            found[f"{path} {part}"] = (0.0, 1.0)
+        elif key == "statistics":
             square = part["deviations"] / part["count"] if "deviations" in part else 0.0
             rms = (square + part["mean"] ** 2) ** 0.5
             found |= {f"{path}.{name}": (part[name], rms or 1.0) for name in ("count", "mean", "min", "max")}
             found[f"{path}.rms"] = (rms, rms or 1.0)
         elif isinstance(part, (dict, list)):
             found |= numbers(part, path)
-        elif key in ("shape", "type"):
-            found[path] = (part, 1.0)
     return found
 
 
@@ -151,3 +152,25 @@ def test_step(modelprobe):
     result.assert_outcomes(failed=1)
     disagree = "ranks disagree: 2.weight has another requires_grad in [[]rank 1] than in [[]rank 0]: False, not True."
     result.stdout.fnmatch_lines([f"E *AssertionError: {disagree}*"])
+
+
+@slow
+def test_under_torchrun_rank_0_alone_writes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        STEP
+        + """
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def test_step(modelprobe, modelprobe_snapshot):
+    assert modelprobe.merged(step(modelprobe)) == modelprobe_snapshot
+"""
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    result = pytester.run(*torchrun, "-m", "pytest", *QUIET, "--snapshot-update")
+    assert result.ret == 0
+    assert str(result.stdout).count("created __modelprobe__") == 1
