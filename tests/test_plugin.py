@@ -50,6 +50,7 @@ def test_dead(modelprobe):
 """
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
+KEYWORDS = "devices=, seed=, tolerance=, compare=, world_size= and timeout="
 as_installed = pytest.mark.usefixtures("_installed_plugins")
 
 
@@ -276,8 +277,7 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
     [
         (
             "toleranse=2",
-            "takes no toleranse=: is tolerance= meant? "
-            "It takes devices=, seed=, tolerance=, compare=, world_size= and timeout=",
+            f"takes no toleranse=: is tolerance= meant? It takes {KEYWORDS}",
         ),
         ("color=1", "takes no color=: It takes devices=, seed=, tolerance=, compare=, world_size= and timeout="),
         ("3", "takes keywords only: devices=, seed=, tolerance=, compare=, world_size= and timeout="),
