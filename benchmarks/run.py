@@ -619,7 +619,7 @@ def report(results: dict[str, Any]) -> str:
             "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md); which the checks do, beside the tests of pytest-torch:",
             "[CHECKS.md](CHECKS.md). How far harmless changes move a value, in units of its",
             "measured noise: [TOLERANCE.md](TOLERANCE.md). What mutated files and killed updates came to:",
-            "[ATTACKS.md](ATTACKS.md).",
+            "[ATTACKS.md](ATTACKS.md). Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
             "",
         ]
     if "llama" in results:

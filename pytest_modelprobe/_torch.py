@@ -271,6 +271,36 @@ def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
     return module._modules[name]
 
 
+def shards(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield this rank's part of each parameter that `fully_shard` manages at a module, with its owner and name.
+
+    While a module computes, and the root also between forward and backward, the whole stands in its place.
+    """
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        _refuse("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "a model under FSDP2 cannot be watched")
+    found = state()
+    groups = getattr(found, "_fsdp_param_groups", None)  # of one group, before torch 2.11
+    for group in [found._fsdp_param_group] if groups is None else groups:
+        for one in () if group is None else group.fsdp_params:
+            info = one._module_info
+            yield info.module, info.param_name, one.sharded_param
+            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield owner, name, one.sharded_param
+
+
+def waited(tensor: Tensor) -> Tensor | None:
+    """Return the result of a collective that may still run, once it is there; None for other tensors."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor":  # importing the class would take a second
+        return None
+    return cast(Tensor, cast(Any, tensor).trigger_wait())
+
+
+default_store: Callable[[], Any] = _private(
+    "torch.distributed.distributed_c10d._get_default_store", cannot="records of several ranks cannot be exchanged"
+)
+"""Return the store of the default process group, by which its ranks found each other."""
+
 compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._compiled_call_impl", lambda module: None)
 """Return the compiled call that `module.compile()` set; None where there is none."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from .exceptions import NothingObservedError, UsageError
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device
+from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device, merged
 from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
@@ -446,6 +446,27 @@ class ModelProbe:
         return seeding.randint(low, high, _sizes([shape]), seed=self.seed, name=name, device=self.device)
 
     # --- results --------------------------------------------------------------------------------------------------
+
+    def merged(self, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
+        """Return one record of what all ranks did, as one process would have made it of the whole batch.
+
+        Every rank has to call it; each returns the same. The records go through the store of the process group, and no
+        collective is called. Without a process group, or in one of one rank, it is the record alone, made alike.
+
+        Args:
+            subject: A watch: its first step, or all forwards where no optimizer stepped. Or a record of this rank.
+            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+
+        Raises:
+            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
+
+        >>> probe = ModelProbe()
+        >>> probe.merged(probe.run(nn.Linear(4, 2), probe.randn(3, 4))).ranks
+        1
+        """
+        if isinstance(subject, Watch):
+            subject = subject.first_step if len(subject.steps) else subject.record
+        return merged(subject, mean_loss=mean_loss)
 
     @property
     def record(self) -> Record:

@@ -50,6 +50,7 @@ def test_dead(modelprobe):
 """
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
+KEYWORDS = "devices=, seed=, tolerance=, compare=, world_size= and timeout="
 as_installed = pytest.mark.usefixtures("_installed_plugins")
 
 
@@ -274,9 +275,12 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("toleranse=2", "takes no toleranse=: is tolerance= meant? It takes devices=, seed=, tolerance= and compare="),
-        ("color=1", "takes no color=: It takes devices=, seed=, tolerance= and compare="),
-        ("3", "takes keywords only: devices=, seed=, tolerance= and compare="),
+        (
+            "toleranse=2",
+            f"takes no toleranse=: is tolerance= meant? It takes {KEYWORDS}",
+        ),
+        ("color=1", "takes no color=: It takes devices=, seed=, tolerance=, compare=, world_size= and timeout="),
+        ("3", "takes keywords only: devices=, seed=, tolerance=, compare=, world_size= and timeout="),
         ("seed='x'", "takes an integer as seed=; got 'x'"),
         ("devices=['cpu', 3]", "has 3 in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"),
     ],

@@ -23,7 +23,17 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 
-from .sources import Subject, full_name, is_floating, is_zero, newest_of, numbers, record_of, with_numbers
+from .sources import (
+    Subject,
+    full_name,
+    is_floating,
+    is_zero,
+    newest_of,
+    numbers,
+    record_of,
+    reject_unread,
+    with_numbers,
+)
 
 # --- dead ---------------------------------------------------------------------------------------------------------
 
@@ -73,6 +83,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
         above_limit = _too_many_dead_units(record, names, max_dead_units)
         if above_limit:
             raise AssertionError(_units_text(above_limit, looked_at, max_dead_units))
+    reject_unread(record, layers)
 
 
 @dataclass(frozen=True)
@@ -390,6 +401,7 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     origin = find_nonfinite(record, {layer.name for layer in looked_at})
     if origin is not None:
         raise AssertionError(_finite_text(record, origin, looked_at))
+    reject_unread(record, layers)
 
 
 @dataclass(frozen=True)

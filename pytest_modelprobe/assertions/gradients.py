@@ -21,11 +21,11 @@ from pytest_modelprobe.record import (
     forward_of,
     label_of,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
 from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_nonfinite, has_zero_parameters, nonfinite_counts
-from .sources import Subject, backward_of, called, full_name, is_floating, not_ignored, selected
+from .sources import LEAVE_OUT, Subject, backward_of, called, full_name, is_floating, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
@@ -60,6 +60,9 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
         raise AssertionError(_finite_text(record, gradients, bad, looked_at))
+    unread = next((f"{layer.label} {what}: {why}" for layer in looked_at for what, why in _unread(layer)), None)
+    if unread is not None:
+        raise NothingObservedError(f"no number is known of a gradient of {printable(unread)}; {LEAVE_OUT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,14 @@ def _gradients(record: Record) -> list[_Gradient]:
             for statistics in _statistics(p.gradient)
         )
     return sorted(found, key=lambda g: (-g.position, g.kind == "parameter"))
+
+
+def _unread(layer: Layer) -> Iterator[tuple[str, str]]:
+    """Yield path and reason of each gradient of a layer that has no numbers."""
+    values = ((value.path, r) for _, value in layer.outputs for r in (value.backward, value.backward_inner))
+    for path, reading in (*values, *((p.name, p.gradient) for p in layer.parameters)):
+        if reading is not None and reading.statistics is None and reading.reason:
+            yield path, reading.reason
 
 
 def _statistics(*readings: Reading | None) -> Iterator[Statistics]:

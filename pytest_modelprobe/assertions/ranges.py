@@ -12,7 +12,7 @@ from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, 
 from pytest_modelprobe.report.text import Cell, count, failure, number
 
 from .activations import find_dead
-from .sources import Subject, full_name, numbers, record_of, with_numbers
+from .sources import Subject, full_name, numbers, record_of, reject_unread, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
@@ -68,6 +68,7 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
+    reject_unread(record, layers)
 
 
 def find_saturated(layers: Iterable[Layer], min_slope: float = 0.05) -> list[Layer]:
@@ -187,6 +188,7 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
                 "Look at the input of the first of them, or widen the range if this is intended.",
             )
         )
+    reject_unread(record, layers)
 
 
 def assert_activation_scale(
@@ -250,6 +252,7 @@ def assert_activation_scale(
                 "Look at the initialization of the first of them, and at a norm or a residual that is missing.",
             )
         )
+    reject_unread(record, layers)
 
 
 def _outputs(layers: list[Layer]) -> Iterator[tuple[Layer, Call, Value, Statistics]]:
@@ -340,6 +343,7 @@ def assert_fits_dtype(
                 "Look at the scale before it: gradients need loss scaling, outputs a norm or a wider dtype.",
             )
         )
+    reject_unread(record, layers)
 
 
 def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:

@@ -167,6 +167,20 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
     return found
 
 
+LEAVE_OUT = "leave the layer out with layers=, and look at the value in the test itself"
+
+
+def reject_unread(record: Record, layers: Selector) -> None:
+    """Raise NothingObservedError for a floating-point output of a selected layer of which no number is known."""
+    for layer in called(record, layers):
+        for _, value in layer.outputs:
+            if is_floating(value) and value.forward.statistics is None and value.forward.reason:
+                raise NothingObservedError(
+                    f"no number is known of {printable(layer.label)} {value.path}: {printable(value.forward.reason)}; "
+                    f"{LEAVE_OUT}"
+                )
+
+
 def _qualified_names(cls: type) -> set[str]:
     names: set[str] = set()
     classes = [cls]

@@ -13,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import without_torch_function
-from pytest_modelprobe.models import attributes, is_persistent, own_buffers, own_parameters, type_name
+from pytest_modelprobe.models import (
+    attributes,
+    is_persistent,
+    layout,
+    original_class,
+    own_buffers,
+    own_parameters,
+    sharded_parameters,
+    type_name,
+)
 from pytest_modelprobe.record import (
     Attention,
     Call,
@@ -82,7 +91,7 @@ def _assembled(
     chosen = _chosen(observed, which)
     model = next(iter(observed.layers.modules.values()))
     return Record(
-        model=type(model).__qualname__,
+        model=original_class(model).__qualname__,
         layers=_Builder(observed, which, chosen, before).layers(),
         forwards=sum(part.forwards for part in chosen.parts.values()),
         backwards=chosen.backwards,
@@ -191,6 +200,7 @@ class _Builder:
         self.gradients = {name: r for name, gradient in chosen.gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
         """Parameters and buffers by full name: before the forward, and now if that may differ."""
+        self.shards = sharded_parameters(observed.layers.modules.values())
         self._read_owned(which, before)
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
@@ -229,6 +239,7 @@ class _Builder:
     def _parameter(self, layer: str, name: str, tensor: torch.Tensor, *, persistent: bool | None = None) -> Parameter:
         full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
+        tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
         then, now = self.own[full]
         reading = self.reading(then)
@@ -241,6 +252,7 @@ class _Builder:
             requires_grad=tensor.requires_grad,
             tied_to=None if first == full else first,
             persistent=persistent,
+            layout=layout(tensor),
             reading=reading,
             after=None if now is None or self.reading(now) == reading else self.reading(now),
             gradient=None if gradient is None else self.reading(gradient),

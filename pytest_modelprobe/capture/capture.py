@@ -24,7 +24,7 @@ from pytest_modelprobe._torch import (
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, run_eagerly
+from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, notes_on, run_eagerly
 from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
@@ -234,6 +234,7 @@ class Capture:
             return
         if outermost:
             self._begin_forward(name, module, inputs)
+            self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import graph_task, tensor_hooks, without_torch_function
-from pytest_modelprobe.models import Layers
+from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
 from .backward import BackwardPasses
@@ -47,8 +47,10 @@ class ParameterHooks:
 
     def attach(self) -> None:
         """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
+        shards = sharded_parameters(self._layers.modules.values())  # the gradient of the whole is not yet reduced
         for prefix, owner in self._owners:
-            for name, parameter in owner._parameters.items():
+            for name, held in owner._parameters.items():
+                parameter = shards.get((owner, name), held) if shards else held
                 if self._hooked.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):
                     continue  # `functional_call` puts plain tensors here
                 if parameter.requires_grad and parameter.is_leaf:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import without_torch_function
-from pytest_modelprobe.models import Layers, own_buffers, own_parameters
+from pytest_modelprobe.models import Layers, own_buffers, own_parameters, sharded_parameters
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
@@ -57,11 +57,12 @@ def read_parameters(layers: Layers, selected: Collection[str]) -> dict[str, Para
 
 def named_tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of the selected layers with their full names."""
+    shards = sharded_parameters(layers.modules.values())  # the whole may stand in the place of one for a time
     for name, module in layers.modules.items():
         if name in selected:
             atomic = layers.is_leaf(name)
             for own, tensor in (*own_parameters(module, atomic=atomic), *own_buffers(module, atomic=atomic)):
-                yield qualified(name, own), tensor
+                yield qualified(name, own), shards.get((module, own), tensor) if shards else tensor
 
 
 def parameter_content_key(tensor: torch.Tensor) -> ContentKey | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
+from .distribution import is_distributed, layout, notes_on, original_class, rank, sharded_parameters, world_size
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
@@ -29,15 +30,22 @@ __all__ = [
     "flatten_call",
     "has_dense_storage",
     "has_lazy",
+    "is_distributed",
     "is_persistent",
+    "layout",
     "map_tensors",
+    "notes_on",
+    "original_class",
     "own_buffers",
     "own_parameters",
     "parts",
     "preserved",
+    "rank",
     "run_eagerly",
     "seeded",
     "settings_preserved",
+    "sharded_parameters",
     "type_name",
     "unseen",
+    "world_size",
 ]

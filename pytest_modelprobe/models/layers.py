@@ -14,6 +14,8 @@ from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, left
 from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.record import ROOT, Plain
 
+from .distribution import DDP, notes_on, original_class
+
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
 """Modules that compute in fused code without calling their children: hooks on these never fire."""
 
@@ -54,6 +56,7 @@ class Layers:
         self._names: dict[nn.Module, str] = {}
         self._atomic: set[str] = set()
         self._walk("", model)
+        self.notes += notes_on(self.modules.values())
 
     def _walk(self, name: str, module: nn.Module) -> None:
         inner = self._unwrapped(name, module)
@@ -88,7 +91,7 @@ class Layers:
         """Return the module inside a wrapper; None if the module is no wrapper."""
         reject_misreporting(module, name)
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            self.notes.append("DistributedDataParallel: gradients are this rank's, before averaging")
+            self.notes.append(DDP)
             wrapped: nn.Module = module.module
             return wrapped
         if type_name(module).endswith(_FABRIC):
@@ -111,7 +114,8 @@ class Layers:
 
 def type_name(module: Any) -> str:
     """Return the qualified name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    cls = original_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_supported(model: Any) -> None:

@@ -42,6 +42,8 @@ class Value:
     """The gradient in backward passes that ran inside a forward."""
     overwritten: bool = False
     """The value is a view that was overwritten in place: whether a gradient arrived cannot be known."""
+    layout: str | None = field(default=None, compare=False)
+    """In a record merged over ranks, what each had: ``batch``, a part of the samples, or ``replicated``, the same."""
     source: str | None = None
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 

@@ -28,6 +28,8 @@ class Parameter:
     """Full name of the parameter, earlier in the model, with which it shares its storage."""
     persistent: bool | None = None
     """Of a buffer: whether the ``state_dict`` has it; None: not known, as in files of before this was recorded."""
+    layout: str | None = field(default=None, compare=False)
+    """Which part of the parameter this rank has: ``shard(0)``, ``replicated``, ``partial``. None: all of it."""
     reading: Reading = field(default_factory=Reading)
     """Of the values: of a `run` as they were before, of a watch as they are when the record is made, or, in that of its
     first forward, as that one left them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -153,6 +153,8 @@ class Record:
     """What each layer costs, with ``profile=True``; never compared, and not in snapshots."""
     noise: str | None = None
     """``measured``, ``not repeatable``, or None: not measured."""
+    ranks: int | None = field(default=None, compare=False)
+    """Ranks whose records were merged; None: this is the record of one process."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and the like; stored, never compared."""
 
@@ -237,6 +239,31 @@ class Record:
         """Every call with its layer, in order of execution (by start)."""
         pairs = [(layer, call) for layer in self.layers.values() for call in layer.calls]
         return sorted(pairs, key=lambda pair: pair[1].started)
+
+    @staticmethod
+    def merge(records: Sequence[Record], *, mean_loss: bool = True) -> Record:
+        """Return the record that one process would have made of what several ranks did, each with its part.
+
+        Activations are of the batches of all ranks together, their gradients those of the mean of the ranks' losses.
+        Shards of parameters are put together; replicas have to be equal. The parameters' gradients are those that an
+        optimizer applied, so give records of a step. Layers that only some ranks have, as under pipeline parallelism,
+        come from these. Fingerprints of activations do not add up and are left out.
+
+        Args:
+            records: One of each rank, in order.
+            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+
+        Raises:
+            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
+            UsageError: There are no records, or of tensor parallelism, whose values are shards of unknown dimensions.
+
+        >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
+        >>> merged.forwards, merged.ranks
+        (1, 2)
+        """
+        from .merging import merge
+
+        return merge(records, mean_loss=mean_loss)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold.

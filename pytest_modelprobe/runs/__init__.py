@@ -6,6 +6,7 @@ from . import maps
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
+from .ranks import merged
 from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
 from .watch import Watch
@@ -23,6 +24,7 @@ __all__ = [
     "check_loss",
     "find_gradient_origin",
     "is_same_device",
-    "maps",
     "loss_of",
+    "maps",
+    "merged",
 ]

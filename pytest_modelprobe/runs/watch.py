@@ -13,7 +13,7 @@ from torch import nn
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError
-from pytest_modelprobe.models import Layers
+from pytest_modelprobe.models import Layers, original_class
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
 from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
@@ -75,7 +75,7 @@ class Watch:
     ) -> None:
         found = Layers(model)
         self.model = model
-        self.name = name or type(next(iter(found.modules.values()))).__name__
+        self.name = name or original_class(next(iter(found.modules.values()))).__name__
         self.closed = False
         self.first_hook = next_hook()
         """Id of the first hook that torch assigned since the watch began; None if it is not known."""

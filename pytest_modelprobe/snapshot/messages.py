@@ -33,6 +33,20 @@ def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
     return "\n\n".join([report.text(diagnosis), "\n".join(printable(step) for step in steps)])
 
 
+def one_rank(test: str, rank: int, world_size: int) -> str:
+    """Return the message for a record of one rank, given to be compared with a snapshot.
+
+    >>> print(one_rank("test_step", 1, 2))
+    test_step: a snapshot holds what all 2 ranks do, and the record is of rank 1 alone
+    <BLANKLINE>
+    Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot
+    """
+    return (
+        f"{test}: a snapshot holds what all {world_size} ranks do, and the record is of rank {rank} alone\n\n"
+        "Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot"
+    )
+
+
 def _rename_argument(diagnosis: Diagnosis) -> str:
     """Return the ``rename=`` that makes the test pass; empty if no layer was renamed, or no globs describe it."""
     comparison = diagnosis.comparison

@@ -19,6 +19,7 @@ from pytest_modelprobe._torch import (
     function_modes,
     is_wrapped,
     transform,
+    waited,
     without_autocast,
     without_dispatch_modes,
     without_subclasses,
@@ -106,8 +107,13 @@ def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
 
 def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:
     with without_subclasses():
+        there = waited(tensor)
+        if there is not None:
+            return as_plain_tensor(there)
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(tensor, distributed.DTensor):
+            if any(placement.is_partial() for placement in cast(Any, tensor).placements):
+                return tensor, "DTensor of which each rank has a term, not the sum"
             with torch.no_grad():  # the local tensor itself, not the output of an autograd function
                 return as_plain_tensor(cast(Any, tensor).to_local())
         if is_lazy(tensor):

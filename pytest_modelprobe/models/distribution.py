@@ -1,0 +1,122 @@
+"""What torch.distributed makes of a model: which parts are on this rank, and what the numbers are of.
+
+Nothing of torch.distributed is imported: what is not loaded is not in use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from pytest_modelprobe._torch import shards
+
+FSDP2 = "FSDP2: activations are of this rank's batch, parameters and their gradients this rank's shards"
+TENSOR_PARALLEL = "tensor parallel: parameters are this rank's shards, and so may values be"
+DDP = "DistributedDataParallel: gradients are this rank's, before averaging"
+
+_MOST_FRAMES = 30
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 where there is none.
+
+    >>> world_size()
+    1
+    """
+    distributed = _distributed()
+    return 1 if distributed is None else int(distributed.get_world_size())
+
+
+def rank() -> int:
+    """Return the number of this rank, from 0.
+
+    >>> rank()
+    0
+    """
+    distributed = _distributed()
+    return 0 if distributed is None else int(distributed.get_rank())
+
+
+def _distributed() -> Any:
+    """Return torch.distributed where a process group is initialized, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    there = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if there else None
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
+
+
+def original_class(module: Any) -> type:
+    """Return the class of a module as its author wrote it: `fully_shard` puts another in its place.
+
+    >>> original_class(nn.Linear(1, 1))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    if isinstance(module, nn.Module) and is_fully_sharded(module):
+        return type(module).__mro__[2]
+    return type(module)
+
+
+def sharded_parameters(modules: Iterable[nn.Module]) -> Mapping[tuple[nn.Module, str], nn.Parameter]:
+    """Return this rank's shard of each parameter under FSDP2, by owner and name; empty where it is not in use."""
+    return {
+        (owner, name): shard for module in modules if is_fully_sharded(module) for owner, name, shard in shards(module)
+    }
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor: each rank has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def layout(tensor: torch.Tensor) -> str | None:
+    """Return which part of a DTensor this rank has, as records write it; None for other tensors.
+
+    >>> layout(torch.ones(1))
+    """
+    if not is_distributed(tensor):
+        return None
+    placements = cast(Any, tensor).placements
+    if any(placement.is_partial() for placement in placements):
+        return "partial"
+    dims = sorted({placement.dim for placement in placements if placement.is_shard()})
+    return f"shard({', '.join(map(str, dims))})" if dims else "replicated"
+
+
+def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> Iterator[str]:
+    """Yield what a reader has to know of a model's numbers.
+
+    Args:
+        modules: Of the model.
+        frame: The call of the model; a wrapper that calls it is found by it.
+    """
+    if _distributed() is None:
+        return
+    found = list(modules)
+    managed = sharded_parameters(found)
+    if managed or any(map(is_fully_sharded, found)):
+        yield FSDP2
+    if any(
+        (module, name) not in managed and is_distributed(parameter)
+        for module in found
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ):
+        yield TENSOR_PARALLEL
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        if isinstance(frame.f_locals.get("self"), nn.parallel.DistributedDataParallel):
+            yield DDP
+            return
+        frame = frame.f_back

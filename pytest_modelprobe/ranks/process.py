@@ -1,0 +1,152 @@
+"""What runs in a rank: one test, with its fixtures, in a process group of all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a rank is told by the process that starts it."""
+
+    rank: int
+    world_size: int
+    folder: str
+    """Where the ranks keep what is theirs: the store, logs, temporary folders."""
+    test: str
+    """Path of the module and the rest of the node id."""
+    options: Mapping[str, Any]
+    """The options of the run."""
+    plugins: tuple[str, ...]
+    """The values of ``-p``."""
+    input: Mapping[str, Any]
+    """What xdist gave the process as ``config.workerinput``."""
+    environment: Mapping[str, str]
+    timeout: float
+
+    def path(self, name: str) -> Path:
+        """Return a file or folder of this rank."""
+        return Path(self.folder, f"{self.rank}.{name}")
+
+
+def main(assignment: Assignment, connection: Connection) -> None:
+    """Run the test, and send its reports and warnings as they come. The target of the process."""
+    os.setpgrp()  # whatever it starts can be ended with it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _redirect(assignment)
+    _set_environment(assignment)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
+    config = pytest.Config.fromdictargs(
+        {**assignment.options, "basetemp": str(assignment.path("tmp"))},
+        [*(f"-p{name}" for name in (*assignment.plugins, "no:terminal")), assignment.test],
+    )
+    config.pluginmanager.register(RankPlugin(assignment, connection), "modelprobe-rank")
+    code = config.hook.pytest_cmdline_main(config=config)
+    connection.send(("ended", int(code)))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _redirect(assignment: Assignment) -> None:
+    """Send what is not captured to a file, and let SIGUSR1 write the stack to another."""
+    log = os.open(assignment.path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # Open as long as the process lives.
+    faulthandler.register(signal.SIGUSR1, assignment.path("stack").open("w"), all_threads=False)
+
+
+def _set_environment(assignment: Assignment) -> None:
+    os.environ.clear()
+    os.environ.update(assignment.environment)
+    for name in ("", "LOCAL_"):
+        os.environ[f"{name}RANK"] = str(assignment.rank)
+        os.environ[f"{name}WORLD_SIZE"] = str(assignment.world_size)
+
+
+class RankPlugin:
+    """Puts the test into a process group, and sends what it reports."""
+
+    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+        self._assignment = assignment
+        self._connection = connection
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Join the process group: before any fixture."""
+        mine = self._assignment
+        on_gpus = torch.cuda.device_count() >= mine.world_size
+        if on_gpus:
+            torch.cuda.set_device(mine.rank)
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            store=distributed.FileStore(str(Path(mine.folder, "store")), mine.world_size),  # type: ignore[attr-defined]
+            rank=mine.rank,
+            world_size=mine.world_size,
+            # The parent tells a hang by its own clock, and where each rank stands: it comes first.
+            timeout=datetime.timedelta(seconds=2 * mine.timeout + 60),
+        )
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
+        """Leave the process group, after every fixture."""
+        try:
+            return (yield)
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Send the report of a phase at once: what follows may hang, and some plugins log reports later."""
+        report = yield
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._connection.send(("report", data))
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Send why the test was not found."""
+        if report.failed:
+            self._connection.send(("not collected", report.longreprtext))
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Send an error of pytest or a plugin."""
+        self._connection.send(("not collected", str(excrepr)))
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Send a warning of the test."""
+        if when == "runtest":
+            shown = warning_message
+            self._connection.send(("warning", (str(shown.message), shown.category, shown.filename, shown.lineno)))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Tell the other plugins, as xdist does, that another process prints and writes files.
+
+        Only now: some ask xdist for more while they are configured.
+        """
+        self._config = config
+        mine = {"workerid": f"rank{self._assignment.rank}", "workercount": self._assignment.world_size}
+        config.workerinput = {**mine, "testrunuid": "", **self._assignment.input}  # type: ignore[attr-defined]
+        config.workeroutput = {}  # type: ignore[attr-defined]

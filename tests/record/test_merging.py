@@ -1,0 +1,131 @@
+"""`Record.merge`: the records of several ranks, written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Units, Value
+
+
+def reading(*elements: float, **more: object) -> Reading:
+    mean = sum(elements) / len(elements)
+    deviations = sum((x - mean) ** 2 for x in elements)
+    statistics = Statistics(count=len(elements), min=min(elements), max=max(elements), mean=mean, deviations=deviations)
+    return Reading(statistics=statistics, **more)
+
+
+def value(path: str, *elements: float, backward: Reading | None = None, **more: object) -> Value:
+    forward = reading(*elements, fingerprint=(1.0,) * 16, **more)
+    return Value(path=path, shape=(len(elements), 1), dtype="float32", device="cpu", forward=forward, backward=backward)
+
+
+def record(inputs: tuple[float, ...], output: Value, weight: Parameter, *, step: int | None = 0) -> Record:
+    call = Call(root="fc", root_training=True, index=0, started=0, inputs=(value("input", *inputs),), outputs=(output,))
+    layer = Layer(name="fc", type="Linear", parameters=(weight,), calls=(call,))
+    return Record(model="Net", layers={"fc": layer}, forwards=1, step=step)
+
+
+def weight(read: Reading, applied: Reading | None = None, layout: str | None = None) -> Parameter:
+    return Parameter(
+        name="weight", shape=(4,), dtype="float32", device="cpu", reading=read, applied=applied, layout=layout
+    )
+
+
+def test_batches_are_put_together_and_gradients_are_those_of_the_mean_loss() -> None:
+    same = weight(reading(1.0, 2.0), applied=reading(0.5, 0.5))
+    one = record((1.0, 2.0), value("output", 1.0, 3.0, backward=reading(2.0, 4.0)), same)
+    other = record((3.0, 4.0), value("output", 5.0, 7.0, backward=reading(6.0, 8.0)), same)
+    layer = Record.merge([one, other])["fc"]
+    out = layer.output
+    assert (out.shape, out.layout, out.statistics.mean, out.statistics.count) == ((4, 1), "batch", 4.0, 4)
+    assert (out.gradient.mean, out.gradient.min, out.gradient.max) == (2.5, 1.0, 4.0)
+    assert out.forward.fingerprint is None
+    assert layer.parameters[0].gradient == reading(0.5, 0.5)
+    assert Record.merge([one, other], mean_loss=False)["fc"].output.gradient.mean == 5.0
+
+
+def test_a_record_of_one_rank_merges_to_what_several_do() -> None:
+    alone = record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))
+    assert Record.merge([alone])["fc"].output.forward.fingerprint is None
+    assert Record.merge([alone])["fc"].output.layout == "batch"
+
+
+def test_units_have_the_range_of_all_ranks() -> None:
+    one = record(
+        (1.0,), value("output", 1.0, units=Units(axis=-1, low=(0.0, 1.0), high=(0.0, 2.0))), weight(reading(1.0))
+    )
+    other = record(
+        (2.0,), value("output", 5.0, units=Units(axis=-1, low=(0.0, -1.0), high=(3.0, 1.0))), weight(reading(1.0))
+    )
+    units = Record.merge([one, other])["fc"].output.forward.units
+    assert units == Units(axis=-1, low=(0.0, -1.0), high=(3.0, 2.0))
+
+
+def test_shards_are_put_together() -> None:
+    records = [
+        record((x,), value("output", x), weight(reading(x, x + 1), reading(x * 10), layout="shard(0)"))
+        for x in (1.0, 3.0)
+    ]
+    own = Record.merge(records)["fc"].parameters[0]
+    assert (own.reading.statistics, own.layout) == (reading(1.0, 2.0, 3.0, 4.0).statistics, None)
+    assert own.gradient is not None
+    assert own.gradient.statistics == reading(10.0, 30.0).statistics
+
+
+def test_replicas_that_differ_name_the_parameter_and_the_rank() -> None:
+    records = [record((x,), value("output", x), weight(reading(w))) for x, w in ((1.0, 0.5), (2.0, 0.5), (3.0, 0.25))]
+    with pytest.raises(AssertionError) as caught:
+        Record.merge(records)
+    assert str(caught.value) == (
+        "ranks disagree: fc.weight has another mean in [rank 2] than in [rank 0]: 0.25, not 0.5. All ranks should have "
+        "the same: look at the seed, at the weights that each loads, and at what is frozen"
+    )
+
+
+def test_a_layer_that_is_frozen_on_one_rank_is_named() -> None:
+    frozen = weight(reading(0.5))
+    free = dataclasses.replace(frozen, requires_grad=True)
+    with pytest.raises(AssertionError, match=r"fc\.weight has another requires_grad in \[rank 1\]"):
+        Record.merge([record((x,), value("output", x), w) for x, w in ((1.0, free), (2.0, frozen))])
+
+
+def test_gradients_before_averaging_are_not_known_for_all_ranks() -> None:
+    def local(x: float) -> Record:
+        own = dataclasses.replace(weight(reading(1.0)), gradient=reading(x))
+        return record((x,), value("output", x), own, step=None)
+
+    gradient = Record.merge([local(1.0), local(2.0)])["fc"].parameters[0].gradient
+    assert gradient == Reading(reason="each rank has its own, before averaging: merge the record of a step")
+
+
+def test_gradients_that_were_applied_have_to_be_equal() -> None:
+    records = [record((x,), value("output", x), weight(reading(1.0), applied=reading(x))) for x in (1.0, 2.0)]
+    with pytest.raises(AssertionError, match=r"the gradient of fc\.weight has another mean in \[rank 1\]"):
+        Record.merge(records)
+
+
+def test_equal_inputs_in_all_ranks_are_noted() -> None:
+    records = [record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))] * 2
+    merged = Record.merge(records)
+    assert merged.notes == ("all ranks were given the same inputs, and not each its part of a batch",)
+    assert (merged["fc"].output.layout, merged["fc"].output.shape) == ("replicated", (2, 1))
+
+
+def test_stages_of_a_pipeline_are_put_side_by_side() -> None:
+    stages = [Record(model="Net", layers={name: Layer(name=name, type="Linear")}) for name in ("a", "b")]
+    assert list(Record.merge(stages).layers) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        ([], "there is no record to merge"),
+        ([Record(model="Net", notes=("tensor parallel: ...",))], "along any dimension"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(records: list[Record], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Record.merge(records)
