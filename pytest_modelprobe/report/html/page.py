@@ -139,7 +139,8 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
     warning = None
     if not results["complete"]:
-        warning = tag("p", "The run was interrupted: what follows is what was done until then.", class_="warning")
+        why = results.get("stopped") or "the run was interrupted"
+        warning = tag("p", f"Not every test ran to its end: {why}.", class_="warning")
     return tag(
         "section", tag("p", said, class_="verdict"), warning, tag("ul", items, class_="tiles"), aria_label="Verdict"
     )

@@ -120,8 +120,9 @@ def test_a_run_without_failures_says_so() -> None:
     assert "No test failed: 1 test." in Page(render(results(checked("test_a")))).text
 
 
-def test_a_run_that_was_interrupted_says_so() -> None:
-    assert "The run was interrupted" in Page(render(results(complete=False))).text
+def test_a_run_that_stopped_early_says_why() -> None:
+    text = Page(render(results(complete=False, stopped="stopping after 2 failures"))).text
+    assert "Not every test ran to its end: stopping after 2 failures." in text
 
 
 def test_a_cause_of_several_tests_is_shown_once() -> None:
