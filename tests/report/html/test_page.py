@@ -146,6 +146,19 @@ def test_failed_tests_come_first_and_are_open() -> None:
     assert found == [("t1", True), ("t0", False)]
 
 
+def test_the_models_of_folded_tests_are_left_to_the_script() -> None:
+    page = render(results(checked("a", run(layer("fc"))), checked("b", run(layer("fc")), outcome="failed")))
+    kept = re.findall(r"<noscript>(.*?)</noscript>", page)
+    assert ["id=l1.0" in page, *("id=l0.0" in part for part in kept)] == [True, True]
+    assert "id=l1.0" not in kept[0]
+
+
+def test_after_a_test_with_many_layers_none_is_unfolded() -> None:
+    many = run(*(layer(f"{i}") for i in range(500)))
+    page = Page(render(results(*(checked(name, many, outcome="failed") for name in "ab"))))
+    assert [attrs["id"] for tag, attrs in page.tags if tag == "details" and "open" in attrs] == ["t0"]
+
+
 def test_the_next_steps_of_a_snapshot_stand_apart() -> None:
     text = "fc changed\n\nlayer\nfc\n\nIntended? pytest t.py --snapshot-update\nSince when? git bisect run pytest t.py"
     page = Page(render(results(checked("a", outcome="failed", snapshots=[snapshot(text=text)]))))
@@ -265,7 +278,12 @@ def test_rendering_imports_neither_torch_nor_numpy() -> None:
 
 def test_fifty_tests_of_a_hundred_layers_are_less_than_two_megabytes() -> None:
     layers = [
-        layer(f"backbone.stage{i // 25}.block{i}.conv.{i}", f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}")
+        layer(
+            f"backbone.stage{i // 25}.block{i}.conv.{i}",
+            f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}",
+            status=["moved"],
+            before={"mean": 0.1, "std": 0.25, "min": -1.0, "max": 1.0},
+        )  # fmt: skip
         for i in range(100)
     ]
     one = len(render(results(checked("test_models.py::test_name", run(*layers)))))
