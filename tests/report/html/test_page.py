@@ -283,7 +283,7 @@ def test_fifty_tests_of_a_hundred_layers_are_less_than_two_megabytes() -> None:
             f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}",
             status=["moved"],
             before={"mean": 0.1, "std": 0.25, "min": -1.0, "max": 1.0},
-        )  # fmt: skip
+        )
         for i in range(100)
     ]
     one = len(render(results(checked("test_models.py::test_name", run(*layers)))))
