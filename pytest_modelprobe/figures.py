@@ -182,6 +182,13 @@ def _gray(image: Array) -> Array:
 # --- gradients and distributions --------------------------------------------------------------------------------------
 
 
+def record_of(subject: Any) -> Record:
+    """Return a record, or that of a watch or probe."""
+    from .assertions import sources
+
+    return sources.record_of(subject)
+
+
 def gradients(record: Record) -> Figure:
     """Return the magnitudes of the gradients of layers' outputs by depth: boxes, or root mean squares."""
     found = [(layer, reading) for layer in _by_depth(record) if (reading := _gradient(layer)) is not None]

@@ -330,11 +330,11 @@ class ModelProbe:
             self._figures().add(title, draw)
         return cam
 
-    def plot_gradients(self, record: Record, path: str | PathLike[str] | None = None) -> Figure:
+    def plot_gradients(self, record: Record | Watch, path: str | PathLike[str] | None = None) -> Figure:
         """Return the gradients of layers' outputs by depth as a figure: boxes, or root mean squares without histograms.
 
         Args:
-            record: A record with a backward.
+            record: A record with a backward, or a watch.
             path: Where to write the figure too.
 
         Raises:
@@ -344,12 +344,13 @@ class ModelProbe:
         __tracebackhide__ = True
         from . import figures
 
+        record = figures.record_of(record)
         return self._drawn(f"Gradients of {record.model}", figures.gradients(record), path)
 
     def plot_distributions(
         self,
-        a: Record,
-        b: Record,
+        a: Record | Watch,
+        b: Record | Watch,
         path: str | PathLike[str] | None = None,
         *,
         layers: Selector = "**",
@@ -361,7 +362,7 @@ class ModelProbe:
         distributions with the same means and standard deviations.
 
         Args:
-            a: A record.
+            a: A record or a watch.
             b: Another with layers of the same names.
             path: Where to write the figure too.
             layers: Which layers to draw.
@@ -374,6 +375,7 @@ class ModelProbe:
         __tracebackhide__ = True
         from . import figures
 
+        a, b = figures.record_of(a), figures.record_of(b)
         title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
         return self._drawn(title, figures.distributions(a, b, layers, labels), path)
 

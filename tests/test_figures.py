@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError, UsageError
 from pytest_modelprobe import figures as drawing
@@ -231,6 +232,35 @@ def test_gradients_are_drawn_by_depth(probe: ModelProbe) -> None:
 def test_gradients_of_a_run_without_a_backward_are_refused(probe: ModelProbe) -> None:
     with pytest.raises(NothingObservedError, match=r"Net has no gradients to draw: pass run\(..., loss=...\)"):
         probe.plot_gradients(probe.run(net(), X))
+
+
+def test_a_watch_is_drawn_by_its_record() -> None:
+    probe, model = ModelProbe(), net()
+    with probe.watch(model) as watch:
+        model(X).sum().backward()
+    drawn = [probe.plot_gradients(watch), probe.plot_distributions(watch, watch.record)]
+    assert [figure.get_suptitle().splitlines()[0].split()[0] for figure in drawn] == ["Gradients", "Outputs"]
+
+
+def test_grad_cam_says_where_gradients_are_switched_off() -> None:
+    with torch.inference_mode(), pytest.raises(UsageError) as error:
+        ModelProbe().grad_cam(net(), "norm", 0, X)
+    said = "grad_cam needs gradients, which torch.inference_mode() does not record: call it outside"
+    assert str(error.value) == said
+    model = nn.Sequential(nn.Conv2d(X.shape[1], 2, 3), Checkpointed(nn.Conv2d(2, 2, 3)), nn.AdaptiveAvgPool2d(1))
+    model.append(nn.Flatten())
+    said = r"1\.inner runs without gradients, which grad_cam needs: in torch\.no_grad\(\), or in a checkpoint with"
+    with pytest.raises(UsageError, match=said):
+        ModelProbe().grad_cam(model, "1.inner", 0, X)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
 
 
 def reading(mean: float, std: float) -> Reading:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import Record, nearest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["GROUP", "Exporter", "exporter"]
 
@@ -21,6 +24,9 @@ class Exporter(Protocol):
 
     def write(self, record: Record, step: int | None = None) -> None:
         """Write the numbers of a record; ``step`` is its place in time."""
+
+    def write_figure(self, title: str, figure: Figure, step: int | None = None) -> None:
+        """Write a figure of matplotlib, such as those of `ModelProbe.feature_maps` and `plot_gradients`."""
 
     def close(self) -> None:
         """Write what is not written yet."""

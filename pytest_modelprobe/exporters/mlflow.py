@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from typing import TYPE_CHECKING
 
 from pytest_modelprobe.record import ROOT, Record
 
 from .readings import scalars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST = 1000
 """Metrics in one request, by the limit of MLflow."""
@@ -49,13 +53,20 @@ class MLflowExporter:
         found = [Metric(f"{name}/{_key(layer)}", value, now, step or 0) for layer, name, value in scalars(record)]
         for start in range(0, len(found), _MOST):
             self._client.log_batch(self.run_id, metrics=found[start : start + _MOST])
-        suffix = "" if step is None else f".{step}"
-        self._client.log_dict(self.run_id, record.to_dict(), f"modelprobe/{_key(record.model)}{suffix}.json")
+        self._client.log_dict(self.run_id, record.to_dict(), f"{_artifact(record.model, step)}.json")
+
+    def write_figure(self, title: str, figure: Figure, step: int | None = None) -> None:
+        """Write a figure of matplotlib as the artifact ``modelprobe/title.png``."""
+        self._client.log_figure(self.run_id, figure, f"{_artifact(title, step)}.png")
 
     def close(self) -> None:
         """End the run, if the exporter began it."""
         if self._ends:
             self._client.set_terminated(self.run_id)
+
+
+def _artifact(name: str, step: int | None) -> str:
+    return f"modelprobe/{_key(name)}" + ("" if step is None else f".{step}")
 
 
 def _key(name: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.record import Reading, Record
 
 from .readings import readings, scalars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class TensorBoardExporter:
@@ -45,6 +48,15 @@ class TensorBoardExporter:
             bucket_counts=counts,
             global_step=step,
         )
+
+    def write_figure(self, title: str, figure: Figure, step: int | None = None) -> None:
+        """Write a figure of matplotlib as an image."""
+        import numpy
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas = FigureCanvasAgg(figure)  # `SummaryWriter.add_figure` does this through pyplot, which sets a backend
+        canvas.draw()
+        self._writer.add_image(title, numpy.asarray(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
         """Write what is not written yet."""

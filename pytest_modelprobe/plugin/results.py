@@ -29,6 +29,7 @@ class ResultsWriter:
         self._ended: set[str] = set()
         self._selected: int | None = None
         self._lost = False
+        self._interrupted: str | None = None
         self._unwritten: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -57,6 +58,10 @@ class ResultsWriter:
             self._ended.add(report.nodeid)
             test.update(getattr(report, "modelprobe_results", {}))
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Learn why the run ends early: pytest-xdist interrupts it after the failures that -x allows."""
+        self._interrupted = str(excinfo.value) or "the run was interrupted"
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the files, after the unused files of snapshots were found."""
@@ -73,7 +78,7 @@ class ResultsWriter:
         results = document(
             [test for test in self._tests.values() if "runs" in test],
             dataclasses.asdict(self._unused()),
-            complete=self._is_complete(int(session.exitstatus)),
+            stopped=self._stopped(session),
             exit_status=int(session.exitstatus),
             root=self._config.rootpath,
             seed=settings.seed,
@@ -99,9 +104,18 @@ class ResultsWriter:
         for said in self._unwritten:
             terminalreporter.write_line(f"modelprobe: {printable(said)}", red=True)
 
-    def _is_complete(self, exit_status: int) -> bool:
-        stopped = exit_status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
-        return not (stopped or self._lost or self._selected is None or len(self._ended) < self._selected)
+    def _stopped(self, session: pytest.Session) -> str | None:
+        """Return why not every selected test ran to its end; None: each did."""
+        if self._interrupted is not None:
+            return self._interrupted
+        if session.shouldfail:  # pytest's words for -x and --maxfail
+            return str(session.shouldfail)
+        if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            return "an internal error of pytest"
+        if self._lost:
+            return "a worker of pytest-xdist died"
+        ended = self._selected is not None and len(self._ended) >= self._selected
+        return None if ended and session.exitstatus != pytest.ExitCode.INTERRUPTED else "the run was interrupted"
 
 
 def _new(report: pytest.TestReport) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def document(
     tests: Sequence[dict[str, Any]],
     unused: Mapping[str, Any],
     *,
-    complete: bool,
+    stopped: str | None,
     exit_status: int,
     root: Path,
     seed: int,
@@ -32,7 +32,7 @@ def document(
     Args:
         tests: Of each test with a probe or a snapshot, what `observed_data` returned and its outcome.
         unused: Files of snapshots that no test uses, and what became of them.
-        complete: Whether every selected test ran to its end.
+        stopped: Why not every selected test ran to its end; None: each did.
         exit_status: That of pytest.
         root: The root directory of the run.
         seed: The seed of the run.
@@ -47,7 +47,8 @@ def document(
     }
     return {
         "schema": SCHEMA,
-        "complete": complete,
+        "complete": stopped is None,
+        "stopped": None if stopped is None else text(stopped),
         "exit_status": exit_status,
         "versions": versions,
         "commit": _commit(root),

@@ -40,6 +40,8 @@ def grad_cam(run: Run, layer: str, target: Target) -> tuple[str, Tensor, Tensor]
     positions of the gradient of the score by A_k (Selvaraju et al. 2017, equations 1 and 2). It is enlarged bilinearly.
     """
     __tracebackhide__ = True
+    if torch.is_inference_mode_enabled():
+        raise UsageError("grad_cam needs gradients, which torch.inference_mode() does not record: call it outside")
     name, module = _one_layer(run, layer)
     images = next((tensor for _, tensor in flatten("input", (run.args, run.kwargs)).tensors if tensor.dim() == 4), None)
     if images is None:
@@ -50,6 +52,11 @@ def grad_cam(run: Run, layer: str, target: Target) -> tuple[str, Tensor, Tensor]
         if not isinstance(output, Tensor) or output.dim() != 4:
             raise UsageError(
                 f"grad_cam needs outputs (N, C, H, W); {_returned(name, flatten('output', output).tensors)}"
+            )
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                f"{name} runs without gradients, which grad_cam needs: in torch.no_grad(), or in a checkpoint "
+                "with use_reentrant=True"
             )
         seen.append(output.detach().requires_grad_())
         return seen[-1].clone()  # which what follows may change in place

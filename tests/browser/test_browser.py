@@ -38,6 +38,7 @@ def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
         checked("test_b"),
     ]
     tests += [checked(name, run(layer(name))) for name in made["HOSTILE"]]
+    tests += [checked("test_c", run(layer("folded.fc")))]
     report = tmp_path / "report.html"
     report.write_text(render(made["results"](*tests)), "utf-8")
     pictures = Path(os.environ.get("MODELPROBE_PICTURES", tmp_path))

@@ -20,6 +20,9 @@ class Listed:
     def write(self, record: Record, step: int | None = None) -> None:
         self.records.append((record.model, step))
 
+    def write_figure(self, title: str, figure: object, step: int | None = None) -> None:
+        self.records.append((title, step))
+
     def close(self) -> None:
         self.records.append("closed")
 

@@ -50,6 +50,15 @@ def test_metrics_and_the_record_of_each_step_are_in_a_run_of_its_own(uri: str, t
     assert Record.from_dict(json.loads(Path(path).read_text())).model == "Sequential"
 
 
+def test_a_figure_is_an_artifact_of_its_step(uri: str, tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    out = MLflowExporter(uri)
+    out.write_figure("gradients", figure, 3)
+    out.close()
+    path = client(uri).download_artifacts(out.run_id, "modelprobe/gradients.3.png", str(tmp_path))
+    assert Path(path).read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_that_is_given_stays_open(uri: str) -> None:
     experiment = client(uri).get_experiment_by_name("modelprobe").experiment_id
     run = client(uri).create_run(experiment)

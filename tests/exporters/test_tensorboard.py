@@ -53,6 +53,17 @@ def test_scalars_of_a_training_are_those_of_the_records(tmp_path: Path) -> None:
     )
 
 
+def test_a_figure_is_an_image_of_its_size(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
+    with ModelProbe() as probe, exporter("tensorboard", log_dir=tmp_path) as out:
+        figure = probe.feature_maps(model, "0", torch.ones(1, 1, 8, 8))
+        out.write_figure("maps <img>", figure, 2)
+    (image,) = read_back(tmp_path).Images("maps <img>")
+    width, height = figure.get_size_inches() * figure.dpi
+    assert (image.step, image.width, image.height) == (2, int(width), int(height))
+
+
 def test_histograms_have_all_counts_between_their_edges(tmp_path: Path) -> None:
     x = torch.tensor([-2.0, -1.5, -1.0, 0.0, 0.0, 1.0, 1.2, 3.0])
     record = ModelProbe().run(nn.Identity(), x)

@@ -232,22 +232,25 @@ def test_b(modelprobe): {}
 
 
 @pytest.mark.parametrize(
-    ("second", "options", "found"),
+    ("second", "options", "found", "stopped"),
     [
-        ("raise KeyboardInterrupt", (), {"test_a": "passed"}),
-        ("assert 0", ("-x",), {"test_a": "passed", "test_b": "failed"}),
+        ("raise KeyboardInterrupt", (), {"test_a": "passed"}, "the run was interrupted"),
+        ("assert 0", ("-x",), {"test_a": "passed", "test_b": "failed"}, "stopping after 1 failures"),
     ],
     ids=["interrupted", "stopped"],
 )
-def test_a_run_that_is_cut_short_is_not_complete(run: Any, second: str, options: Any, found: dict[str, str]) -> None:
+def test_a_run_that_is_cut_short_is_not_complete(
+    run: Any, second: str, options: Any, found: dict[str, str], stopped: str
+) -> None:
     results = run(TWO.format(second) + "def test_c(): pass\n", *options)
-    assert (results["complete"], outcomes(results)) == (False, found)
+    assert (results["complete"], results["stopped"], outcomes(results)) == (False, stopped, found)
     assert len(results["tests"][0]["runs"]) == 1
 
 
 def test_the_results_of_a_worker_that_dies_are_there_but_not_complete(run: Any) -> None:
     results = run("import os\n" + TWO.format("os._exit(1)"), "-p", "xdist", "-n1", subprocess=True)
     assert (results["complete"], outcomes(results)) == (False, {"test_a": "passed", "test_b": "failed"})
+    assert results["stopped"] == "a worker of pytest-xdist died"
     assert [len(test["runs"]) for test in results["tests"]] == [1, 0]
 
 
@@ -330,7 +333,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 def results_file(path: Path, schema: int, **more: Any) -> None:
     unused = {"unused": [], "deleted": [], "kept": {}}
-    results = document([], unused, complete=True, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
+    results = document([], unused, stopped=None, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
     path.write_text(as_json({**results, "schema": schema, **more}))
 
 

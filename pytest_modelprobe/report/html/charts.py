@@ -12,8 +12,8 @@ from .histogram import quantiles
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
 
-_MANY = 120
-"""Columns above which dots are smaller."""
+_MANY = 60
+"""Columns above which lines have no dots, and the dots of gradients are smaller."""
 
 Layer = dict[str, Any]
 
@@ -41,7 +41,7 @@ class _Plot:
         return (_WIDTH - _LEFT - 6) / max(self.columns, 1)
 
     def x(self, column: float) -> float:
-        return _LEFT + (column + 0.5) * self.step
+        return round(_LEFT + (column + 0.5) * self.step)
 
     def y(self, value: float) -> float:
         share = (math.log10(value) - self.low) / (self.high - self.low) if value else 0.0
@@ -106,23 +106,27 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
         if histogram and (found := quantiles(histogram, _QUANTILES)) and found[0] > _SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
-    how = " root mean square of the gradient of each layer's output."
+    how, dots = " root mean square of the gradient of each layer's output.", scales
     parts: list[Markup] = []
     if boxes:
-        how = " magnitudes of the gradient of each output: median, quartiles, 5 % and 95 %; dots: root mean square."
-        half = min(6.0, plot.step * 0.35)
+        how = " magnitudes of the gradient of each output: median, quartiles, 5 % and 95 %"
+        if len(leaves) < _MANY:
+            how += "; dots: root mean square."
+        else:
+            how, dots = f"{how}.", []
+        half = min(6, max(1, round(plot.step * 0.35)))
         whiskers = quarters = medians = ""
         for i, (least, low, middle, high, most) in boxes:
             x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
             whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
-            quarters += f"M{coordinate(x - half)} {coordinate(top)}h{coordinate(2 * half)}V{coordinate(bottom)}"
-            quarters += f"h{coordinate(-2 * half)}z"
+            quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
             medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
         parts = [
-            tag("path", class_=css, d=d)
-            for css, d in (("whisker", whiskers), ("quarter", quarters), ("median", medians))
+            tag("path", class_="whisker", d=whiskers),
+            tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
+            tag("path", class_="median", d=medians),
         ]
-    parts.append(tag("path", class_="dots", d=plot.dots(scales)))
+    parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
     gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
     zero = sum(gradient is not None and gradient["rms"] == 0 for gradient in gradients)
@@ -153,7 +157,7 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
     for css, points in (("was ", before), ("", now)):
         if len(points) > 1:
             parts += [tag("path", class_=f"{css}line", d=plot.line(points))]
-            parts += [tag("path", class_=f"{css}dots", d=plot.dots(points))]
+            parts += [tag("path", class_=f"{css}dots", d=plot.dots(points))] if len(leaves) < _MANY else []
     said: list[Child] = [" root mean square of each layer's output"]
     said += ["; in another color, dashed: in the snapshot"] if len(before) > 1 else []
     said += [".", *_extremes(leaves, now, link)]

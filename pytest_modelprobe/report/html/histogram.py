@@ -12,11 +12,11 @@ from .elements import Markup, tag
 
 Histogram = dict[str, Any]
 
-_SIDE = 10
+_SIDE = 9
 """Columns on either side of zero."""
 
-_STEP = 3
-_HEIGHT = 18
+_HEIGHT = 9
+"""Levels of a picture. The style sheet scales it, so that coordinates have one digit."""
 
 
 def quantiles(histogram: Histogram, shares: Sequence[float]) -> list[float]:
@@ -93,9 +93,9 @@ def _outline(columns: Sequence[int]) -> str:
     path, run = f"M0 {_HEIGHT}", 0
     for height, following in itertools.pairwise(heights):
         if following == height:
-            run += _STEP
+            run += 1
         else:
-            path += (f"h{run}" if run else "") + f"l{_STEP}{height - following:+d}".replace("+", " ")
+            path += (f"h{run}" if run else "") + f"l1{height - following:+d}".replace("+", " ")
             run = 0
     return path
 

@@ -35,8 +35,8 @@ _FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
 
-_OPEN = 3
-"""Failed tests that are unfolded."""
+_OPEN, _OPEN_LAYERS = 3, 500
+"""Failed tests that are unfolded, and layers in them: no more tests follow on one that reaches them."""
 
 
 def render(results: Data) -> str:
@@ -47,6 +47,7 @@ def render(results: Data) -> str:
     """
     tests = sorted(enumerate(results["tests"]), key=lambda pair: _rank(pair[1]))
     causes = _causes(results["tests"])
+    unfolded = set(_unfolded(tests))
     main = [
         _verdict(results, causes),
         _causes_section(causes, results["tests"]),
@@ -54,7 +55,7 @@ def render(results: Data) -> str:
         tag(
             "section",
             tag("h2", "Tests"),
-            [_test(i, test, place < _OPEN) for place, (i, test) in enumerate(tests)],
+            [_test(i, test, i in unfolded) for i, test in tests],
             id="tests",
         ),
         _unused(results),
@@ -110,6 +111,17 @@ def _rank(test: Data) -> tuple[int, bool]:
     return place, not (test["runs"] or test["snapshots"])
 
 
+def _unfolded(tests: Sequence[tuple[int, Data]]) -> Iterator[int]:
+    """Yield the numbers of the tests that are unfolded at first."""
+    failed = [(i, test) for i, test in tests if test["outcome"] in _FAILED]
+    layers = 0
+    for i, test in failed[:_OPEN]:
+        if layers >= _OPEN_LAYERS:
+            return
+        layers += sum(len(run["layers"]) for run in test["runs"])
+        yield i
+
+
 def _header(results: Data) -> Markup:
     versions = [f"{name} {version}" for name, version in results["versions"].items()]
     commit = [f"commit {results['commit'][:12]}"] if results["commit"] else []
@@ -139,7 +151,8 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
     warning = None
     if not results["complete"]:
-        warning = tag("p", "The run was interrupted: what follows is what was done until then.", class_="warning")
+        why = results.get("stopped") or "the run was interrupted"
+        warning = tag("p", f"Not every test ran to its end: {why}.", class_="warning")
     return tag(
         "section", tag("p", said, class_="verdict"), warning, tag("ul", items, class_="tiles"), aria_label="Verdict"
     )
@@ -235,7 +248,7 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 # --- tests --------------------------------------------------------------------------------------------------------
 
 
-def _test(i: int, test: Data, early: bool) -> Markup:
+def _test(i: int, test: Data, unfolded: bool) -> Markup:
     sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
     bad = test["outcome"] in _FAILED
     contents = [
@@ -249,17 +262,18 @@ def _test(i: int, test: Data, early: bool) -> Markup:
         tag("span", " · ".join([*contents, f"{test['duration']:.2f} s"]), class_="contents"),
         tag("span", test["message"], class_="message") if test["message"] else None,
     ]
+    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(test["runs"])], _figures(test["figures"])]
     body = [
         [_snapshot(snapshot) for snapshot in test["snapshots"]],
         _failure(test),
-        [_run(f"{i}.{n}", run) for n, run in enumerate(test["runs"])],
-        _figures(test["figures"]),
+        # A browser with scripts does not build these elements, a million in a large report, before the script asks.
+        seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
     findings = any(run["findings"] or run["error"] for run in test["runs"]) or any(
         layer["status"] for run in test["runs"] for layer in run["layers"]
     )
     css = "test bad" if bad else "test"
-    return tag("details", tag("summary", head), body, id=f"t{i}", class_=css, open=bad and early, data_found=findings)
+    return tag("details", tag("summary", head), body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
 
 
 def _failure(test: Data) -> Markup | None:

@@ -27,15 +27,38 @@
     rows.sort(([a], [b]) => (a === "" || b === "" ? compare(a, b) : side * compare(a, b)));
     body.append(...rows.map(([, row]) => row));
   };
-  all("table.layers thead th:not(.plain)").forEach((heading) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.title = heading.title;
-    button.append(...heading.childNodes);
-    heading.removeAttribute("title");
-    heading.append(button);
-    button.addEventListener("click", () => sort(heading));
-  });
+  const addButtons = (root) =>
+    all("table.layers thead th:not(.plain)", root).forEach((heading) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.title = heading.title;
+      button.append(...heading.childNodes);
+      heading.removeAttribute("title");
+      heading.append(button);
+      button.addEventListener("click", () => sort(heading));
+    });
+  addButtons(document);
+
+  // --- unfolding: what is in <noscript> becomes elements when it is first needed ---
+  let changed = () => {};
+  const unfold = (test) => {
+    const kept = test.querySelector("noscript");
+    if (!kept) return;
+    kept.outerHTML = kept.textContent;
+    addButtons(test);
+    changed(test);
+  };
+  const follow = () => {
+    const test = document.getElementById(location.hash.replace(/^#[lt](\d+).*/, "t$1"));
+    if (!test || !test.matches("details.test")) return;
+    unfold(test);
+    test.open = true;
+    document.getElementById(location.hash.slice(1))?.scrollIntoView();
+  };
+  document.addEventListener("toggle", ({ target }) => target.matches(".test") && unfold(target), true);
+  addEventListener("beforeprint", () => all(".test").forEach(unfold));
+  addEventListener("hashchange", follow);
+  follow();
 
   // --- filters and search ---
   const bar = document.querySelector(".toolbar");
@@ -47,12 +70,21 @@
     const buttons = all("button", bar);
     let rows = null; // read when they are first needed
     let show = "all";
-    const read = (test) =>
-      all("table.layers > tbody > tr", test.element).map((row) => ({
+    const read = ({ element }) => {
+      const kept = element.querySelector("noscript");
+      if (kept) return kept.textContent.split("<tr id=").slice(1).map(readText);
+      return all("table.layers > tbody > tr", element).map((row) => ({
         row,
-        text: `${row.cells[0].textContent} ${row.cells[1].textContent} ${row.cells[2]?.textContent}`.toLowerCase(),
-        marked: row.querySelector(".s") !== null,
+        text: [...row.cells].slice(0, 3).map((cell) => cell.textContent).join(" ").toLowerCase(),
+        marked: row.querySelector("b[class]") !== null,
       }));
+    };
+    const references = { amp: "&", lt: "<", gt: ">", quot: '"', "#x27": "'" };
+    const readText = (source) => {
+      const cells = source.split(/<t[dh][^>]*>/).slice(1, 4).join(" ").replace(/<[^>]*>/g, "");
+      const text = cells.replace(/&([^;]+);/g, (whole, name) => references[name] ?? whole).toLowerCase();
+      return { row: {}, text, marked: source.includes("<b class") };
+    };
     const update = () => {
       const words = search.value.trim().toLowerCase();
       if ((words || marked.checked) && !rows) rows = tests.map(read);
@@ -82,6 +114,12 @@
       if (found.length <= 3) found.forEach((element) => (element.open = true));
       const what = words || marked.checked ? `, ${layers.toLocaleString("en")} layers` : "";
       count.textContent = `${shown} of ${tests.length} tests${what}`;
+    };
+    changed = (element) => {
+      if (!rows) return;
+      const i = tests.findIndex((test) => test.element === element);
+      rows[i] = read(tests[i]);
+      update();
     };
     let waiting = 0;
     search.addEventListener("input", () => {

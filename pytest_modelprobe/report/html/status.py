@@ -47,7 +47,7 @@ def is_cause(word: str) -> bool:
 
 def badges(words: Iterable[str]) -> list[Markup]:
     """Return each word with its sign."""
-    return [tag("b", f"{s.sign} {s.word}", class_=f"s {s.css}") for s in map(status_of, words)]
+    return [tag("b", f"{s.sign} {s.word}", class_=s.css) for s in map(status_of, words)]
 
 
 def legend(words: Sequence[str]) -> Markup:

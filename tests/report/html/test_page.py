@@ -120,8 +120,9 @@ def test_a_run_without_failures_says_so() -> None:
     assert "No test failed: 1 test." in Page(render(results(checked("test_a")))).text
 
 
-def test_a_run_that_was_interrupted_says_so() -> None:
-    assert "The run was interrupted" in Page(render(results(complete=False))).text
+def test_a_run_that_stopped_early_says_why() -> None:
+    text = Page(render(results(complete=False, stopped="stopping after 2 failures"))).text
+    assert "Not every test ran to its end: stopping after 2 failures." in text
 
 
 def test_a_cause_of_several_tests_is_shown_once() -> None:
@@ -143,6 +144,19 @@ def test_failed_tests_come_first_and_are_open() -> None:
     ]
     found = [(attrs["id"], "open" in attrs) for tag, attrs in tests if tag == "details"]
     assert found == [("t1", True), ("t0", False)]
+
+
+def test_the_models_of_folded_tests_are_left_to_the_script() -> None:
+    page = render(results(checked("a", run(layer("fc"))), checked("b", run(layer("fc")), outcome="failed")))
+    kept = re.findall(r"<noscript>(.*?)</noscript>", page)
+    assert ["id=l1.0" in page, *("id=l0.0" in part for part in kept)] == [True, True]
+    assert "id=l1.0" not in kept[0]
+
+
+def test_after_a_test_with_many_layers_none_is_unfolded() -> None:
+    many = run(*(layer(f"{i}") for i in range(500)))
+    page = Page(render(results(*(checked(name, many, outcome="failed") for name in "ab"))))
+    assert [attrs["id"] for tag, attrs in page.tags if tag == "details" and "open" in attrs] == ["t0"]
 
 
 def test_the_next_steps_of_a_snapshot_stand_apart() -> None:
@@ -264,7 +278,12 @@ def test_rendering_imports_neither_torch_nor_numpy() -> None:
 
 def test_fifty_tests_of_a_hundred_layers_are_less_than_two_megabytes() -> None:
     layers = [
-        layer(f"backbone.stage{i // 25}.block{i}.conv.{i}", f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}")
+        layer(
+            f"backbone.stage{i // 25}.block{i}.conv.{i}",
+            f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}",
+            status=["moved"],
+            before={"mean": 0.1, "std": 0.25, "min": -1.0, "max": 1.0},
+        )
         for i in range(100)
     ]
     one = len(render(results(checked("test_models.py::test_name", run(*layers)))))
