@@ -14,7 +14,7 @@ from torch import nn
 from .exceptions import NothingObservedError, UsageError
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device
+from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device
 from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
@@ -170,13 +170,31 @@ class ModelProbe:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool | None = None,
+        stop_on: StopOn | None = None,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
+
+        Args:
+            model: The model.
+            layers: Which layers to record.
+            name: Name in messages; the class of the model by default.
+            keep: Which layers' output tensors of the newest forward to keep, in `Watch.kept`.
+            functionals: As in `run`.
+            attention: As in `run`.
+            profile: As in `run`.
+            isolate: As in `run`. This copies the inputs of the first forwards.
+            histograms: As in `run`.
+            stop_on: ``"nonfinite"``, or a callable that takes the `Statistics` of a value. At the first output or
+                gradient of a recorded layer that has a NaN or an infinity, or of which the callable is true, the hook
+                raises `StoppedError`: in the forward, where the user's code calls the layer, or in ``backward()``. The
+                watch is closed then, and its record has what was seen before. Each number is read as it arrives, which
+                on CUDA waits for the device each time. Layers meant to return infinities, such as masks, are left out
+                with ``layers=``. Under a `GradScaler` a step that it would skip stops too.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The model is not on the required device.
+            UsageError: The model is not on the required device, or ``stop_on`` is no condition.
 
         >>> from torch import nn
         >>> with ModelProbe() as probe:
@@ -199,6 +217,7 @@ class ModelProbe:
             profile=profile,
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
+            stop_on=stop_on,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

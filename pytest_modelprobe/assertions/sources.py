@@ -18,8 +18,11 @@ class WatchLike(Protocol):
 
     name: str
     model: Any
-    closed: bool
     first_hook: int | None
+
+    @property
+    def closed(self) -> bool:
+        """Whether its hooks are gone."""
 
     @property
     def record(self) -> Record:

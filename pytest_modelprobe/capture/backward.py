@@ -14,6 +14,7 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 from .observation import Forward, ObservedForwards, ParameterGradient, TensorObservation
 from .running_calls import RunningCalls
 from .steps import Steps
+from .stop import StopCheck
 from .tensors import ContentKey, content_key
 from .views import HookedViews
 
@@ -30,6 +31,7 @@ class BackwardPasses:
         views: HookedViews,
         steps: Steps,
         small: SmallTensors,
+        stop: StopCheck | None,
         *,
         histograms: bool,
     ) -> None:
@@ -38,6 +40,7 @@ class BackwardPasses:
         self._views = views
         self._steps = steps
         self._small = small
+        self._stop = stop
         self._histograms = histograms
         self._current = -1
         self._newest_task = -1
@@ -82,6 +85,8 @@ class BackwardPasses:
             if not inner:
                 forward.backwards.add(self._current)
                 self._steps.reached(training=forward.kind[1])
+        if self._stop is not None:
+            self._stop.gradient(observed, reduced)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
@@ -98,6 +103,8 @@ class BackwardPasses:
                 if name not in gradients:
                     gradients[name] = ParameterGradient()
                 gradients[name].receive(reduced, self._current)
+        if self._stop is not None:
+            self._stop.parameter(names[0], gradient, reduced)
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

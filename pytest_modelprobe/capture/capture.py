@@ -44,6 +44,7 @@ from .recomputation import Recomputation
 from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
+from .stop import Judge, StopCheck
 from .tensor_hooks import TensorObserver
 from .tensors import describe
 from .views import HookedViews
@@ -61,6 +62,7 @@ class Capture:
         profile: Whether to measure what each layer costs.
         histograms: Whether to count the elements of each tensor and gradient in bins.
         on_forward: Called before each forward with its kind and its arguments.
+        judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Capture:
         profile: bool = False,
         histograms: bool = False,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(selected)
@@ -85,6 +88,7 @@ class Capture:
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
+        stop = None if judge is None else StopCheck(judge, self.guard)
         small = SmallTensors()
         self._forwards = ObservedForwards()
         self._running = RunningCalls(on_abandoned=self._leave_forward)
@@ -94,7 +98,7 @@ class Capture:
         self._views = HookedViews()
         self._steps = Steps()
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, small, histograms=histograms
+            self._forwards, self._running, self._views, self._steps, small, stop, histograms=histograms
         )
         self._tensors = TensorObserver(
             self.guard, self._views, small, on_gradient=self._backward.receive, histograms=histograms
@@ -104,7 +108,7 @@ class Capture:
         self._modules = ModuleHooks(self)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps)
         attending = AttentionMode(self.guard, self._running) if attention else None
-        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler)
+        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
@@ -143,6 +147,11 @@ class Capture:
             training=self._steps.training,
             notes=tuple(self.notes),
         )
+
+    def type_name(self, layer: str) -> str:
+        """Return the name of a layer's class, or of the function."""
+        functional = self._functionals.types.get(layer)
+        return functional or type(self.layers.modules[layer]).__name__
 
     def read_parameters(self) -> None:
         """Read the parameters and buffers of the selected layers."""

@@ -8,6 +8,7 @@ from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
 from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
+from .stop import StopOn
 from .watch import Watch
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Mode",
     "NoGradientError",
     "Run",
+    "StopOn",
     "Source",
     "SourceMode",
     "Target",

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, Which, assemble
+from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
+from pytest_modelprobe.exceptions import StoppedError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -24,6 +25,7 @@ from .rerun import (
     with_note,
     with_responses,
 )
+from .stop import StopOn, check_stop_on, is_met, stopped_at
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -44,6 +46,7 @@ class Watch:
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
+        stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -68,12 +71,13 @@ class Watch:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool = False,
+        stop_on: StopOn | None = None,
         seed: int | None = None,
     ) -> None:
+        check_stop_on(stop_on)
         found = Layers(model)
         self.model = model
         self.name = name or type(next(iter(found.modules.values()))).__name__
-        self.closed = False
         self.first_hook = next_hook()
         """Id of the first hook that torch assigned since the watch began; None if it is not known."""
         self._seed = seed
@@ -89,9 +93,15 @@ class Watch:
             profile=profile,
             histograms=histograms,
             on_forward=self._forwards.begins if self._forwards else None,
+            judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its hooks are gone."""
+        return not self._capture.guard.active
 
     @property
     def record(self) -> Record:
@@ -122,7 +132,6 @@ class Watch:
 
     def close(self) -> None:
         """Remove all hooks. The record stays. Safe to repeat."""
-        self.closed = True
         self._finalizer()
 
     def __enter__(self) -> Watch:
@@ -197,6 +206,15 @@ class Watch:
             key: IsolatedResponse(reason="tensors that it keeps were changed since") if key[0] in changed else response
             for key, response in responses.items()
         }
+
+
+def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> StoppedError | None:
+    open_watch = watch()
+    if open_watch is None or not is_met(stop_on, seen.statistics):
+        return None
+    type_name = open_watch._capture.type_name(seen.layer)
+    open_watch.close()
+    return stopped_at(seen, type_name, stop_on)
 
 
 def _is_empty(selector: Selector) -> bool:
