@@ -492,6 +492,11 @@ class ModelProbe:
             )
         return self._sources[0][1]
 
+    @property
+    def notes(self) -> list[str]:
+        """The notes of the runs and watches, each once."""
+        return list(dict.fromkeys(note for _, source in self._sources for note in source.notes))
+
     def take_unreported(self) -> list[tuple[str, Watch | Record]]:
         """Return the newest runs and watches that no earlier call returned, each with its name."""
         new = list(self._sources)[-(self._seen - self._reported) :] if self._seen > self._reported else []

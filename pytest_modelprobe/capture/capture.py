@@ -24,7 +24,7 @@ from pytest_modelprobe._torch import (
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, run_eagerly
+from pytest_modelprobe.models import RUN_EAGERLY, Flat, Layers, flatten, flatten_call, map_tensors, run_eagerly
 from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
@@ -114,6 +114,7 @@ class Capture:
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
         self._modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
+        self._unseen_thread = False
         self._exit = contextlib.ExitStack()
 
     @property
@@ -169,7 +170,7 @@ class Capture:
             count_dispatch_modes()
         try:
             with gc_paused(), without_torch_function():
-                self._exit.enter_context(run_eagerly(self.layers))
+                self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
@@ -201,7 +202,7 @@ class Capture:
         self._exit.close()
 
     def check(self) -> None:
-        """Raise the error of a hook, if there was one, and one where hooks were removed."""
+        """Raise the error of a hook, if there was one, and one where hooks were removed or a thread was not seen."""
         self._find_unhooked()
         if self._unhooked:
             first, *more = self._unhooked
@@ -209,6 +210,11 @@ class Capture:
             raise ModelProbeError(
                 f"the hooks of the probe were taken off {torn}, and what ran since was not seen: clear no dict of "
                 "hooks while a model is watched, but call remove() of the handle that came with each hook"
+            )
+        if self._unseen_thread:
+            raise ModelProbeError(
+                "a forward ran in one thread while another ran in a second, and only one of them was seen: let the "
+                "threads call the model one after the other, under a lock, or watch a copy of the model in each"
             )
         self.guard.check()
 
@@ -240,7 +246,7 @@ class Capture:
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():
-            self.notes["forwards ran in several threads at once; one of them was recorded"] = None
+            self._unseen_thread = True
             return
         assert self._forwards.newest is not None
         running = RunningCall(name, frame, self._forwards.newest, inputs)
@@ -287,6 +293,9 @@ class Capture:
             f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
             "call was not seen"
         ] = None
+
+    def _note_eager(self, name: str) -> None:
+        self.notes[f"{name} {RUN_EAGERLY}"] = None
 
     def note_set_attributes(self) -> None:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""

@@ -6,12 +6,22 @@ from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
-from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
+from .layers import (
+    RUN_EAGERLY,
+    Layers,
+    attributes,
+    check_supported,
+    is_persistent,
+    own_buffers,
+    own_parameters,
+    type_name,
+)
 from .memory import as_array, as_real, has_dense_storage
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
 __all__ = [
+    "RUN_EAGERLY",
     "Autocast",
     "ModuleCall",
     "CallTracer",

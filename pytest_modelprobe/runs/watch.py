@@ -104,6 +104,11 @@ class Watch:
         return not self._capture.guard.active
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """As in `Record.notes`, so far."""
+        return tuple(self._capture.notes)
+
+    @property
     def record(self) -> Record:
         """All forwards so far, merged."""
         return self._record("all")
