@@ -296,7 +296,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _notes_of(item: pytest.Item) -> list[str]:
     """Return the notes of what the probe of a test recorded: a failure may be theirs."""
     probe: Any = getattr(item, "funcargs", {}).get("modelprobe")
-    return [f"note: {note}" for note in getattr(probe, "notes", ())]
+    notes = getattr(probe, "notes", ())
+    if not notes:
+        return []
+    from pytest_modelprobe.report.text import printable
+
+    return [f"note: {printable(note)}" for note in notes]
 
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
