@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         NothingObservedError,
         SelectionError,
         ShapeSpecError,
+        StoppedError,
         UnsupportedModelError,
         UsageError,
     )
@@ -54,6 +55,7 @@ __all__ = [
     "Record",
     "SelectionError",
     "ShapeSpecError",
+    "StoppedError",
     "UnsupportedModelError",
     "UsageError",
     "Watch",

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import operator
 import pkgutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -366,6 +369,75 @@ schema: Callable[[Any], Any] = _attribute(
 
 TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.trunc_normal_).__name__
 """Name in `torch.nn.init` of the function that all draws from a truncated normal distribution call."""
+
+
+_DYNAMO = "torch._dynamo.eval_frame"
+
+CompiledCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
+
+
+class CompiledCalls:
+    """Asks at each call of a compiled callable whether it is to run eagerly.
+
+    It takes the place of the function by which ``torch.compiler.set_stance`` works. `torch._dynamo` is not imported for
+    it, which takes seconds: where it comes later, it is taken hold of then. Where the function is missing, compiled
+    code stays compiled.
+
+    Args:
+        is_eager: Takes the callable and its arguments.
+    """
+
+    def __init__(self, is_eager: CompiledCall) -> None:
+        self._is_eager = is_eager
+        self._original: Callable[[Any], Any] | None = None
+
+    def intercept(self) -> None:
+        """Ask from now on. Safe to repeat."""
+        if _DYNAMO in sys.modules:
+            self._take_hold(sys.modules[_DYNAMO])
+        elif self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def release(self) -> None:
+        """Ask no more. Safe to repeat."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self._original is not None:
+            cast(Any, sys.modules[_DYNAMO])._callback_from_stance, self._original = self._original, None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Take hold of the module when it has been imported: see `importlib.abc.MetaPathFinder`."""
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._take_hold(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    def _take_hold(self, module: Any) -> None:
+        if self._original is None:
+            self._original = getattr(module, "_callback_from_stance", None)
+            if self._original is not None:
+                module._callback_from_stance = self._callback
+
+    def _callback(self, callback: Any) -> Any:
+        frame = sys._getframe(1)
+        call, original = frame.f_locals, self._original
+        if original is None:
+            return callback
+        # Contexts that switch compilation off ask too, and contexts without a function.
+        asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= call.keys()
+        if not asks or not self._is_eager(call["fn"], call["args"], call["kwargs"]):
+            return original(callback)
+        if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
+            cast(Any, sys.modules[_DYNAMO]).set_fullgraph_compiled_frame_count(-1)
+        return None
 
 
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")

@@ -34,5 +34,9 @@ class UsageError(ModelProbeError, ValueError):
     """Arguments contradict each other or the state of the probe."""
 
 
+class StoppedError(ModelProbeError, AssertionError):
+    """A value met ``stop_on=`` of a watch, which is closed; its record has what was seen until then."""
+
+
 class SnapshotError(ModelProbeError, ValueError):
     """A snapshot cannot be read or written, or does not fit the record."""

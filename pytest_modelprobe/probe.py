@@ -14,7 +14,7 @@ from torch import nn
 from .exceptions import NothingObservedError, UsageError
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device, merged
+from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device, merged
 from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
@@ -171,6 +171,7 @@ class ModelProbe:
         isolate: bool = True,
         histograms: bool | None = None,
         steps: int = 1,
+        stop_on: StopOn | None = None,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -178,18 +179,24 @@ class ModelProbe:
             model: The model.
             layers: Which layers to record.
             name: Name in messages; the class of the model by default.
-            keep: Which layers' output tensors of the newest forward to keep.
-            functionals: Whether to record functional calls too.
-            attention: Whether to record attention weights.
-            profile: Whether to measure what each layer costs.
-            isolate: Whether a snapshot of a record may also call each layer alone.
-            histograms: Whether to record the histogram of each value and gradient.
+            keep: Which layers' output tensors of the newest forward to keep, in `Watch.kept`.
+            functionals: As in `run`.
+            attention: As in `run`.
+            profile: As in `run`.
+            isolate: As in `run`. This copies the inputs of the first forwards.
+            histograms: As in `run`.
             steps: How many steps of training to keep in `Watch.steps`.
+            stop_on: ``"nonfinite"``, or a callable that takes the `Statistics` of a value. At the first output or
+                gradient of a recorded layer that has a NaN or an infinity, or of which the callable is true, the hook
+                raises `StoppedError`: in the forward, where the user's code calls the layer, or in ``backward()``. The
+                watch is closed then, and its record has what was seen before. Each number is read as it arrives, which
+                on CUDA waits for the device each time. Layers meant to return infinities, such as masks, are left out
+                with ``layers=``. Under a `GradScaler` a step that it would skip stops too.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The model is not on the required device.
+            UsageError: The model is not on the required device, or ``stop_on`` is no condition.
 
         >>> from torch import nn
         >>> with ModelProbe() as probe:
@@ -213,6 +220,7 @@ class ModelProbe:
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
             steps=steps,
+            stop_on=stop_on,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]
@@ -496,6 +504,11 @@ class ModelProbe:
                 "say which, by asserting on the record that run returned or on the watch"
             )
         return self._sources[0][1]
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes of the runs and watches, each once."""
+        return list(dict.fromkeys(note for _, source in self._sources for note in source.notes))
 
     def take_unreported(self) -> list[tuple[str, Watch | Record]]:
         """Return the newest runs and watches that no earlier call returned, each with its name."""

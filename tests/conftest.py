@@ -79,9 +79,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Set a test up with the same random numbers, in a torch that compiles, whatever ran before it."""
     _seed(0)
-    if _stance() != "default":
-        gc.collect()  # a watch that nobody closed runs everything eagerly until it is freed
-        assert _stance() == "default", "a test that ran before this one left torch.compile switched off"
+    assert _stance() == "default", "a test that ran before this one left torch.compile switched off"
 
 
 def pytest_runtest_call() -> None:

@@ -18,8 +18,11 @@ class WatchLike(Protocol):
 
     name: str
     model: Any
-    closed: bool
     first_hook: int | None
+
+    @property
+    def closed(self) -> bool:
+        """Whether its hooks are gone."""
 
     @property
     def record(self) -> Record:
@@ -106,8 +109,8 @@ def _never_called(source: WatchLike | Record, record: Record) -> str:
         return f"the watch on {printable(source.name)} was closed before the model was called: call it while it is open"
     if not isinstance(source, Record):
         return (
-            f"{printable(source.name)} was never called while it was watched{_quoted(record.notes)}: call it (a model "
-            "compiled after the watch began runs without hooks: compile it first)"
+            f"{printable(source.name)} was never called while it was watched{_quoted(record.notes)}: call it (a "
+            "compiled function has to reach it from its closure, globals, object or arguments)"
         )
     structure = any(note.startswith("structure") for note in record.notes)
     advice = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .assembly import Which, assemble
 from .capture import Capture
+from .stop import SeenValue
 from .tensors import content_key
 
-__all__ = ["Capture", "Which", "assemble", "content_key"]
+__all__ = ["Capture", "SeenValue", "Which", "assemble", "content_key"]

@@ -15,6 +15,7 @@ from .observation import Forward, ParameterGradient, TensorObservation
 from .observed_forwards import ObservedForwards
 from .running_calls import RunningCalls
 from .steps import Steps
+from .stop import StopCheck
 from .tensors import ContentKey, content_key
 from .views import HookedViews
 
@@ -31,6 +32,7 @@ class BackwardPasses:
         views: HookedViews,
         steps: Steps,
         small: SmallTensors,
+        stop: StopCheck | None,
         *,
         histograms: bool,
     ) -> None:
@@ -39,6 +41,7 @@ class BackwardPasses:
         self._views = views
         self._steps = steps
         self._small = small
+        self._stop = stop
         self._histograms = histograms
         self._current = -1
         self._newest_task = -1
@@ -81,6 +84,8 @@ class BackwardPasses:
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
                 self._steps.reached(training=forward.kind[1])
+        if self._stop is not None:
+            self._stop.gradient(observed, reduced)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
@@ -101,6 +106,8 @@ class BackwardPasses:
                 if held is None:
                     held = gradients[name] = ParameterGradient()
                 held.receive(reduced, self._current)
+        if self._stop is not None:
+            self._stop.parameter(names[0], gradient, reduced)
 
     def discard_step(self) -> None:
         """Note that the gradients of earlier passes were reset before a step was taken."""

@@ -17,6 +17,7 @@ from .attention import AttentionMode
 from .profiler import Profiler
 from .random_draws import random_states
 from .running_calls import RunningCall, RunningCalls
+from .stop import StopCheck
 from .tensor_hooks import TensorObserver
 from .tensors import plain_name, shape_of
 from .units import unit_axis
@@ -28,6 +29,7 @@ class CallRecorder:
     Args:
         attention: Where to look for attention weights among outputs; None: nowhere.
         profiler: Measures what each call costs; None: that is not asked for.
+        stop: Judges each output; None: that is not asked for.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class CallRecorder:
         notes: dict[str, None],
         attention: AttentionMode | None,
         profiler: Profiler | None,
+        stop: StopCheck | None,
     ) -> None:
         self._tensors = tensors
         self._running = running
         self._notes = notes
         self._attention = attention
         self._profiler = profiler
+        self._stop = stop
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
@@ -99,6 +103,8 @@ class CallRecorder:
         if outer is not None:
             for _, seen in call.outputs:
                 outer.unit_axes[seen.shape] = seen.axis
+        if self._stop is not None:
+            self._stop.outputs(call)
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:

@@ -24,7 +24,16 @@ from pytest_modelprobe._torch import (
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, map_tensors, notes_on, run_eagerly
+from pytest_modelprobe.models import (
+    RUN_EAGERLY,
+    Flat,
+    Layers,
+    flatten,
+    flatten_call,
+    map_tensors,
+    notes_on,
+    run_eagerly,
+)
 from pytest_modelprobe.record import ForwardKind, gc_paused
 from pytest_modelprobe.statistics import SmallTensors
 
@@ -44,6 +53,7 @@ from .recomputation import Recomputation
 from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
+from .stop import Judge, StopCheck
 from .tensor_hooks import TensorObserver
 from .tensors import describe
 from .training_steps import TrainingSteps
@@ -63,6 +73,7 @@ class Capture:
         histograms: Whether to count the elements of each tensor and gradient in bins.
         steps: How many steps of training to keep, each apart.
         on_forward: Called before each forward with its kind and its arguments.
+        judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class Capture:
         histograms: bool = False,
         steps: int = 0,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(selected)
@@ -88,6 +100,7 @@ class Capture:
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
+        stop = None if judge is None else StopCheck(judge, self.guard)
         small = SmallTensors()
         self._forwards = ObservedForwards(steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
@@ -97,7 +110,7 @@ class Capture:
         self._views = HookedViews()
         self._steps = Steps()
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, small, histograms=histograms
+            self._forwards, self._running, self._views, self._steps, small, stop, histograms=histograms
         )
         self._tensors = TensorObserver(
             self.guard, self._views, small, on_gradient=self._backward.receive, histograms=histograms
@@ -108,12 +121,13 @@ class Capture:
         self._training = TrainingSteps(layers, self.selected, self._forwards, self._steps)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if attention else None
-        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler)
+        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
         self._modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
+        self._unseen_thread = False
         self._exit = contextlib.ExitStack()
 
     @property
@@ -150,6 +164,11 @@ class Capture:
             notes=tuple(self.notes),
         )
 
+    def type_name(self, layer: str) -> str:
+        """Return the name of a layer's class, or of the function."""
+        functional = self._functionals.types.get(layer)
+        return functional or type(self.layers.modules[layer]).__name__
+
     def read_parameters(self) -> None:
         """Read the parameters and buffers of the selected layers."""
         self.parameters = read_parameters(self.layers, self.selected)
@@ -167,7 +186,7 @@ class Capture:
             count_dispatch_modes()
         try:
             with gc_paused(), without_torch_function():
-                self._exit.enter_context(run_eagerly(self.layers))
+                self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
@@ -199,7 +218,7 @@ class Capture:
         self._exit.close()
 
     def check(self) -> None:
-        """Raise the error of a hook, if there was one, and one where hooks were removed."""
+        """Raise the error of a hook, if there was one, and one where hooks were removed or a thread was not seen."""
         self._find_unhooked()
         if self._unhooked:
             first, *more = self._unhooked
@@ -207,6 +226,11 @@ class Capture:
             raise ModelProbeError(
                 f"the hooks of the probe were taken off {torn}, and what ran since was not seen: clear no dict of "
                 "hooks while a model is watched, but call remove() of the handle that came with each hook"
+            )
+        if self._unseen_thread:
+            raise ModelProbeError(
+                "a forward ran in one thread while another ran in a second, and only one of them was seen: let the "
+                "threads call the model one after the other, under a lock, or watch a copy of the model in each"
             )
         self.guard.check()
 
@@ -238,7 +262,7 @@ class Capture:
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():
-            self.notes["forwards ran in several threads at once; one of them was recorded"] = None
+            self._unseen_thread = True
             return
         assert self._forwards.newest is not None
         running = RunningCall(name, frame, self._forwards.newest, inputs)
@@ -285,6 +309,9 @@ class Capture:
             f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
             "call was not seen"
         ] = None
+
+    def _note_eager(self, name: str) -> None:
+        self.notes[f"{name} {RUN_EAGERLY}"] = None
 
     def note_set_attributes(self) -> None:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""

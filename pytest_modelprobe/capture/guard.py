@@ -1,4 +1,4 @@
-"""The context in which every hook runs: its errors are kept, and none reaches the model."""
+"""The context in which every hook runs: its errors are kept, and none reaches the model but those of ``stop_on=``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class HookGuard:
         self.entered = 0
         """How many hooks ran."""
         self.notes = notes
+        self.let_through: BaseException | None = None
+        """An error that is meant for the user's code."""
         self._failure: Exception | None = None
 
     def __enter__(self) -> None:
@@ -32,6 +34,9 @@ class HookGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if not isinstance(error, Exception):
+            return False
+        if error is self.let_through:
+            self.let_through = None  # its traceback holds the watch
             return False
         if isinstance(error, RecursionError):
             own = 0  # counted here: a call may be one too many

@@ -7,12 +7,22 @@ from .calls import CallTracer, ModuleCall
 from .distribution import is_distributed, layout, notes_on, original_class, rank, sharded_parameters, world_size
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
-from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
+from .layers import (
+    RUN_EAGERLY,
+    Layers,
+    attributes,
+    check_supported,
+    is_persistent,
+    own_buffers,
+    own_parameters,
+    type_name,
+)
 from .memory import as_array, as_real, has_dense_storage
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
 __all__ = [
+    "RUN_EAGERLY",
     "Autocast",
     "ModuleCall",
     "CallTracer",

@@ -25,6 +25,9 @@ _FABRIC = "fabric.wrappers._FabricModule"
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
+RUN_EAGERLY = "is compiled; it is run eagerly while it is watched"
+"""What the note on a compiled model says, after its name."""
+
 _PLAIN = frozenset({bool, int, float, str})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _MOST_ITEMS = 16
@@ -104,7 +107,7 @@ class Layers:
 
     def _note_compiled(self, name: str) -> None:
         self.compiled = True
-        self.notes.append(f"{name or ROOT} is compiled; it is run eagerly while it is watched")
+        self.notes.append(f"{name or ROOT} {RUN_EAGERLY}")
 
     def is_leaf(self, name: str) -> bool:
         """Whether the layer has no child with calls of its own to record."""

@@ -297,6 +297,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
+        notes = _notes_of(item) if report.failed else []
+        if notes:
+            report.sections.append(("modelprobe", "\n".join(notes)))
     elif report.when == "teardown":
         for probe in item.config.stash[SETTINGS].shared_probes:
             _keep_observed(item, probe)
@@ -309,6 +312,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.modelprobe_snapshots = comparer.results()
             del item.stash[_COMPARER]  # a test that is run again has another
     return report
+
+
+def _notes_of(item: pytest.Item) -> list[str]:
+    """Return the notes of what the probe of a test recorded: a failure may be theirs."""
+    probe: Any = getattr(item, "funcargs", {}).get("modelprobe")
+    notes = getattr(probe, "notes", ())
+    if not notes:
+        return []
+    from pytest_modelprobe.report.text import printable
+
+    return [f"note: {printable(note)}" for note in notes]
 
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:

@@ -48,6 +48,7 @@ def named_records(probe: ModelProbe) -> list[NamedRecord]:
 def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[dict[str, Any]]:
     """Return a summary of each run and watch, in builtin types."""
     from pytest_modelprobe.assertions.findings import findings
+    from pytest_modelprobe.models import RUN_EAGERLY
     from pytest_modelprobe.report.text import layer_table
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
@@ -63,6 +64,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "calls": sum(len(layer.calls) for layer in record.layers.values()),
                 "forwards": record.forwards,
                 "findings": findings(record),
+                "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record) if with_table and record.forwards else [],
                 **(properties.of_record(record) if properties.is_asked(config) else {}),
             }
@@ -102,7 +104,7 @@ class Terminal:
             shown = [first, *(pair for pair in shown if pair is not first)]
         if self._config.getoption("verbose") < 0 and not verbose:
             shown = []
-        snapshot_lines = list(self._snapshot_lines())
+        snapshot_lines = [*self._eager_lines(), *self._snapshot_lines()]
         if not shown and not snapshot_lines:
             return
         terminalreporter.section("modelprobe")
@@ -114,6 +116,13 @@ class Terminal:
             terminalreporter.write_line("This table is shown once; --modelprobe-verbose shows it for every test.")
         for line in snapshot_lines:
             terminalreporter.write_line(line)
+
+    def _eager_lines(self) -> Iterator[str]:
+        tests = {nodeid for nodeid, summary in self._summaries if summary.get("eager")}
+        if tests:
+            from pytest_modelprobe.report.text import count
+
+            yield f"compiled models ran eagerly while they were watched, in {count(len(tests), 'test')}"
 
     def _first_use(self) -> tuple[str, dict[str, Any]] | None:
         """Return the summary whose table is shown on the first use in a project, except in CI."""

@@ -9,6 +9,7 @@ from .origin import Source, SourceMode, find_gradient_origin
 from .ranks import merged
 from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
+from .stop import StopOn
 from .watch import Watch
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Mode",
     "NoGradientError",
     "Run",
+    "StopOn",
     "Source",
     "SourceMode",
     "Target",

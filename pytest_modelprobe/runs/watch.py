@@ -11,8 +11,8 @@ from typing import Any, overload
 from torch import nn
 
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, Which, assemble
-from pytest_modelprobe.exceptions import NothingObservedError
+from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
+from pytest_modelprobe.exceptions import NothingObservedError, StoppedError
 from pytest_modelprobe.models import Layers, original_class
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -25,6 +25,7 @@ from .rerun import (
     with_note,
     with_responses,
 )
+from .stop import StopOn, check_stop_on, is_met, stopped_at
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -46,6 +47,7 @@ class Watch:
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
         steps: How many steps of training to keep, each in a record of its own.
+        stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -71,12 +73,13 @@ class Watch:
         isolate: bool = True,
         histograms: bool = False,
         steps: int = 1,
+        stop_on: StopOn | None = None,
         seed: int | None = None,
     ) -> None:
+        check_stop_on(stop_on)
         found = Layers(model)
         self.model = model
         self.name = name or original_class(next(iter(found.modules.values()))).__name__
-        self.closed = False
         self.first_hook = next_hook()
         """Id of the first hook that torch assigned since the watch began; None if it is not known."""
         self._seed = seed
@@ -93,9 +96,20 @@ class Watch:
             histograms=histograms,
             steps=steps,
             on_forward=self._forwards.begins if self._forwards else None,
+            judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its hooks are gone."""
+        return not self._capture.guard.active
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As in `Record.notes`, so far."""
+        return tuple(self._capture.notes)
 
     @property
     def record(self) -> Record:
@@ -154,7 +168,6 @@ class Watch:
 
     def close(self) -> None:
         """Remove all hooks. The record stays. Safe to repeat."""
-        self.closed = True
         self._finalizer()
 
     def __enter__(self) -> Watch:
@@ -250,6 +263,15 @@ class _StepRecords(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         numbers = range(len(self))[index]
         return [self._watch._record(n) for n in numbers] if isinstance(numbers, range) else self._watch._record(numbers)
+
+
+def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> StoppedError | None:
+    open_watch = watch()
+    if open_watch is None or not is_met(stop_on, seen.statistics):
+        return None
+    type_name = open_watch._capture.type_name(seen.layer)
+    open_watch.close()
+    return stopped_at(seen, type_name, stop_on)
 
 
 def _is_empty(selector: Selector) -> bool:

@@ -702,7 +702,7 @@ class TestNothingToLookAt:
     def test_a_watch_that_saw_nothing(self, assertion: Callable[..., None]) -> None:
         watch = Watch(linear())
         with pytest.raises(
-            NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a model compiled"
+            NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a compiled function"
         ):
             assertion(watch)
         watch.close()

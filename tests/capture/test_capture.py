@@ -646,7 +646,7 @@ def test_a_mode_of_the_layer_itself_is_recorded():
     assert [call.training for _, call in watch.record.calls] == [True, True, False, True]
 
 
-def test_a_forward_in_a_second_thread_meanwhile_leaves_the_first_as_it_was():
+def test_forwards_in_two_threads_at_once_are_an_error_of_the_record():
     inside, done = threading.Event(), threading.Event()
 
     def forward(self, x, wait):
@@ -663,9 +663,22 @@ def test_a_forward_in_a_second_thread_meanwhile_leaves_the_first_as_it_was():
         model(randn(5, 4), False)
         done.set()
         thread.join()
-    assert watch.record.forwards == 1
-    assert value(watch.record, "fc").shape == (3, 2)
-    assert "several threads" in watch.record.notes[0]
+    with pytest.raises(ModelProbeError) as error:
+        watch.record  # noqa: B018
+    assert str(error.value) == (
+        "a forward ran in one thread while another ran in a second, and only one of them was seen: let the threads "
+        "call the model one after the other, under a lock, or watch a copy of the model in each"
+    )
+
+
+def test_forwards_in_threads_one_after_the_other_are_all_recorded():
+    model = mlp()
+    with Watch(model) as watch:
+        for _ in range(2):
+            thread = threading.Thread(target=model, args=(randn(3, 4),))
+            thread.start()
+            thread.join()
+    assert watch.record.forwards == 2
 
 
 # --- calls that do not end as they should ---------------------------------------------------------------------------

@@ -401,7 +401,6 @@ def test_a_watch_whose_hook_failed_is_freed_and_takes_its_hooks_off(monkeypatch)
     use()
     gc.collect()
     assert hooks(model) == []
-    assert stance() == "default"
 
 
 def test_a_failing_hook_of_functional_calls_never_reaches_the_model(monkeypatch):
@@ -681,21 +680,6 @@ def test_an_input_seen_by_a_watched_model_can_be_saved():
 
 
 # --- compiled models ------------------------------------------------------------------------------------------------
-
-
-def stance():
-    return torch._dynamo.eval_frame._stance.stance
-
-
-def test_compiled_models_run_eagerly_until_the_last_watch_is_closed():
-    model = torch.compile(Net(), backend="eager")
-    assert stance() == "default"
-    first, second = Watch(model), Watch(model)
-    assert stance() == "force_eager"
-    first.close()
-    assert stance() == "force_eager"
-    second.close()
-    assert stance() == "default"
 
 
 def test_a_capture_that_was_never_attached_detaches():
