@@ -21,7 +21,8 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report.changes import diff_text, finding_text
+from pytest_modelprobe.report import markdown
+from pytest_modelprobe.report.changes import diff_text, finding_text, verdict_text
 from pytest_modelprobe.report.comparison import cause_text
 
 
@@ -584,3 +585,23 @@ def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
         "",
         "The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.",
     ]
+
+
+def test_differences_that_causes_explain_can_be_left_out_without_another_word() -> None:
+    layers = {n: [linear(f"{i}", 2, 4, attributes={"eps": n}) for i in range(3)] for n in (1, 2)}
+    before, now = record(*layers[1]), record(*layers[2], linear("head", 2, 2))
+    whole, without = (
+        judge({"a": snapshot(before)}, {"a": snapshot(now)}, differences=differences) for differences in (True, False)
+    )
+    assert [len(f.differences) for f in whole.changes[0].findings] != [0, 0]
+    assert [len(f.differences) for f in without.changes[0].findings] == [0, 0]
+    for said in (verdict_text, markdown.verdict):
+        assert said(without) == said(whole)
+
+
+def test_layers_that_are_equal_are_held_once() -> None:
+    before, now = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    old, new = ({name: snapshot(one, name) for name in "ab"} for one in (before, now))
+    changes = judge(old, new).changes
+    held = [side.record.layers for change in changes for side in (change.before, change.now)]
+    assert len({id(layers) for layers in held}) == 1
