@@ -346,6 +346,14 @@ def test_an_architecture_of_another_name_is_not_the_past_of_a_device() -> None:
     assert kinds(before, now) == {"t.arch.json": ["checkpoint"], "t.cuda.arch.json": ["renamed"]}
 
 
+def test_no_past_is_compared_with_twice() -> None:
+    net = record(linear("fc", 2, 4))
+    before = {name: of_device(net, device) for name, device in {"t": "cpu", "t.cuda": "cuda"}.items()}
+    now = {name: of_device(net, device) for name, device in {"t": "cpu", "t.xpu": "xpu"}.items()}
+    verdict = judge(before, now)
+    assert [(c.before is None, c.now is None) for c in verdict.changes] == [(False, True), (True, False)]
+
+
 def test_a_device_that_is_added_is_new() -> None:
     net = record(linear("fc", 2, 4))
     before, now = {"t": of_device(net, "cpu")}, {"t": of_device(net, "cpu"), "t.cuda": of_device(net, "cuda")}
