@@ -1,7 +1,9 @@
 """Kill updates of snapshots with -9, at any moment, and see that every file is the old or the new one.
 
-    python benchmarks/kills.py                 # 200 runs of pytest, 40 with two workers of xdist, 40 times two at once
+    python benchmarks/kills.py                 # 200 kills of pytest, 40 with two workers of xdist, 40 with two at once
     python benchmarks/kills.py 50 10 10
+
+What ended before it was killed is not counted among them.
 
 Each run is a fork of this process, which has torch imported already, and so is each of its workers: to import torch
 takes longer than all that an update does. They die together. Old and new differ in structure and in numbers, so that
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import random
@@ -106,6 +109,8 @@ def _work(connection: socket.socket) -> None:
             os.dup2(descriptor, place)
             os.close(descriptor)
         exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # as xdist begins it
+    except BrokenPipeError:  # who started it was killed
+        pass
     except BaseException:  # noqa: BLE001 - no fork goes on as the server
         traceback.print_exc()
     finally:
@@ -174,7 +179,9 @@ def kill_loop(folder: Path, times: int, at_once: int, *arguments: str) -> Counte
         sides[side] = texts(folder)
     assert len(sides["old"]) == 2
     draw, left = random.Random(0), Counter[str]()
-    for i in range(times):
+    for i in itertools.count():
+        if left["killed"] >= times:
+            break
         children = [update(folder, ("old", "new")[(i + k) % 2], *arguments) for k in range(at_once)]
         if i % 4:  # right when it writes, else at any moment
             wait_for_writing(folder, children[0])
@@ -216,7 +223,7 @@ def main(plain: int = 200, workers: int = 40, pairs: int = 40) -> None:
                 found = kill_loop(folder, times, at_once, *spread)
             how = "with two workers" if shared else "in one process"
             how += ", two at once" * (at_once > 1)
-            print(f"{times} updates {how}: {dict(found)}; {time.monotonic() - start:.0f} s", flush=True)
+            print(f"{times} kills of updates {how}: {dict(found)}; {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

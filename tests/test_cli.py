@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +102,34 @@ def branch(git: Git) -> str:
     commit(git, "Record the net")
     git("switch", "-q", "-c", "branch")
     return digest
+
+
+class HeldRecords:
+    """How many records were read from files, and how many of them were in memory at once."""
+
+    def __init__(self) -> None:
+        self._records: list[weakref.ref[Record]] = []
+        self.most = 0
+
+    @property
+    def read(self) -> int:
+        return len(self._records)
+
+    def decode(self, *texts: str | None, **where: str) -> StoredSnapshot:
+        found = decode(*texts, **where)
+        self._records.append(weakref.ref(found.record))
+        self.most = max(self.most, sum(record() is not None for record in self._records))
+        return found
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRecords]:
+    """Counts the records that are held, without the garbage collector."""
+    records = HeldRecords()
+    monkeypatch.setattr(snapshot_sources, "decode", records.decode)
+    gc.disable()
+    yield records
+    gc.enable()
 
 
 # --- check --------------------------------------------------------------------------------------------------------
@@ -745,6 +773,31 @@ def test_a_snapshot_is_shown_as_markdown(branch: str, modelprobe: Run) -> None:
     assert "| (root) | Net | - | 1 | (2, 4) |" in out
 
 
+@pytest.mark.parametrize("form", ["text", "markdown", "json"])
+def test_snapshots_are_shown_one_after_the_other(
+    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: HeldRecords, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(5):
+        write(net(), f"{PATH}{i}")
+    assert modelprobe("show", "tests", "--format", form)[1].count("(root)") >= 5
+    assert (held.read, held.most) == (5, 2)
+
+
+def test_json_is_one_snapshot_or_a_list_of_several(
+    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        write(net(i + 2), f"{PATH}{i}")
+    shown = modelprobe("show", "tests", "--format", "json")[1]
+    several = json.loads(shown)
+    one = json.loads(modelprobe("show", f"{PATH}1", "--format", "json")[1])
+    assert several[1] == one
+    assert [data["snapshot"] for data in several] == [f"{PATH}{i}.arch.json" for i in range(3)]
+    assert shown == f"{json.dumps(several, indent=1)}\n"
+
+
 # --- log ----------------------------------------------------------------------------------------------------------
 
 
@@ -1041,7 +1094,7 @@ def test_what_is_too_large_is_refused_unread(
 
 
 def test_of_the_records_only_those_of_one_snapshot_are_held_at_once(
-    git: Git, modelprobe: Run, monkeypatch: pytest.MonkeyPatch
+    git: Git, modelprobe: Run, held: HeldRecords
 ) -> None:
     for i in range(5):
         write(net(), f"{PATH}{i}")
@@ -1049,25 +1102,10 @@ def test_of_the_records_only_those_of_one_snapshot_are_held_at_once(
     for i in range(5):
         write(net(mean=3.0) if i else net(width=3), f"{PATH}{i}")
     write(net(act="GELU"), f"{PATH}_new")
-    held: list[weakref.ref[Record]] = []
-    most = 0
-
-    def read(*texts: str | None, **where: str) -> StoredSnapshot:
-        nonlocal most
-        found = decode(*texts, **where)
-        held.append(weakref.ref(found.record))
-        most = max(most, sum(record() is not None for record in held))
-        return found
-
-    monkeypatch.setattr(snapshot_sources, "decode", read)
-    gc.disable()
-    try:
-        code, out, _ = modelprobe("check", "--base", "main")
-    finally:
-        gc.enable()
+    code, out, _ = modelprobe("check", "--base", "main")
     assert code == 1
     assert out.startswith("Net: checkpoint change is not declared; 6 models changed, 0 unchanged")
-    assert (len(held), most) == (11, 2)
+    assert (held.read, held.most) == (11, 2)
 
 
 def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(

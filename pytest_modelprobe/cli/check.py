@@ -50,7 +50,7 @@ def run_diff(options: argparse.Namespace) -> int:
             raise UsageError("diff compares two: give OLD and NEW, or --base REF")
         verdict = _between(*options.paths)
     else:
-        verdict = _since_base(options, _DIFF_LEVELS)
+        verdict = _since_base(options, _DIFF_LEVELS, differences=True)
     differing = Verdict(
         changes=tuple(change for change in verdict.changes if change.level != "allow"), unchanged=verdict.unchanged
     )
@@ -66,7 +66,7 @@ def run_check(options: argparse.Namespace) -> int:
             if levels[kind] != level and any(kind in getattr(options, other) for other in LEVELS if other != level):
                 raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
             levels[kind] = level
-    verdict = _since_base(options, levels)
+    verdict = _since_base(options, levels, differences=options.format == "json")
     _print(options.format, verdict, changes.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
 
@@ -83,7 +83,7 @@ def _relative(argument: str) -> Mapping[str, SnapshotVersion]:
     return dataclasses.replace(source, pairs=pairs).read()
 
 
-def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> Verdict:
+def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, differences: bool) -> Verdict:
     """Return what changed in the working tree since the base; files with the same content are not read."""
     repository = Repository(Path.cwd())
     base = options.base or _base_of_event(repository)
@@ -106,6 +106,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> V
         levels=levels,
         unchanged=len(same),
         removals=declared_removals(repository, commit),
+        differences=differences,
     )
     return dataclasses.replace(verdict, base=commit)
 
@@ -158,7 +159,7 @@ def run_declare(options: argparse.Namespace) -> int:
     if not has_words(options.reason):
         raise UsageError("the reason is empty: say why the snapshots changed")
     root = Repository(Path.cwd()).root
-    verdict = _since_base(options, DEFAULTS)
+    verdict = _since_base(options, DEFAULTS, differences=False)
     written: dict[str, str] = {}
     for change in verdict.denied:
         if change.now is None:

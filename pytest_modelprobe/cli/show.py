@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
 from pytest_modelprobe.gate import (
@@ -23,36 +25,66 @@ from .common import SAME, as_json, resolve_source
 
 def run_show(options: argparse.Namespace) -> int:
     """Print snapshots as tables, or one as a page."""
-    shown, without = [], []
-    for snapshot in resolve_source(options.snapshot)[0].read().values():
-        try:
-            shown.append((snapshot, _only(snapshot.record, options.layers)))
-        except SelectionError as error:
-            without.append((snapshot, error))
-    if not shown:
-        raise without[0][1]
     if options.output and options.format != "html":
         raise ModelProbeError("-o is for the page of --html; redirect other formats with >")
-    for snapshot, why in without:
-        print(printable(f"modelprobe: {snapshot.path} is left out: {why}"), file=sys.stderr)
+    left_out: list[tuple[str, SelectionError]] = []
+    shown = _shown(resolve_source(options.snapshot)[0].read(), options.layers, left_out)
+    # Each is printed before the next is read: together they may not fit into memory.
     if options.format == "json":
-        data = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
-        print(as_json(data if len(data) > 1 else data[0]))
+        _print_json({"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown)
     elif options.format == "html":
         _write_page(shown, options.output)
     elif options.format == "markdown":
-        print("\n".join(line for pair in shown for line in _shown_as_markdown(*pair)))
+        for pair in shown:
+            print("\n".join(_shown_as_markdown(*pair)))
     else:
-        print("\n\n".join(_shown_as_text(*pair) for pair in shown))
+        for i, pair in enumerate(shown):
+            print(("\n" if i else "") + _shown_as_text(*pair))
+    for path, why in left_out:
+        print(printable(f"modelprobe: {path} is left out: {why}"), file=sys.stderr)
     return SAME
 
 
-def _write_page(shown: Sequence[tuple[SnapshotVersion, Record]], output: str | None) -> None:
+def _shown(
+    snapshots: Mapping[str, SnapshotVersion], globs: Sequence[str] | None, left_out: list[tuple[str, SelectionError]]
+) -> Iterator[tuple[SnapshotVersion, Record]]:
+    """Yield snapshots with the layers that are asked for; tell which have none.
+
+    Raises:
+        SelectionError: None has any.
+    """
+    found = False
+    for snapshot in snapshots.values():
+        try:
+            record = _only(snapshot.record, globs)
+        except SelectionError as error:
+            left_out.append((snapshot.path, error))
+            continue
+        found = True
+        yield snapshot, record
+    if not found:
+        raise left_out[0][1]
+
+
+def _print_json(data: Iterator[dict[str, Any]]) -> None:
+    """Print one snapshot, or a list of several."""
+    first = as_json(next(data))
+    several = False
+    for one in data:
+        print("," if several else "[\n" + textwrap.indent(first, " ") + ",")
+        print(textwrap.indent(as_json(one), " "), end="")
+        several = True
+    print("\n]" if several else first)
+
+
+def _write_page(shown: Iterable[tuple[SnapshotVersion, Record]], output: str | None) -> None:
     """Write the page of the one snapshot that is shown."""
-    if len(shown) > 1:
-        names = listed([snapshot.path for snapshot, _ in shown])
-        raise ModelProbeError(f"a page shows one snapshot, not {len(shown)}: name one of {names}")
-    page = shown[0][1].to_html()
+    page, paths = "", []
+    for snapshot, record in shown:
+        page = page or record.to_html()
+        paths.append(snapshot.path)
+    if len(paths) > 1:
+        raise ModelProbeError(f"a page shows one snapshot, not {len(paths)}: name one of {listed(paths)}")
     if output:
         write_text(Path(output), page)
     else:

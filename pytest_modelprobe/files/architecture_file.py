@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
@@ -97,7 +98,8 @@ class Structure:
             text = repr(line)
             if text not in self._contents:
                 self._contents[text] = self._content(line)
-            return LayerLine(name, line["type"], line.get("leaf", not inner), *self._contents[text])
+            # Interned: of many snapshots the names of layers are what stays in memory.
+            return LayerLine(sys.intern(name), line["type"], line.get("leaf", not inner), *self._contents[text])
 
     def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
         """Return the fields of a `LayerLine` from ``functional`` on."""

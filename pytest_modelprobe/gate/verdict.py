@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pytest_modelprobe.comparison import Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
 from pytest_modelprobe.record import Connection, Layer, Reading, Record, connections
@@ -146,6 +147,7 @@ def judge(
     levels: Mapping[Class, Level] = DEFAULTS,
     unchanged: int = 0,
     removals: Mapping[tuple[str, str], str] | None = None,
+    differences: bool = True,
 ) -> Verdict:
     """Return the changes between the snapshots of two revisions, and which are denied.
 
@@ -155,6 +157,8 @@ def judge(
         levels: Level of each class.
         unchanged: Number of equal snapshots that are not in the two mappings.
         removals: (path, content) of deleted snapshots → declared reason, see `declared_removals`.
+        differences: Whether a finding with causes has the differences that they explain too: where every layer of
+            many snapshots changed, those do not fit into memory.
 
     >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
     >>> verdict = judge({"net": net}, {})
@@ -166,6 +170,7 @@ def judge(
     changes: list[SnapshotChange] = []
     same = unchanged
     reported: set[str] = set()
+    outlines = _Outlines()
 
     def add(old: SnapshotVersion | None, new: SnapshotVersion | None, *, renamed: bool = False) -> None:
         nonlocal same
@@ -176,12 +181,14 @@ def judge(
         architecture = new is None or new.path not in reported
         if old and new:
             reported.add(new.path)
-        change = _change(old, new, levels, renamed=renamed, architecture=architecture)
+        change = _change(old, new, levels, outlines, renamed=renamed, architecture=architecture)
+        if not differences:
+            change = _without_explained(change)
         if old and new is None:
             change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
         changes.append(change)
 
-    gone, came, paired = _by_name(before, now, add)
+    gone, came, paired = _by_name(before, now, add, outlines)
     past = _of_other_devices(gone, came, paired)
     for name, new in came.items():
         if name in past:
@@ -206,6 +213,7 @@ def _by_name(
     before: Mapping[str, SnapshotVersion],
     now: Mapping[str, SnapshotVersion],
     add: Callable[[SnapshotVersion, SnapshotVersion], None],
+    outlines: _Outlines,
 ) -> tuple[dict[str, SnapshotVersion], dict[str, SnapshotVersion], set[str]]:
     """Add the pairs of the same path; return the other snapshots, outlined, and the files of the pairs.
 
@@ -220,9 +228,9 @@ def _by_name(
             paired.add(file)
             add(old, new)
         else:
-            came[name] = _outlined(new)
+            came[name] = outlines.of_snapshot(new)
         del old, new
-    gone = {name: _outlined(old) for name in before if name not in names and (old := before.get(name))}
+    gone = {name: outlines.of_snapshot(old) for name in before if name not in names and (old := before.get(name))}
     return gone, came, paired
 
 
@@ -255,24 +263,46 @@ def _same(gone: Mapping[str, SnapshotVersion], new: SnapshotVersion) -> str | No
     return None
 
 
-def _outlined(snapshot: SnapshotVersion) -> SnapshotVersion:
-    """Return a snapshot with what is printed of its layers: their names, types and buffers."""
-    return dataclasses.replace(snapshot, record=_outlined_record(snapshot.record))
+class _Outlines:
+    """What is printed of the layers of snapshots: names, types and buffers. Equal ones are held once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def of_snapshot(self, snapshot: SnapshotVersion) -> SnapshotVersion:
+        return dataclasses.replace(snapshot, record=self.of_record(snapshot.record))
+
+    def of_record(self, record: Record) -> Record:
+        layers = {name: self._of_layer(layer) for name, layer in record.layers.items()}
+        same = tuple((name, id(layer)) for name, layer in layers.items())
+        return dataclasses.replace(record, layers=self._known.setdefault(same, layers))
+
+    def of_connections(self, record: Record) -> tuple[Connection, ...]:
+        found = tuple(dict.fromkeys(connections(record)))
+        return self._known.setdefault(("connections", *found), found)  # type: ignore[no-any-return]
+
+    def _of_layer(self, layer: Layer) -> Layer:
+        buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
+        outline = Layer(name=layer.name, type=layer.type, buffers=buffers)
+        return self._known.setdefault((layer.name, layer.type, repr(buffers)), outline)  # type: ignore[no-any-return]
 
 
-def _outlined_record(record: Record) -> Record:
-    return dataclasses.replace(record, layers={name: _outline(layer) for name, layer in record.layers.items()})
-
-
-def _outline(layer: Layer) -> Layer:
-    buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
-    return Layer(name=layer.name, type=layer.type, buffers=buffers)
+def _without_explained(change: SnapshotChange) -> SnapshotChange:
+    """Return a change without the differences that are not printed where there are causes."""
+    findings = tuple(dataclasses.replace(f, differences=()) if f.causes else f for f in change.findings)
+    if change.comparison is None:
+        return change
+    found = tuple(d for d in change.comparison.found if d.kind in ("layer added", "layer removed"))
+    comparison = dataclasses.replace(change.comparison, found=found, looser=())
+    diagnosis = change.diagnosis and dataclasses.replace(change.diagnosis, comparison=comparison)
+    return dataclasses.replace(change, findings=findings, comparison=comparison, diagnosis=diagnosis)
 
 
 def _change(
     old: SnapshotVersion | None,
     new: SnapshotVersion | None,
     levels: Mapping[Class, Level],
+    outlines: _Outlines,
     *,
     renamed: bool,
     architecture: bool,
@@ -284,8 +314,8 @@ def _change(
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
     comparison = compare(new.record, old.record, parts=parts)
-    connected = tuple(tuple(dict.fromkeys(connections(snapshot.record))) for snapshot in (new, old))
-    old, new = _outlined(old), _outlined(new)
+    connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
+    old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
     by_class = _differences(diagnosis, effect, architecture=architecture)
@@ -308,7 +338,7 @@ def _change(
     outlined = dataclasses.replace(
         comparison,
         actual=new.record,
-        expected=_outlined_record(comparison.expected),
+        expected=outlines.of_record(comparison.expected),
         changes={place: change for place, change in comparison.changes.items() if not change.known},
         calls=(),
     )

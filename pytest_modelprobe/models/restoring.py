@@ -10,7 +10,7 @@ import random
 import sys
 import types
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -176,8 +176,7 @@ class ModelState:
         self._parts.append(state)
         for inner in _inner_tensors(tensor):
             self.save(name, inner)
-        if tensor.__dict__:
-            self.save_attributes(name, tensor)
+        self.save_attributes(name, tensor)
         if self._values and has_dense_storage(tensor):
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._memory:
@@ -526,8 +525,8 @@ _RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Ca
     random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
 }
 """For each kind of random generator: read its state, set it, draw a number."""
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
-"""Classes of the standard library that are plain containers of attributes."""
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList, np.ma.MaskedArray)
+"""Classes of the standard library and of numpy that are plain containers of attributes."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
 """Packages of torch whose objects are parts of models; those of other packages refer to half the process."""
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}

@@ -21,7 +21,8 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report.changes import diff_text, finding_text
+from pytest_modelprobe.report import markdown
+from pytest_modelprobe.report.changes import diff_text, finding_text, verdict_text
 from pytest_modelprobe.report.comparison import cause_text
 
 
@@ -345,6 +346,14 @@ def test_an_architecture_of_another_name_is_not_the_past_of_a_device() -> None:
     assert kinds(before, now) == {"t.arch.json": ["checkpoint"], "t.cuda.arch.json": ["renamed"]}
 
 
+def test_no_past_is_compared_with_twice() -> None:
+    net = record(linear("fc", 2, 4))
+    before = {name: of_device(net, device) for name, device in {"t": "cpu", "t.cuda": "cuda"}.items()}
+    now = {name: of_device(net, device) for name, device in {"t": "cpu", "t.xpu": "xpu"}.items()}
+    verdict = judge(before, now)
+    assert [(c.before is None, c.now is None) for c in verdict.changes] == [(False, True), (True, False)]
+
+
 def test_a_device_that_is_added_is_new() -> None:
     net = record(linear("fc", 2, 4))
     before, now = {"t": of_device(net, "cpu")}, {"t": of_device(net, "cpu"), "t.cuda": of_device(net, "cuda")}
@@ -584,3 +593,23 @@ def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
         "",
         "The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.",
     ]
+
+
+def test_differences_that_causes_explain_can_be_left_out_without_another_word() -> None:
+    layers = {n: [linear(f"{i}", 2, 4, attributes={"eps": n}) for i in range(3)] for n in (1, 2)}
+    before, now = record(*layers[1]), record(*layers[2], linear("head", 2, 2))
+    whole, without = (
+        judge({"a": snapshot(before)}, {"a": snapshot(now)}, differences=differences) for differences in (True, False)
+    )
+    assert [len(f.differences) for f in whole.changes[0].findings] != [0, 0]
+    assert [len(f.differences) for f in without.changes[0].findings] == [0, 0]
+    for said in (verdict_text, markdown.verdict):
+        assert said(without) == said(whole)
+
+
+def test_layers_that_are_equal_are_held_once() -> None:
+    before, now = record(linear("fc", 2, 4)), record(linear("fc", 3, 4))
+    old, new = ({name: snapshot(one, name) for name in "ab"} for one in (before, now))
+    changes = judge(old, new).changes
+    held = [side.record.layers for change in changes for side in (change.before, change.now)]
+    assert len({id(layers) for layers in held}) == 1

@@ -115,7 +115,9 @@ KINDS: dict[str, Case] = {
     ),
     "tensor": (lambda: torch.ones(3), lambda x: x.add_(1), bits),
     "tensor without a version": (lambda: torch.ones(3), lambda x: x.data.add_(1), bits),
-    "attribute of a tensor": (lambda: nn.Parameter(torch.ones(1)), lambda x: vars(x).update(seen=1), lambda x: vars(x)),
+    "attribute of a tensor": (
+        lambda: nn.Parameter(torch.ones(1)), lambda x: vars(x).update(seen=1), lambda x: dict(vars(x)),
+    ),
     "optimizer": (optimizer, step, everything_of),
     "object": (lambda: Frozen([1]), lambda x: x.seen.append(2), lambda x: x.seen),
     "slots": (Slotted, change_slots, see_slots),
@@ -124,6 +126,12 @@ KINDS: dict[str, Case] = {
         lambda: types.SimpleNamespace(calls=0), lambda x: vars(x).update(calls=1, new=1), lambda x: dict(vars(x)),
     ),
     "argparse.Namespace": (lambda: argparse.Namespace(n=[0]), lambda x: x.n.append(1), lambda x: x.n),
+    "ChainMap": (lambda: collections.ChainMap({}), lambda x: x.update(a=1), dict),
+    "masked array": (
+        lambda: np.ma.array([1.0, 2.0], mask=[0, 1]),
+        lambda x: x.__setitem__(0, np.ma.masked),
+        lambda x: x.mask.tolist(),
+    ),
     "UserDict": (lambda: collections.UserDict(a=1), lambda x: x.update(b=1), dict),
     "buffer of a module": (lambda: nn.BatchNorm1d(2), lambda x: x(torch.ones(3, 2)), lambda x: bits(x.running_mean)),
     "mode of a module": (lambda: nn.Dropout(), lambda x: x.train(not x.training), lambda x: x.training),
