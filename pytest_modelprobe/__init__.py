@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from .interventions import faults, intervene
     from .probe import ModelProbe, Watch
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
@@ -83,11 +84,14 @@ __all__ = [
     "assert_tied",
     "assert_training_loop",
     "assert_update_ratio",
+    "faults",
+    "intervene",
 ]
 
 _MODULES = {
     **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
+    **dict.fromkeys(["faults", "intervene"], "interventions"),
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
     **{name: "exceptions" for name in __all__ if name.endswith("Error")},

@@ -6,6 +6,7 @@ from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
+from .hooks import ChangingHook, ModuleHook, changing_hooks
 from .layers import Layers, attributes, check_supported, is_persistent, own_buffers, own_parameters, type_name
 from .memory import as_array, as_real, has_dense_storage
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
@@ -13,16 +14,19 @@ from .seeding import derive, seeded
 
 __all__ = [
     "Autocast",
+    "ChangingHook",
     "ModuleCall",
     "CallTracer",
     "Flat",
     "Layers",
     "ModelState",
+    "ModuleHook",
     "active_autocast",
     "as_array",
     "as_real",
     "attributes",
     "autocast_states",
+    "changing_hooks",
     "check_supported",
     "derive",
     "flatten",
