@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Change, Intervention, Swap, intervene
+from .interventions import Ablation, Change, Intervention, Metric, Swap, ablation, faults, intervene
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
 from .runs import Loss, Mode, Run, Target, Watch, WeakRerun, check_loss, is_same_device
@@ -228,6 +228,25 @@ class ModelProbe:
         (1, True)
         """
         return intervene(model, layers, input=input, output=output, gradient=gradient, weight=weight, calls=calls)
+
+    def ablation(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        metric: Metric,
+        *,
+        layers: Selector = "**",
+        heads: Mapping[str, int] | None = None,
+        by: Change = faults.zero,
+    ) -> Ablation:
+        """Return how a metric of the model changes when each layer is ablated; see `ablation`.
+
+        >>> probe = ModelProbe()
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
+        ['0', '1']
+        """
+        return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.

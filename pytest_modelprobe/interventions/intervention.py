@@ -128,11 +128,15 @@ class Intervention:
             self._exit = stack.pop_all()
         return self
 
+    def close(self) -> None:
+        """Remove the hooks and restore the weights. Safe to repeat."""
+        self._exit.close()
+
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         __tracebackhide__ = True
-        self._exit.close()
+        self.close()
         if value is None and not self._fired:
             raise UsageError(self._never())
 

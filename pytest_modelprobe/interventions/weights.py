@@ -34,13 +34,13 @@ def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def changed(weights: Mapping[str, nn.Parameter], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Write ``change(name, weight)`` into each weight; write the bits that it had before on exit.
 
     A parameter that is used in several places is changed once. All are computed before one is written, so that an error
     leaves them as they are.
     """
-    once: dict[int, tuple[str, nn.Parameter]] = {}
+    once: dict[int, tuple[str, Tensor]] = {}
     for name, weight in weights.items():
         once.setdefault(id(weight), (name, weight))
     planned = []
