@@ -302,12 +302,10 @@ def _bins(reading: Reading) -> tuple[Array, Array] | None:
     histogram = reading.histogram
     if histogram is None:
         return None
-    magnitudes = 2.0 ** (numpy.arange(histogram.first, histogram.first + len(histogram.positive) + 1) / 2)
-    counts = numpy.array([*reversed(histogram.negative), histogram.zero, *histogram.positive], dtype=float)
-    if not counts.sum():
+    edges, counts = histogram.bins()
+    if not any(counts):
         return None
-    edges = numpy.concatenate([-magnitudes[::-1], magnitudes])
-    return edges, numpy.concatenate([[0.0], numpy.cumsum(counts)]) / counts.sum()
+    return numpy.array(edges), numpy.concatenate([[0.0], numpy.cumsum(counts)]) / sum(counts)
 
 
 def _quartiles(reading: Reading) -> list[float] | None:

@@ -298,7 +298,7 @@ class ModelProbe:
         from . import figures
 
         label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer)
-        arrays = [(at, as_array(tensor.detach().float().cpu()).copy()) for at, tensor in maps]
+        arrays = [(at, _image(tensor)) for at, tensor in maps]
         title = f"Feature maps of {label}, image 0 of {len(x)}"
         figure = figures.feature_maps(title, arrays)
         return self._drawn(title, figure, path)
@@ -347,7 +347,7 @@ class ModelProbe:
         )
         named = f", class {target}" if isinstance(target, int) else ""
         title = f"Grad-CAM of {label}{named}"
-        arrays = [as_array(tensor.detach().float().cpu()).copy() for tensor in (images, cam)]
+        arrays = [_image(images), _image(cam)]
 
         def draw() -> Figure:
             return figures.overlay(title, *arrays)
@@ -427,20 +427,7 @@ class ModelProbe:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, *, layers: str
     ) -> Run:
         check_supported(model)
-        return Run(
-            model,
-            args,
-            kwargs,
-            None,
-            mode,
-            device=self.device,
-            seed=self.seed,
-            layers=layers,
-            functionals=False,
-            attention=False,
-            profile=False,
-            isolate=False,
-        )
+        return Run(model, args, kwargs, None, mode, device=self.device, seed=self.seed, layers=layers)
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
 
@@ -554,6 +541,11 @@ class ModelProbe:
                 f"{self.device} was asked for, but the model is on {', '.join(sorted(elsewhere))}, and a watch does "
                 "not move it: call model.to(modelprobe.device) first"
             )
+
+
+def _image(tensor: torch.Tensor) -> Any:
+    """Return an array of its own, which `figures` may keep."""
+    return as_array(tensor.detach().float().cpu()).copy()
 
 
 def _sizes(shape: Iterable[int | Sequence[int]]) -> list[int]:

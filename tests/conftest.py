@@ -5,12 +5,36 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch._dynamo  # pytester restores sys.modules, and torch cannot be imported twice
+import torch._dynamo
+from _pytest import pytester
 
 pytest_plugins = ["pytester"]
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module is none of those that a test wrote into its own folder, which is the current one."""
+    top = sys.modules.get(name.partition(".")[0])
+    files = [getattr(top, "__file__", None) or "", *getattr(top, "__path__", ())]
+    return not any(file.startswith(str(Path.cwd())) for file in files)
+
+
+class _Modules(pytester.SysModulesSnapshot):
+    """Forgets, after a run of pytest inside a test, the modules of its folder alone.
+
+    Pytester forgets every module that was first imported in it. Torch cannot be imported twice, and of others there
+    would be two: classes that are not equal, caches that are not shared.
+    """
+
+    def __init__(self, preserve: Callable[[str], bool] | None = None) -> None:
+        super().__init__(_is_installed)
+
+
+pytester.SysModulesSnapshot = _Modules  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)

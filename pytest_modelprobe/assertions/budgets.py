@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from pytest_modelprobe.exceptions import NothingObservedError
-from pytest_modelprobe.record import ROOT, LayerProfile, Profile, Record, Selector
+from pytest_modelprobe.record import LayerProfile, Profile, Record, Selector, containers
 from pytest_modelprobe.report.text import Cell, count, failure
 
 from .sources import Subject, bounds, called, deviation, record_of
@@ -99,17 +99,7 @@ def _profiled(subject: Subject) -> tuple[Record, Profile]:
 def _outermost(record: Record, layers: Selector) -> list[str]:
     """Return the names of the selected layers that are inside no other."""
     names = {layer.name for layer in called(record, layers)}
-    return [name for name in record.layers if name in names and not any(a in names for a in _ancestors(name))]
-
-
-def _ancestors(name: str) -> Iterable[str]:
-    """Return the names of the layers around one.
-
-    >>> _ancestors("blocks.0.fc")
-    ['(root)', 'blocks', 'blocks.0']
-    """
-    parts = name.split(".")
-    return [] if name == ROOT else [ROOT, *(".".join(parts[:i]) for i in range(1, len(parts)))]
+    return [name for name in record.layers if name in names and not any(a in names for a in containers(name))]
 
 
 def _rows(
@@ -124,7 +114,7 @@ def _rows(
     found = [
         (name, layer)
         for name, layer in profile.layers.items()
-        if number(layer) and name in among and inside & {name, *_ancestors(name)}
+        if number(layer) and name in among and inside & {name, *containers(name)}
     ]
     found.sort(key=lambda item: -number(item[1]))
     return [[name, layer.type, layer.calls, number(layer)] for name, layer in found]

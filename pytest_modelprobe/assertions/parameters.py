@@ -19,6 +19,7 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     label_of,
     nearest,
+    parent,
 )
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number
@@ -79,7 +80,7 @@ def assert_param_count(
     kind = "" if trainable is None else "trainable " if trainable else "frozen "
     by_layer: dict[str, int] = {}
     for fact in counted.values():
-        owner = fact.name.rpartition(".")[0] or "(root)"
+        owner = parent(fact.name)
         by_layer[owner] = by_layer.get(owner, 0) + fact.elements
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
     owner = "the model has" if layers == "**" else "the selected layers have"

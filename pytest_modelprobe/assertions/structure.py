@@ -18,6 +18,7 @@ from pytest_modelprobe.record import (
     Value,
     address,
     label_of,
+    parent,
     select,
 )
 from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
@@ -323,7 +324,7 @@ def _around_called(record: Record) -> set[str]:
     for layer in record.layers.values():
         name = layer.name if layer.calls else ""
         while name and name != ROOT:
-            name = name.rpartition(".")[0] or ROOT
+            name = parent(name)
             if name in names:
                 break
             names.add(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, parent
 from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
 
@@ -100,8 +100,8 @@ def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str
 def _held(trial: Trial, model: nn.Module) -> dict[int, Source]:
     """Return the tensors that exist before the run, by address, each as a source."""
     held = {x: Source(path, path, given=True) for path, x in trial.inputs}
-    held |= {x: Source(name.rpartition(".")[0] or ROOT, name, given=True) for name, x in model.named_buffers()}
-    held |= {x: Source(name.rpartition(".")[0] or ROOT, name) for name, x in model.named_parameters()}
+    held |= {x: Source(parent(name), name, given=True) for name, x in model.named_buffers()}
+    held |= {x: Source(parent(name), name) for name, x in model.named_parameters()}
     strided = {x: source for x, source in held.items() if x.layout is torch.strided and not x.is_nested}
     return {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
 

@@ -1,6 +1,6 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
-It reads files and asks git; it runs no model, and needs neither torch nor pytest.
+All but `scan`, which runs a model, read files and ask git, and need neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .common import INCOMPLETE
 from .init import GIT_ATTRIBUTES, run_init
 from .log import run_log
 from .report import run_report
+from .scan import run_scan
 from .show import run_show
 
 __all__ = ["GIT_ATTRIBUTES", "main"]
@@ -118,6 +119,21 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--format", choices=FORMATS, default="html")
     report.add_argument("-o", "--output", metavar="PATH", required=True, help="where it is written")
     report.set_defaults(run=run_report)
+
+    scan = commands.add_parser(
+        "scan",
+        help="run a model, and print its layers, what is wrong with them, and the standard checks",
+        description="Make a model with random weights, run it, and check it. No file is needed.",
+    )
+    scan.add_argument("model", metavar="MODULE:NAME", help="a function or a class that makes the model")
+    scan.add_argument(
+        "--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]",
+        help="a tensor that it takes, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated; "
+        "guessed by default",
+    )  # fmt: skip
+    scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
+    scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
+    scan.set_defaults(run=run_scan)
 
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
     init.set_defaults(run=run_init)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, qualified
+from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, parent, qualified
 
 
 def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -231,7 +231,7 @@ def _match_by_contents(new: Mapping[str, _Node], old: Mapping[str, _Node], found
     for before in sorted(old.values(), key=lambda node: -node.name.count(".")):
         if before.name in found or before.declared or before.layer is None:
             continue
-        holders = {_holder(found[child.name]) for child in before.children.values() if child.name in found}
+        holders = {parent(found[child.name]) for child in before.children.values() if child.name in found}
         after = new.get(holders.pop()) if len(holders) == 1 else None
         if after is None or after.name in taken or after.declared or after.type_name() != before.type_name():
             continue
@@ -241,10 +241,6 @@ def _match_by_contents(new: Mapping[str, _Node], old: Mapping[str, _Node], found
             if other is not None and child.name not in found and other.name not in taken:
                 _match(other, child, found)
         taken = set(found.values())
-
-
-def _holder(name: str) -> str:
-    return name.rpartition(".")[0] or ROOT
 
 
 def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:

@@ -33,7 +33,7 @@ class TensorBoardExporter:
         numbers, histogram = reading.statistics, reading.histogram
         if numbers is None or numbers.mean is None or numbers.rms is None or histogram is None:
             return
-        limits, counts = buckets(histogram.first, histogram.negative, histogram.zero, histogram.positive)
+        edges, counts = histogram.bins()
         self._writer.add_histogram_raw(
             tag,
             min=numbers.min,
@@ -41,7 +41,7 @@ class TensorBoardExporter:
             num=numbers.finite,
             sum=numbers.mean * numbers.finite,
             sum_squares=numbers.rms**2 * numbers.finite,
-            bucket_limits=limits,
+            bucket_limits=edges[1:],
             bucket_counts=counts,
             global_step=step,
         )
@@ -49,18 +49,3 @@ class TensorBoardExporter:
     def close(self) -> None:
         """Write what is not written yet."""
         self._writer.close()
-
-
-def buckets(
-    first: int, negative: tuple[int, ...], zero: int, positive: tuple[int, ...]
-) -> tuple[list[float], list[int]]:
-    """Return the right edges of all bins from the smallest number to the largest, and their counts.
-
-    Bin k of ``positive`` counts 2**(k/2) <= x < 2**((k+1)/2), and begins with k = ``first``; so for ``negative``.
-
-    >>> buckets(0, (1, 2), 5, (3, 4))
-    ([-1.4142135623730951, -1.0, 1.0, 1.4142135623730951, 2.0], [2, 1, 5, 3, 4])
-    """
-    edges = [2.0 ** (k / 2) for k in range(first, first + len(positive) + 1)]
-    limits = [-edge for edge in reversed(edges[:-1])] + edges
-    return limits, [*reversed(negative), zero, *positive]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkpoints import Effect, parameters
+from .checkpoints import Effect
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
@@ -48,7 +48,6 @@ __all__ = [
     "needs_reason",
     "part_not_compared",
     "on_disk",
-    "parameters",
     "refuse_directory",
     "refuse_links",
     "removal_path",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_modelprobe.comparison import Comparison
-from pytest_modelprobe.record import Layer, Parameter, Record, qualified
+from pytest_modelprobe.record import Layer, Parameter, Record, elements, qualified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +57,8 @@ def effect_on_checkpoints(comparison: Comparison) -> Effect:
         cast=other(lambda own: own.dtype),
         tied=other(lambda own: own.tied_to),
         renamed={as_it_was(key): key for key in both if as_it_was(key) != key},
-        parameters=parameters(comparison.actual),
-        parameters_before=parameters(comparison.expected),
+        parameters=elements(comparison.actual.parameters),
+        parameters_before=elements(comparison.expected.parameters),
     )
 
 
@@ -80,9 +79,3 @@ def _keys(record: Record, other: Record) -> dict[str, tuple[str, Parameter]]:
         for name in (layer.name, *layer.aliases)
         for own in stored(layer)
     }
-
-
-def parameters(record: Record) -> int:
-    """Return how many elements all parameters have, shared ones counted once."""
-    own = (parameter for layer in record.layers.values() for parameter in layer.parameters)
-    return sum(math.prod(parameter.shape) for parameter in own if parameter.tied_to is None)

@@ -117,10 +117,14 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find the fixtures that a test with a probe depends on: they are seeded whichever test sets them up."""
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the tests of a named model, and find the fixtures of all tests with a probe: these are seeded."""
     from pytest_modelprobe._pytest import fixtures_of
 
+    if config.stash[SETTINGS].model is not None:
+        from .named_model import tests_of_named_model
+
+        items += tests_of_named_model(session, config.stash[SETTINGS])
     seeded = config.stash[SETTINGS].seeded_fixtures
     for item in items:
         if _has_probe(item):

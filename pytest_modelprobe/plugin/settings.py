@@ -28,6 +28,10 @@ class Settings:
     """Where the results of the run are written."""
     html: Path | None = None
     """Where the report of the run is written."""
+    model: str | None = None
+    """What makes a model to be tested without a file: ``package.module:make_model``."""
+    inputs: list[str] = dataclasses.field(default_factory=list)
+    """The inputs of that model."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
     """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
@@ -65,6 +69,19 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-json", metavar="PATH", default=None, help="write what every probe recorded and compared as JSON"
     )
     group.addoption("--modelprobe-html", metavar="PATH", default=None, help="write a report, a page of its own")
+    group.addoption(
+        "--modelprobe-model",
+        metavar="MODULE:NAME",
+        default=None,
+        help="test the model that a function or class makes: its layers, and the standard checks",
+    )
+    group.addoption(
+        "--modelprobe-input",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHAPE[:BELOW]",
+        help="an input of that model, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated",
+    )
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
@@ -87,6 +104,8 @@ def settings_of(config: pytest.Config) -> Settings:
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
         json=_path(config, "--modelprobe-json"),
         html=_path(config, "--modelprobe-html"),
+        model=config.getoption("--modelprobe-model"),
+        inputs=config.getoption("--modelprobe-input"),
     )
 
 

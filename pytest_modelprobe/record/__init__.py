@@ -5,8 +5,8 @@ from __future__ import annotations
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
-from .layer import Layer, Parameter
-from .naming import NOT_DEFAULT, ROOT, address, label_of, qualified
+from .layer import Layer, Parameter, elements
+from .naming import NOT_DEFAULT, ROOT, address, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
 from .record import Operation, Record, Rerun, Training, has_numbers, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
@@ -55,6 +55,8 @@ __all__ = [
     "address",
     "applicable_rename",
     "connections",
+    "containers",
+    "elements",
     "estimated_change",
     "estimated_share",
     "forward_of",
@@ -67,6 +69,7 @@ __all__ = [
     "merge_dimensions",
     "merge_moments",
     "nearest",
+    "parent",
     "numbers_in",
     "old_name",
     "qualified",

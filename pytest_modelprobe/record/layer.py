@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Call, Plain, Value
@@ -32,6 +33,11 @@ class Parameter:
     """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
     gradient: Reading | None = None
     """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
+
+
+def elements(parameters: Iterable[Parameter]) -> int:
+    """Return the number of elements; tied parameters count where they are first."""
+    return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

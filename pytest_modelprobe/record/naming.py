@@ -38,6 +38,25 @@ def qualified(layer: str, name: str) -> str:
     return name if layer == ROOT else f"{layer}.{name}"
 
 
+def parent(name: str) -> str:
+    """Return the name of the layer that holds a layer.
+
+    >>> parent("blocks.0.fc"), parent("fc")
+    ('blocks.0', '(root)')
+    """
+    return name.rpartition(".")[0] or ROOT
+
+
+def containers(name: str) -> list[str]:
+    """Return the names of the layers around one, the outermost first.
+
+    >>> containers("blocks.0.fc")
+    ['(root)', 'blocks', 'blocks.0']
+    """
+    parts = name.split(".")
+    return [] if name == ROOT else [ROOT, *(".".join(parts[:i]) for i in range(1, len(parts)))]
+
+
 def address(layer: str, call: Indexed, path: str) -> str:
     """Return where a value was seen, for messages: ``fc1 output``, ``fc1 (call 2) input``."""
     return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"

@@ -15,7 +15,7 @@ from pytest_modelprobe.exceptions import UnknownLayerError
 
 from .calls import Call
 from .codec import decode, encode
-from .layer import Layer
+from .layer import Layer, Parameter
 from .profile import Profile
 from .tensor_statistics import is_read
 
@@ -220,6 +220,11 @@ class Record:
         seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
         counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
         return f"<Record of {self.model}: {', '.join(counts)}>"
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, by layer."""
+        return [parameter for layer in self.layers.values() for parameter in layer.parameters]
 
     @property
     def calls(self) -> list[tuple[Layer, Call]]:

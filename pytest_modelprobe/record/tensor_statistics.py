@@ -172,6 +172,16 @@ class Histogram:
     positive: tuple[int, ...] = ()
     """Positive elements; as many bins as of negative ones."""
 
+    def bins(self) -> tuple[list[float], list[int]]:
+        """Return the edges of all bins from the smallest number to the largest, and the count between each two.
+
+        >>> Histogram(first=0, negative=(1, 2), zero=5, positive=(3, 4)).bins()
+        ([-2.0, -1.4142135623730951, -1.0, 1.0, 1.4142135623730951, 2.0], [2, 1, 5, 3, 4])
+        """
+        magnitudes = [2.0 ** (k / 2) for k in range(self.first, self.first + len(self.positive) + 1)]
+        edges = [-magnitude for magnitude in reversed(magnitudes)] + magnitudes
+        return edges, [*reversed(self.negative), self.zero, *self.positive]
+
     def merge(self, other: Histogram) -> Histogram:
         """Return the counts of both together.
 

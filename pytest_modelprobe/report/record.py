@@ -5,8 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from pytest_modelprobe.gate import parameters
-from pytest_modelprobe.record import Record, nearest
+from pytest_modelprobe.record import Record, elements, nearest
 
 from .text import Cell, count, layer_rows, listed, number, printable, table
 
@@ -27,7 +26,7 @@ def headline(record: Record) -> str:
         how = count(record.backwards, "backward")
     run = f"; {count(record.forwards, 'forward')} on {record.device}, {how}" if record.forwards else ""
     return printable(
-        f"{record.model}: {count(len(record.layers), 'layer')}, {count(parameters(record), 'parameter')}{run}"
+        f"{record.model}: {count(len(record.layers), 'layer')}, {count(elements(record.parameters), 'parameter')}{run}"
     )
 
 

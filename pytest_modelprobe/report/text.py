@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value
+from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value, elements
 
 MOST_ROWS = 20
 """Rows of a table above which the rest is counted."""
@@ -257,8 +256,9 @@ def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[s
 
 def _parameters(layer: Layer) -> Cell:
     """Return the number of elements of a layer's own parameters, tied ones left out."""
-    own = [math.prod(p.shape) for p in layer.parameters if p.tied_to is None]
-    return sum(own) if own else "tied" if layer.parameters else "-"
+    if not layer.parameters:
+        return "-"
+    return "tied" if all(p.tied_to for p in layer.parameters) else elements(layer.parameters)
 
 
 def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:

@@ -6,10 +6,11 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pytest_modelprobe.gate import GitError, Repository
 
 from .values import text
 
@@ -61,17 +62,9 @@ def document(
 def _commit(root: Path) -> str | None:
     """Return the hash of the commit that is checked out; None where git knows none."""
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
+        return Repository(root).commit("HEAD")
+    except GitError:
         return None
-    return done.stdout.strip() or None
 
 
 def write_text(path: Path, content: str) -> None:

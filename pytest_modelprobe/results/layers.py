@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Parameter, Profile, Record, Step, Value
+from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, Step, Value, elements
 
 from .status import statuses
 from .values import number, plain_mapping, rms_of, tensor_data, text
@@ -108,11 +108,6 @@ def costs(profile: Profile | LayerProfile) -> dict[str, Any]:
         "flops": profile.flops,
         "activation_bytes": profile.activation_bytes,
     }
-
-
-def elements(parameters: Iterable[Parameter]) -> int:
-    """Return the number of elements; tied parameters count where they are first."""
-    return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
 
 
 def _weights(layer: Layer) -> dict[str, Any] | None:

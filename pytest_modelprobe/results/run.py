@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pytest_modelprobe.assertions.activations import find_dead
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, elements
 
-from .layers import costs, elements, layers_data
+from .layers import costs, layers_data
 from .values import text
 
 Kind = Literal["run", "watch"]
@@ -36,7 +36,6 @@ def run_data(
     'Net'
     """
     dead, profile = find_dead(record, record.layers), record.profile
-    owned = [parameter for layer in record.layers.values() for parameter in layer.parameters]
     return {
         "name": text(name or record.model),
         "kind": kind,
@@ -46,8 +45,8 @@ def run_data(
         "loss": None if record.loss is None else text(record.loss),
         "forwards": record.forwards,
         "backwards": record.backwards,
-        "parameters": elements(owned),
-        "trainable": elements(parameter for parameter in owned if parameter.requires_grad),
+        "parameters": elements(record.parameters),
+        "trainable": elements(parameter for parameter in record.parameters if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
         "findings": [text(finding) for finding in findings(record, dead)],
         "error": None,

@@ -8,7 +8,7 @@ from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.assertions.ranges import find_saturated
 from pytest_modelprobe.assertions.structure import uncalled, weights_in_use
 from pytest_modelprobe.comparison import Cause, CauseKind, Diagnosis
-from pytest_modelprobe.record import Layer, Reading, Record
+from pytest_modelprobe.record import Layer, Reading, Record, has_nonfinite
 
 STATUSES = (
     "own code", "structure", "weights", "nonfinite", "dead", "no gradient", "saturated", "not called", "moved",
@@ -68,7 +68,7 @@ def _findings(record: Record, dead: Sequence[Dead]) -> Iterator[tuple[str, str]]
     unused = {layer.name for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
     yield from ((name, "not called") for name in unused)
     for layer in record.layers.values():
-        if any(map(_is_nonfinite, _readings(layer))):
+        if any(map(has_nonfinite, _readings(layer))):
             yield layer.name, "nonfinite"
         trained = [p for p in layer.parameters if p.requires_grad] if layer.name not in unused else []
         if record.backwards and any(p.gradient is None for p in trained):
@@ -80,7 +80,3 @@ def _readings(layer: Layer) -> Iterator[Reading | None]:
         yield from (value.forward, value.backward)
     for parameter in layer.parameters:
         yield from (parameter.reading, parameter.gradient)
-
-
-def _is_nonfinite(reading: Reading | None) -> bool:
-    return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0

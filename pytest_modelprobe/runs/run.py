@@ -59,10 +59,10 @@ class Run:
         device: torch.device,
         seed: int,
         layers: Selector,
-        functionals: bool,
-        attention: bool,
-        profile: bool,
-        isolate: bool,
+        functionals: bool = False,
+        attention: bool = False,
+        profile: bool = False,
+        isolate: bool = False,
         histograms: bool = False,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -329,7 +329,7 @@ def _nonfinite(record: Record) -> tuple[bool, bool]:
     """Return whether an activation, and whether a gradient, is not finite."""
     values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
     gradients = [value.backward for value in values]
-    gradients += [p.gradient for layer in record.layers.values() for p in layer.parameters]
+    gradients += [parameter.gradient for parameter in record.parameters]
     return any(has_nonfinite(value.forward) for value in values), any(map(has_nonfinite, gradients))
 
 

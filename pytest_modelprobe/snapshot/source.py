@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.record import ROOT, Record
+from pytest_modelprobe.record import ROOT, Record, parent
 
 
 def source_of(record: Record, layer: str, root: Path) -> dict[str, Any] | None:
@@ -24,7 +24,7 @@ def source_of(record: Record, layer: str, root: Path) -> dict[str, Any] | None:
         where = None if found is None or found.functional else _class_source(found.type, root)
         if where is not None or name == ROOT:
             return where
-        name = name.rpartition(".")[0] or ROOT
+        name = parent(name)
 
 
 def _class_source(type_name: str, root: Path) -> dict[str, Any] | None:

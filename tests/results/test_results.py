@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib.util
 import json
@@ -30,9 +29,6 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
-
-with contextlib.suppress(ImportError):
-    import matplotlib.figure  # noqa: F401 - it cannot be imported twice either
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
 

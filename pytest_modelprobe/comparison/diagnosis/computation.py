@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import children
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import ROOT, Plain, Step
+from pytest_modelprobe.record import ROOT, Plain, Step, parent
 
 from .causes import DRIFT, Cause, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
 from .hints import hints
 from .index import CallsComparison, ComparisonIndex, InputComparison, child_of
-from .layer_names import between, parent, relative_name
+from .layer_names import between, relative_name
 
 _AMPLIFICATION = 10.0
 """Output change over input change, each in units of its limit: beyond it, sensitivity does not explain the output."""

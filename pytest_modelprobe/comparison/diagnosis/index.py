@@ -12,9 +12,17 @@ from typing import Literal
 from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import children, comparable
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import NOT_DEFAULT, Call, CallTree, IsolatedResponse, Layer, Record, Step, qualified
-
-from .layer_names import parent
+from pytest_modelprobe.record import (
+    NOT_DEFAULT,
+    Call,
+    CallTree,
+    IsolatedResponse,
+    Layer,
+    Record,
+    Step,
+    parent,
+    qualified,
+)
 
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",

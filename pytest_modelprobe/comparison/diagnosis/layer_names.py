@@ -5,11 +5,6 @@ from __future__ import annotations
 from pytest_modelprobe.record import ROOT, label_of
 
 
-def parent(name: str) -> str:
-    """Return the layer that holds a layer."""
-    return name.rpartition(".")[0] or ROOT
-
-
 def relative_name(name: str, container: str) -> str:
     """Return a name relative to a container."""
     return name if container == ROOT else name.removeprefix(f"{container}.")

@@ -8,11 +8,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import Difference, DifferenceKind
-from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain
+from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain, containers, parent
 
 from .causes import Cause, CauseKind, cause_of, worst_first
 from .index import STRUCTURE, ComparisonIndex
-from .layer_names import parent
 
 _WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
 """Changes of a layer as a whole, which need not be the cause of its changed outputs."""
@@ -168,7 +167,7 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
     yield from _came_or_went(index, "layer added", "added")
     yield from _came_or_went(index, "layer removed", "removed")
     renamed = {d.layer: d for d in index.differences("layer renamed")}
-    drawn = {container for name in _redrawn_by_name(index) for container in _containers(name)}
+    drawn = {container for name in _redrawn_by_name(index) for container in (*containers(name), name)}
     for name, difference in renamed.items():
         above = renamed.get(parent(name))
         own = name.rpartition(".")[2]
@@ -292,10 +291,4 @@ def _all_named(kind: CauseKind, found: list[Difference]) -> Cause:
 
 def _outermost(name: str, names: Collection[str]) -> str:
     """Return the outermost of the names that ``name`` is or is inside."""
-    return next((other for other in (ROOT, *_containers(name)) if other in names), name)
-
-
-def _containers(name: str) -> Iterator[str]:
-    """Yield the names of the containers of a layer, the outermost first, and its own."""
-    parts = name.split(".")
-    return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+    return next((other for other in (*containers(name), name) if other in names), name)

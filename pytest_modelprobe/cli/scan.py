@@ -1,0 +1,71 @@
+"""`modelprobe scan`: what a model does, and what is wrong with it, without a test."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.report.text import count, printable
+
+from .common import DIFFERENT, SAME
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.checks import Outcome
+    from pytest_modelprobe.scan import ScannedModel
+
+
+def run_scan(options: argparse.Namespace) -> int:
+    """Make the model, run it, check it, print what was found, and write a file of tests if asked for."""
+    path = Path(options.write) if options.write else None
+    if path is not None and path.exists():
+        raise ModelProbeError(f"{path} is there already: name another file")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+    from pytest_modelprobe.probe import ModelProbe
+    from pytest_modelprobe.scan import ScannedModel, as_test_file, load, parse_input
+
+    inputs = [parse_input(text) for text in options.input]
+    with ModelProbe(options.device) as probe:
+        scanned = ScannedModel(load(options.model), probe, inputs)
+        findings = _show_record(scanned)
+        outcomes = list(_shown(scanned.outcomes()))
+        broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
+        for outcome in broken:
+            print(f"\n--- {outcome.check} ---\n{printable_lines(str(outcome))}")
+        print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(as_test_file(scanned, outcomes), "utf-8")
+            print(f"Wrote {path}: run it with pytest --snapshot-update, and edit it.")
+    return DIFFERENT if findings or broken else SAME
+
+
+def _show_record(scanned: ScannedModel) -> Sequence[str]:
+    """Print the inputs, the table of layers and the findings, and return these."""
+    from pytest_modelprobe.assertions.findings import findings
+
+    guessed = " (guessed; --input gives others)" if scanned.is_guessed else ""
+    print(printable(f"Inputs: {' '.join(map(str, scanned.inputs))}{guessed}") + "\n")
+    print(scanned.record)
+    found = findings(scanned.record)
+    print("\nFindings:" if found else "\nFindings: none")
+    for finding in found:
+        print(printable(f"  {finding}"))
+    return found
+
+
+def _shown(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
+    """Print each outcome as soon as it is known: some checks take long."""
+    print("\nChecks:")
+    for outcome in outcomes:
+        print(printable(f"  {outcome.check:<28}{outcome.verdict:<16}{outcome.text.partition(chr(10))[0]}"), flush=True)
+        yield outcome
+
+
+def printable_lines(text: str) -> str:
+    """Return text as a terminal may show it, line by line."""
+    return "\n".join(map(printable, text.split("\n")))
