@@ -42,7 +42,7 @@ def assert_same_distribution(
     >>> import torch
     >>> from pytest_modelprobe import ModelProbe
     >>> probe, model = ModelProbe(), torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-    >>> train, test = (probe.run(model, probe.randn(64, 2, name=name)) for name in ("train", "test"))
+    >>> train, test = (probe.run(model, probe.randn(1024, 2, name=name)) for name in ("train", "test"))
     >>> assert_same_distribution(train, test)
     """
     __tracebackhide__ = True

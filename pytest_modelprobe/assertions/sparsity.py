@@ -29,9 +29,10 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
         UsageError: ``least`` is not from 0 to 1.
 
     >>> import torch
+    >>> from torch.nn.utils import prune
     >>> from pytest_modelprobe import ModelProbe
     >>> model = torch.nn.Linear(4, 2)
-    >>> _ = torch.nn.utils.prune.l1_unstructured(model, "weight", amount=0.5)
+    >>> _ = prune.l1_unstructured(model, "weight", amount=0.5)
     >>> assert_sparsity(ModelProbe().run(model, torch.ones(1, 4)), 0.5)
     """
     __tracebackhide__ = True
