@@ -29,7 +29,9 @@ if TYPE_CHECKING:
         assert_param_count,
         assert_params_updated,
         assert_same_behavior,
+        assert_same_distribution,
         assert_shapes,
+        assert_sparsity,
         assert_tied,
         assert_training_loop,
         assert_update_ratio,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from .interventions import ablation, assert_layer_matters, faults, intervene
     from .probe import ModelProbe, Watch
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
@@ -75,16 +78,22 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
+    "assert_layer_matters",
     "assert_no_dead_layers",
     "assert_no_leftover_hooks",
     "assert_not_saturated",
     "assert_param_count",
     "assert_params_updated",
     "assert_same_behavior",
+    "assert_same_distribution",
     "assert_shapes",
+    "assert_sparsity",
     "assert_tied",
     "assert_training_loop",
     "assert_update_ratio",
+    "ablation",
+    "faults",
+    "intervene",
 ]
 
 _MODULES = {
@@ -92,6 +101,7 @@ _MODULES = {
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
+    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith("Error")},
 }
 

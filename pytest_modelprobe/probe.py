@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .exceptions import NothingObservedError, UsageError
+from .interventions import Ablation, Change, Intervention, Metric, Swap, ablation, faults, intervene
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
 from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device, merged
@@ -227,6 +228,47 @@ class ModelProbe:
         self._open.append(watch)
         self._remember(watch.name, watch)
         return watch
+
+    def intervene(
+        self,
+        model: nn.Module,
+        layers: Selector,
+        *,
+        input: Change | None = None,  # noqa: A002 - torch's name for it
+        output: Change | Swap | None = None,
+        gradient: Change | None = None,
+        weight: Change | None = None,
+        calls: Collection[int] | None = None,
+    ) -> Intervention:
+        """Return a context within which layers of the model compute something else; see `intervene`.
+
+        >>> from pytest_modelprobe import faults
+        >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with probe.intervene(model, "1", output=faults.zero) as intervention:
+        ...     record = probe.run(model, torch.ones(4, 2))
+        >>> intervention.fired, record["1"].output.statistics.all_zero
+        (1, True)
+        """
+        return intervene(model, layers, input=input, output=output, gradient=gradient, weight=weight, calls=calls)
+
+    def ablation(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        metric: Metric,
+        *,
+        layers: Selector = "**",
+        heads: Mapping[str, int] | None = None,
+        by: Change = faults.zero,
+    ) -> Ablation:
+        """Return how a metric of the model changes when each layer is ablated; see `ablation`.
+
+        >>> probe = ModelProbe()
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
+        ['0', '1']
+        """
+        return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.

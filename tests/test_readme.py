@@ -210,7 +210,7 @@ def test_every_public_check_is_in_the_reference() -> None:
 
 
 def test_every_public_class_is_in_the_reference() -> None:
-    pages = PAGES["docs/reference/probe.md"] + PAGES["docs/reference/record.md"]
+    pages = "".join(PAGES[f"docs/reference/{page}.md"] for page in ("probe", "record", "interventions"))
     for name in pytest_modelprobe.__all__:
         if not name.startswith("assert_"):
             assert f"::: pytest_modelprobe.{name}\n" in pages

@@ -5,6 +5,7 @@ from .attention import assert_attention_entropy, assert_attention_mask
 from .attribution import assert_attends_to
 from .behavior import assert_same_behavior
 from .budgets import assert_activation_memory, assert_flops
+from .distribution import assert_same_distribution
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
 from .parameters import (
     assert_devices,
@@ -15,6 +16,7 @@ from .parameters import (
     assert_update_ratio,
 )
 from .ranges import assert_activation_range, assert_activation_scale, assert_fits_dtype, assert_not_saturated
+from .sparsity import assert_sparsity
 from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, assert_shapes
 from .training import assert_training_loop
 
@@ -41,7 +43,9 @@ __all__ = [
     "assert_param_count",
     "assert_params_updated",
     "assert_same_behavior",
+    "assert_same_distribution",
     "assert_shapes",
+    "assert_sparsity",
     "assert_tied",
     "assert_training_loop",
     "assert_update_ratio",

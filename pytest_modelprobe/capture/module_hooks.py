@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 from collections import OrderedDict
 from types import FrameType
 from typing import Any, Protocol, cast
-from weakref import ref
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import CALL, hook_tables, tracing_state, without_torch_function
+from pytest_modelprobe._torch import CALL, tracing_state, without_torch_function
+from pytest_modelprobe.models import ModuleHook
 
 from .guard import TOO_DEEP, HookGuard
-
-_NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
-"""How a hook is pickled: takes any arguments, returns None, and is there where this package is not installed."""
 
 
 class CallReceiver(Protocol):
@@ -99,22 +95,16 @@ class ModuleHooks:
             self._handles.pop().remove()
 
 
-class _Hook:
-    __slots__ = ("_module", "_name", "_receiver", "key")
+class _Hook(ModuleHook):
+    __slots__ = ("_name", "_receiver", "key")
     is_modelprobe = True
     key: int
     """Of the hook, among those of its module."""
 
     def __init__(self, receiver: CallReceiver, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self._receiver = receiver
         self._name = name
-        self._module = ref(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
 
     @property
     def __name__(self) -> str:
@@ -123,6 +113,10 @@ class _Hook:
             "a hook of a watch has no name, and torch.jit.script cannot compile it: script the model before it is "
             "watched, or after the watch is closed"
         )
+
+    def note(self, text: str) -> None:
+        """Add a note to the records of the watch."""
+        self._receiver.guard.notes[text] = None
 
     def _active(self, module: nn.Module) -> bool:
         traced = tracing_state() is not None
@@ -189,25 +183,6 @@ class _After(_Hook):
                         self._receiver.after(self._name, module, args, kwargs, output, frame)
         except RecursionError:
             self._receiver.guard.notes[TOO_DEEP] = None
-
-
-class _Inert:
-    """What a hook becomes in a copy of its module: nothing, and gone at the copy's first call."""
-
-    __slots__ = ()
-    is_modelprobe = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        tables = hook_tables(module)
-        for key in [key for table in tables for key, hook in table.items() if isinstance(hook, _Inert)]:
-            for table in tables:
-                table.pop(key, None)
 
 
 def _frame_of_call(frame: FrameType) -> FrameType:

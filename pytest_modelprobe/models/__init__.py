@@ -7,6 +7,7 @@ from .calls import CallTracer, ModuleCall
 from .distribution import is_distributed, layout, notes_on, original_class, rank, sharded_parameters, world_size
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
+from .hooks import ChangingHook, ModuleHook, changing_hooks
 from .layers import (
     RUN_EAGERLY,
     Layers,
@@ -24,16 +25,19 @@ from .seeding import derive, seeded
 __all__ = [
     "RUN_EAGERLY",
     "Autocast",
+    "ChangingHook",
     "ModuleCall",
     "CallTracer",
     "Flat",
     "Layers",
     "ModelState",
+    "ModuleHook",
     "active_autocast",
     "as_array",
     "as_real",
     "attributes",
     "autocast_states",
+    "changing_hooks",
     "check_supported",
     "derive",
     "flatten",

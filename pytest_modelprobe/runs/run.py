@@ -19,6 +19,7 @@ from pytest_modelprobe.models import (
     ModelState,
     attributes,
     autocast_states,
+    changing_hooks,
     flatten,
     has_lazy,
     map_tensors,
@@ -184,6 +185,7 @@ class Run:
             [(id(tensor), content_key(tensor)) for _, tensor in inputs],
             [(id(m), type(m), self.mode is None and m.training, attributes(m)) for m in self.model.modules()],
             [(id(p), p.requires_grad) for p in self.model.parameters()],
+            changing_hooks(self.model.modules()),
         ]
 
     def _has_parameters_of(self, record: Record) -> bool:

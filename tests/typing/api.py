@@ -21,11 +21,15 @@ from pytest_modelprobe import (
     assert_flops,
     assert_grad_finite,
     assert_grad_flow,
+    assert_layer_matters,
     assert_no_dead_layers,
     assert_no_leftover_hooks,
+    assert_same_distribution,
     assert_shapes,
+    assert_sparsity,
     assert_training_loop,
     checks,
+    faults,
 )
 
 
@@ -99,3 +103,15 @@ def test_checks(modelprobe: ModelProbe) -> None:
     assert_type(checks.modes_agree(modelprobe, Net(), ids), checks.Outcome)
     assert_type(checks.dropout_scaled(modelprobe, Net(), ids), checks.Outcome)
     assert_type(checks.inputs_used(modelprobe, Net(), modelprobe.randn(4, 8)), checks.Outcome)
+
+
+def test_interventions(modelprobe: ModelProbe) -> None:
+    model, x = Net(), modelprobe.randn(4, 8)
+    with modelprobe.intervene(model, "blocks.*", output=faults.scale(2), calls=[0]) as intervention:
+        record = modelprobe.run(model, x)
+    assert_type(intervention.fired, int)
+    assert_sparsity(record, 0.5, layers="fc1")
+    assert_same_distribution(record, modelprobe.run(model, x), max_shift=0.1)
+    result = modelprobe.ablation(model, x, lambda output: output.square().mean(), heads={"attn.proj": 4})
+    assert_type(result.rows[0].change, float)
+    assert_layer_matters(result, "blocks.*", min_change=0.1)

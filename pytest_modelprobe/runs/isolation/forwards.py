@@ -21,6 +21,7 @@ from pytest_modelprobe.models import (
     Autocast,
     Layers,
     active_autocast,
+    changing_hooks,
     flatten,
     flatten_call,
     has_dense_storage,
@@ -55,6 +56,8 @@ class KeptForward:
     modes: tuple[bool, ...]
     """Whether each layer is in training mode, in the order of the layers."""
     autocast: tuple[Autocast, ...]
+    changes: tuple[int, ...] = ()
+    """The hooks that changed what layers compute, see `models.changing_hooks`."""
     reason: str | None = None
     """Why it cannot be run again."""
 
@@ -104,6 +107,9 @@ class KeptForwards:
 
     def run(self, again: KeptForward) -> object:
         """Run a forward again; `prepared` comes first."""
+        if again.changes != changing_hooks(self._layers.modules.values()):
+            again.reason = "an intervention began or ended since: compare the record within its block"
+            raise CannotTellError(again.reason)
         args, kwargs = self._copied(again.inputs)
         with contextlib.ExitStack() as stack:
             for state in again.autocast:
@@ -158,7 +164,7 @@ class KeptForwards:
 
     def _kept_forward(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeptForward:
         modes = tuple(module.training for module in self._layers.modules.values())
-        again = KeptForward(kind=kind, inputs=None, modes=modes, autocast=active_autocast())
+        again = KeptForward(kind, None, modes, active_autocast(), changing_hooks(self._layers.modules.values()))
         try:
             again.inputs = self._copied((args, dict(kwargs)))
         except Exception as error:  # noqa: BLE001 - whatever objects do that do not like to be copied

@@ -1,0 +1,72 @@
+"""Pruned weights: how many elements are zero, and whether they stay so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.record import Layer, Record, Selector
+from pytest_modelprobe.report.text import count, failure
+
+from .sources import Subject, full_name, is_watch, selected, source_of
+
+
+def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
+    """Assert that enough elements of each weight are zero, as after pruning; biases are left out.
+
+    With a watch, the weights are read as they are now: after steps of an optimizer this holds only if the masks stay.
+    A weight under ``torch.nn.utils.prune`` is read through its mask.
+
+    Args:
+        subject: A watch, a record, or a probe with one run or watch.
+        least: The least share of zeros in each weight, from 0 to 1.
+        layers: Layers whose own weights are looked at; name those that are pruned.
+
+    Raises:
+        AssertionError: A weight has fewer zeros.
+        NothingObservedError: The layers have no weights with numbers.
+        UsageError: ``least`` is not from 0 to 1.
+
+    >>> import torch
+    >>> from torch.nn.utils import prune
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = torch.nn.Linear(4, 2)
+    >>> _ = prune.l1_unstructured(model, "weight", amount=0.5)
+    >>> assert_sparsity(ModelProbe().run(model, torch.ones(1, 4)), 0.5)
+    """
+    __tracebackhide__ = True
+    if not 0 <= least <= 1:
+        raise UsageError(f"least is a share of the elements, from 0 to 1; got {least!r}")
+    source: Any = source_of(subject)
+    if is_watch(source):
+        source.reread()
+    record: Record = source if isinstance(source, Record) else source.record
+    found = [one for layer in selected(record, layers) for one in _weights(layer)]
+    if not found:
+        raise NothingObservedError("the selected layers have no weights with numbers: select layers that have")
+    short = sorted(((zeros / n, name, zeros, n) for name, zeros, n in found if zeros < least * n))
+    if not short:
+        return
+    share, name, _, _ = short[0]
+    raise AssertionError(
+        failure(
+            f"{name} is {share:.1%} zeros, not {least:.1%} or more; "
+            f"{len(short):,} of {count(len(found), 'weight')} looked at",
+            ["weight", "zeros", "elements", "share"],
+            [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
+            "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
+            "torch.nn.utils.prune, which does it in each forward.",
+        )
+    )
+
+
+def _weights(layer: Layer) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the number of zeros and the number of elements of each weight."""
+    masks = {buffer.name: buffer for buffer in layer.buffers}
+    for parameter in layer.parameters:
+        name = parameter.name.removesuffix("_orig")
+        read = masks.get(f"{name}_mask", parameter) if name != parameter.name else parameter
+        statistics = read.reading.statistics
+        if "bias" not in name and statistics is not None and statistics.count:
+            yield full_name(layer, name), statistics.zeros, statistics.count

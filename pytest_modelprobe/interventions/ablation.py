@@ -1,0 +1,235 @@
+"""Which layers and heads a metric depends on: each is ablated in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded
+from pytest_modelprobe.progress import progress
+from pytest_modelprobe.record import ROOT, Selector, label_of, select
+from pytest_modelprobe.report.text import Cell, count, failure, number, table
+
+from . import faults, weights
+from .intervention import Change, Intervention
+
+Metric = Callable[[Any], "float | Tensor"]
+"""A function from the output of the model to a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablated:
+    """One layer, or one head of it, ablated."""
+
+    layer: str
+    type: str
+    """Name of the class."""
+    head: int | None
+    """Which head, from 0; None: the whole layer."""
+    metric: float
+    """Of the model without it."""
+    change: float
+    """The metric without it, less that of the whole model."""
+
+    @property
+    def label(self) -> str:
+        """Name in a sentence."""
+        label = label_of(self.layer, self.type)
+        return label if self.head is None else f"{label} head {self.head}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """What `ModelProbe.ablation` returns: the metric without each layer."""
+
+    model: str
+    metric: float
+    """Of the whole model."""
+    rows: tuple[Ablated, ...] = field(repr=False)
+    """The largest change first."""
+
+    def __str__(self) -> str:
+        lines = table(["layer", "type", "metric without it", "change"], map(_cells, self.rows), len(self.rows))
+        return "\n".join([f"{self.model}: metric {number(self.metric)}", "", *lines])
+
+
+def ablation(
+    model: nn.Module,
+    inputs: Any,
+    metric: Metric,
+    *,
+    layers: Selector = "**",
+    heads: Mapping[str, int] | None = None,
+    by: Change = faults.zero,
+    seed: int = 0,
+) -> Ablation:
+    """Return how a metric of the model changes when the output of each layer is ablated, one at a time.
+
+    Each takes one forward, without gradients, in the mode of the model, from the same random state. The model is
+    restored afterwards, as by `ModelProbe.run`.
+
+    Args:
+        model: The model.
+        inputs: Its input, a tuple of positional arguments, or a dict of keyword arguments.
+        metric: Takes the output of the model, returns a number: a loss, or an accuracy.
+        layers: Which layers to ablate. Those that are not called, and the root, are left out.
+        heads: Which heads to ablate instead: glob of layers → number of heads. The layers are output projections, and
+            head k is the k-th equal part of the last dimension of their input; or `torch.nn.MultiheadAttention`.
+        by: What the output, or the part of a head, is replaced by: a fault, or a function.
+        seed: Of the random state.
+
+    Raises:
+        NothingObservedError: None of the layers is called.
+        SelectionError: ``layers`` or ``heads`` matches nothing.
+        UsageError: The metric is no number; the heads do not fit.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.ReLU()).eval()
+    >>> result = ablation(model, torch.ones(1, 2), lambda output: output.sum(), by=lambda tensor: tensor + 1)
+    >>> len(result.rows), result.rows[0].change > 0
+    (3, True)
+    """
+    found = Layers(model)
+    root = type(next(iter(found.modules.values()))).__name__
+    if heads is None:
+        names = [name for name in select(found.modules, layers) if name != ROOT]
+        targets: list[tuple[str, int | None, _Plant]] = [(name, None, _of_layer(model, name, by)) for name in names]
+    else:
+        targets = list(_of_heads(model, found, heads, by))
+    rows = []
+    with preserved(model) as state, progress("layer ablated", len(targets)) as each:
+
+        def measured() -> float:
+            with seeded(derive(seed, "run")), torch.no_grad():
+                value = _number(metric(_forward(model, inputs)))
+            state.restore()
+            return value
+
+        whole = measured()
+        for name, head, plant in each(targets):
+            with contextlib.ExitStack() as stack:
+                planted = plant(stack)
+                stack.callback(planted.close)  # a layer that is not called is no error here
+                planted.__enter__()
+                without = measured()
+            if planted.fired:
+                kind = type(found.modules[name]).__name__
+                rows.append(Ablated(layer=name, type=kind, head=head, metric=without, change=without - whole))
+    if not rows:
+        raise NothingObservedError("no layer was ablated: select layers that the forward calls")
+    return Ablation(model=root, metric=whole, rows=tuple(sorted(rows, key=lambda row: -_size(row.change))))
+
+
+def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_change: float = 0.0) -> None:
+    """Assert that the metric changes by more than ``min_change``, in either direction, without each layer.
+
+    Args:
+        result: What `ablation` returned.
+        layers: Which of its layers to look at.
+        min_change: In units of the metric.
+
+    Raises:
+        AssertionError: A layer, or a head of it, may be left out.
+        SelectionError: ``layers`` matches no layer that was ablated.
+        UsageError: ``min_change`` is negative.
+
+    >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
+    >>> assert_layer_matters(ablation(model, torch.ones(1, 2), lambda output: output.sum()), "0")
+    """
+    __tracebackhide__ = True
+    if not min_change >= 0:
+        raise UsageError(f"min_change is a number, 0 or more; got {min_change!r}")
+    types = {row.layer: row.type for row in result.rows}
+    names = set(select(types, layers, is_instance=lambda kind, cls: kind == cls.__name__, type_name=lambda kind: kind))
+    looked_at = [row for row in result.rows if row.layer in names]
+    idle = sorted((row for row in looked_at if _size(row.change) <= min_change), key=lambda row: _size(row.change))
+    if idle:
+        first = idle[0]
+        more = f", a change of not more than {min_change:g}" if min_change else ""
+        raise AssertionError(
+            failure(
+                f"{first.label} does not matter: without it the metric is {number(first.metric)}, with it "
+                f"{number(result.metric)}{more}; {len(idle):,} of {count(len(looked_at), 'row')} looked at",
+                ["layer", "type", "metric without it", "change"],
+                map(_cells, idle),
+                "Look at whether its output is used, and whether a later layer makes it constant.",
+            )
+        )
+
+
+# --- planting -------------------------------------------------------------------------------------------------------
+
+_Plant = Callable[[contextlib.ExitStack], Intervention]
+"""Ablates until the stack ends; the intervention that it returns tells whether the layer was called."""
+
+
+def _of_layer(model: nn.Module, layer: str, by: Change) -> _Plant:
+    return lambda stack: Intervention(model, layer, output=by)
+
+
+def _of_heads(
+    model: nn.Module, found: Layers, heads: Mapping[str, int], by: Change
+) -> Iterator[tuple[str, int, _Plant]]:
+    """Yield each head with its layer."""
+    for glob, of in heads.items():
+        for name in select(found.modules, glob):
+            module = found.modules[name]
+            fused = isinstance(module, nn.MultiheadAttention)
+            if fused and (by is not faults.zero or of != module.num_heads):
+                raise UsageError(f"{name} has {module.num_heads} heads, and only faults.zero replaces one of them")
+            for head in range(of):
+                yield name, head, _of_head(model, name, module, head, of, by)
+
+
+def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int, by: Change) -> _Plant:
+    def changed(tensor: Tensor) -> Tensor:
+        size, rest = divmod(tensor.shape[-1], of)
+        if rest:
+            raise UsageError(f"{name}: {tensor.shape[-1]} is not a multiple of {of} heads")
+        part = slice(head * size, (head + 1) * size)
+        result, new = tensor.clone(), by(tensor[..., part])
+        assert new is not None
+        result[..., part] = new
+        return result
+
+    def plant(stack: contextlib.ExitStack) -> Intervention:
+        if not isinstance(module, nn.MultiheadAttention):
+            return Intervention(model, name, input=changed)
+        # It does not call its output projection, whose columns are its heads too.
+        columns = {f"{name}.out_proj.weight": module.out_proj.weight}
+        stack.enter_context(weights.changed(columns, lambda _, weight: changed(weight)))
+        return Intervention(model, name, output=lambda tensor: tensor)
+
+    return plant
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"metric returns a number for the output of the model; got {got}") from None
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+
+def _size(change: float) -> float:
+    return math.inf if math.isnan(change) else abs(change)
+
+
+def _cells(row: Ablated) -> list[Cell]:
+    return [row.label, row.type, number(row.metric), number(row.change)]

@@ -1,0 +1,180 @@
+"""Ready-made changes for `intervene`: functions from a tensor to a tensor.
+
+They draw from no random generator of the caller's, and return the same for the same tensor, so that a run repeats.
+Those that need a number or a tensor are made by a call, such as ``scale(2)``; the others are passed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import seeding
+
+__all__ = [
+    "Fault", "Swap", "clamp", "clip_gradient", "detach", "drop_gradient", "flip_sign", "inf", "nan", "noise",
+    "normalize_input", "prune", "scale", "shift_sequence", "shuffle_batch", "stuck", "swap", "zero",
+]  # fmt: skip
+
+
+class Fault:
+    """A change of a tensor with a name, which stands in notes and messages.
+
+    >>> Fault("double", lambda tensor: tensor * 2)
+    double
+    """
+
+    def __init__(self, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+        self.name = name
+        self._change = change
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        """Return the changed tensor; the given one is not written to. None: no gradient."""
+        return self._change(tensor)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Swap:
+    """Outputs of another run in place of those of this one, made by `swap`."""
+
+    def __init__(self, kept: Mapping[str, Sequence[Any]]) -> None:
+        self._kept = {layer: list(calls) for layer, calls in kept.items()}
+
+    def __repr__(self) -> str:
+        return "swap"
+
+    def output(self, layer: str, call: int) -> Any:
+        """Return the output of a call in the other run; UsageError if it was not kept."""
+        if layer not in self._kept:
+            names = ", ".join(map(repr, self._kept)) or "none"
+            raise UsageError(f"the other run kept no output of {layer}: name it in keep=; kept are {names}")
+        calls = self._kept[layer]
+        if call >= len(calls):
+            raise UsageError(f"the other run kept {len(calls)} outputs of {layer}, and this is call {call}")
+        return calls[call]
+
+
+# --- without arguments ------------------------------------------------------------------------------------------------
+
+
+def _with_first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        first = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape) == 0
+        return tensor.masked_fill(first, value)
+
+    return change
+
+
+def _filled(tensor: Tensor, value: float) -> Tensor:
+    # Not `full_like`: it would cut the graph, which `detach` does.
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), value)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    if tensor.dim() < 3:
+        return tensor
+    return torch.cat([torch.zeros_like(tensor[:, :1]), tensor[:, :-1]], dim=1)
+
+
+nan = Fault("nan", _with_first(float("nan")))
+"""One NaN, in the first element."""
+
+inf = Fault("inf", _with_first(float("inf")))
+"""One infinity, in the first element."""
+
+zero = Fault("zero", lambda tensor: _filled(tensor, 0.0))
+"""All elements 0; the gradient that passes is 0 too."""
+
+flip_sign = Fault("flip_sign", torch.neg)
+"""The other sign."""
+
+shuffle_batch = Fault("shuffle_batch", lambda tensor: tensor.roll(1, 0) if tensor.dim() else tensor)
+"""Each sample gets the values of the sample before it, along dimension 0."""
+
+shift_sequence = Fault("shift_sequence", _shifted)
+"""Each position gets the values of the one before it, along dimension 1 of (N, L, ...); the first one zeros."""
+
+detach = Fault("detach", torch.Tensor.detach)
+"""The same values, cut off from the graph."""
+
+drop_gradient = Fault("drop_gradient", lambda gradient: None)
+"""For ``gradient=``: none is passed on, as if the graph was cut in the backward pass alone."""
+
+# --- with arguments ---------------------------------------------------------------------------------------------------
+
+
+def scale(k: float) -> Fault:
+    """Return a fault that multiplies by ``k``."""
+    return Fault(f"scale({k:g})", lambda tensor: tensor * k)
+
+
+def noise(std: float, seed: int = 0) -> Fault:
+    """Return a fault that adds normally distributed numbers with standard deviation ``std``, in units of the values.
+
+    They depend on the seed and the shape alone, so they are the same in each call.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        drawn = seeding.randn(tensor.shape, seed=seed, name="noise", device=tensor.device, dtype=tensor.dtype)
+        return tensor + std * drawn
+
+    return Fault(f"noise({std:g})", change)
+
+
+def clamp(lo: float, hi: float) -> Fault:
+    """Return a fault that limits values to ``lo`` and ``hi``."""
+    return Fault(f"clamp({lo:g}, {hi:g})", lambda tensor: tensor.clamp(lo, hi))
+
+
+def stuck(value: float) -> Fault:
+    """Return a fault that makes all elements ``value``; the gradient that passes is 0."""
+    return Fault(f"stuck({value:g})", lambda tensor: _filled(tensor, value))
+
+
+def clip_gradient(norm: float) -> Fault:
+    """Return a fault, for ``gradient=``, that scales a gradient down to the 2-norm ``norm`` where it is larger."""
+
+    def change(gradient: Tensor) -> Tensor:
+        scaled: Tensor = gradient * (norm / torch.linalg.vector_norm(gradient).clamp_min(norm))
+        return scaled
+
+    return Fault(f"clip_gradient({norm:g})", change)
+
+
+def normalize_input(mean: float | Sequence[float], std: float | Sequence[float]) -> Fault:
+    """Return one that subtracts ``mean`` and divides by ``std``: numbers, or one for each channel of (N, C, ...)."""
+
+    def of_channels(value: float | Sequence[float], tensor: Tensor) -> Tensor:
+        channels = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+        return channels.reshape(-1, *[1] * (tensor.dim() - 2)) if channels.dim() else channels
+
+    return Fault(
+        f"normalize_input({mean}, {std})",
+        lambda tensor: (tensor - of_channels(mean, tensor)) / of_channels(std, tensor),
+    )
+
+
+def prune(mask: Tensor) -> Fault:
+    """Return a fault that multiplies by ``mask``, which has the shape of the tensor, or one that broadcasts to it."""
+    return Fault(f"prune({'x'.join(map(str, mask.shape))})", lambda tensor: tensor * mask.to(tensor))
+
+
+def swap(other: Any) -> Swap:
+    """Return a change, for ``output=``, to the outputs of another run: activation patching.
+
+    Args:
+        other: A watch with ``keep=``, a probe whose newest run had ``keep=``, or their `kept`.
+    """
+    kept = getattr(other, "kept", other)
+    if not isinstance(kept, Mapping) or not kept:
+        raise UsageError(
+            "swap takes the tensors of another run: kept = modelprobe.kept after modelprobe.run(..., keep='fc1'), or a "
+            f"watch with keep=; got {'nothing kept' if isinstance(kept, Mapping) else type(kept).__name__}"
+        )
+    return Swap(kept)

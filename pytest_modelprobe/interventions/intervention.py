@@ -1,0 +1,392 @@
+"""`intervene`: change the inputs, outputs, gradients or weights of layers within a block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
+from pytest_modelprobe.record import ROOT, Selector, label_of, select
+from pytest_modelprobe.report.text import count
+
+from . import weights
+from .faults import Swap
+
+Change: TypeAlias = Callable[[Tensor], Tensor | None]
+"""A function from a tensor to the one that replaces it; of a gradient, None for no gradient."""
+
+What = Literal["input", "output", "gradient", "weight"]
+
+
+def intervene(
+    model: nn.Module,
+    layers: Selector,
+    *,
+    input: Change | None = None,  # noqa: A002 - torch's name for it
+    output: Change | Swap | None = None,
+    gradient: Change | None = None,
+    weight: Change | None = None,
+    calls: Collection[int] | None = None,
+) -> Intervention:
+    """Return a context within which layers of the model compute something else.
+
+    Each function is given one tensor and returns the one that replaces it; it must not write to the one given. Of an
+    input or output, it is given each floating-point tensor, or each tensor where none is floating. A watch sees what
+    the next layer sees, whichever of them began first. Several changes of a layer apply in the order in which their
+    blocks began; gradients pass them in the reverse order.
+
+    An intervention that was never used is an error at the end of the block, unless an exception ends it.
+
+    Args:
+        model: The model.
+        layers: Which of its layers, see the documentation of ``layers=``.
+        input: Changes what the layer is called with, but not tensors inside objects such as a cache.
+        output: Changes what the layer returns; or `faults.swap`.
+        gradient: Changes the gradient of the output, as it arrives from the layers after it.
+        weight: Changes the parameters of the layer itself, except biases, at the beginning of the block. At the end
+            they get the bits back that they had, also where an optimizer stepped meanwhile. A weight that is used in
+            several places changes in all of them.
+        calls: Which calls of the layer in a forward of the model, from 0; None: all. A call outside of a forward of the
+            model is call 0.
+
+    Raises:
+        SelectionError: ``layers`` matches nothing.
+        UsageError: There is nothing to change, or at the end, nothing was changed.
+
+    >>> from pytest_modelprobe import faults
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with intervene(model, "1", output=faults.stuck(7)) as intervention:
+    ...     model(torch.ones(1, 2)).tolist()
+    [[7.0, 7.0, 7.0]]
+    >>> intervention.fired
+    1
+    """
+    return Intervention(model, layers, input=input, output=output, gradient=gradient, weight=weight, calls=calls)
+
+
+class Intervention:
+    """Changes of layers within a ``with`` block, made by `intervene`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Selector,
+        *,
+        input: Change | None = None,  # noqa: A002 - torch's name for it
+        output: Change | Swap | None = None,
+        gradient: Change | None = None,
+        weight: Change | None = None,
+        calls: Collection[int] | None = None,
+    ) -> None:
+        given = {"input": input, "output": output, "gradient": gradient, "weight": weight}
+        self._changes: dict[What, Any] = {what: c for what, c in given.items() if c is not None}  # type: ignore[misc]
+        _check(self._changes, calls)
+        self._layers = Layers(model)
+        self._root = next(iter(self._layers.modules.values()))
+        self._names = select(self._layers.modules, layers)
+        self._only = None if calls is None else frozenset(calls)
+        self._exit = contextlib.ExitStack()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._fired = 0
+        self._forwards = 0
+        self._inside = 0
+        self._writes = False
+        self._counts = Counter[str]()  # in this forward
+        self._most = Counter[str]()  # in any
+        self._running: dict[str, list[int]] = defaultdict(list)
+
+    @property
+    def fired(self) -> int:
+        """How often something was changed: calls of layers, gradients that arrived, and forwards with other weights."""
+        return self._fired
+
+    def __enter__(self) -> Intervention:
+        self._begin()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run_eagerly(self._layers))
+            if "weight" in self._changes:
+                self._change_weights(stack)
+            for name in self._names:
+                module = self._layers.modules[name]
+                if not isinstance(module, torch.jit.ScriptModule):
+                    _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
+                    _add(stack, module.register_forward_hook, _After(self, name, module))
+            # Prepended last: a forward begins before the first call.
+            begins, ends = _Begins(self, ROOT, self._root), _Ends(self, ROOT, self._root)
+            stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
+            stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
+            self._exit = stack.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Remove the hooks and restore the weights. Safe to repeat."""
+        self._exit.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        __tracebackhide__ = True
+        self.close()
+        if value is None and not self._fired:
+            raise UsageError(self._never())
+
+    def __repr__(self) -> str:
+        return f"<Intervention on {self._described()}: fired {count(self._fired, 'time')}>"
+
+    def _change_weights(self, stack: contextlib.ExitStack) -> None:
+        found: dict[str, nn.Parameter] = {}
+        computed = []
+        for name in self._names:
+            module, prefix = self._layers.modules[name], "" if name == ROOT else f"{name}."
+            found |= {prefix + own: weight for own, weight in weights.weights_of(self._layers, name).items()}
+            computed += weights.parametrized_weights_of(module)
+        if not (found or computed):
+            raise UsageError(f"{self._where()} has no weight of its own: select layers that have one")
+        stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
+        self._writes = bool(found)
+        for module in computed:
+            _add(stack, module.register_forward_hook, _Computed(self, "", module))
+
+    # --- what the hooks call ----------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Count calls from 0 again, if no forward is running."""
+        if not self._inside:
+            self._forwards += 1
+            self._counts.clear()
+            self._running.clear()
+            self._use_weights()
+        self._inside += 1
+
+    def end_forward(self) -> None:
+        """End the innermost forward."""
+        self._inside = max(0, self._inside - 1)
+
+    def begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments to call the layer with; None: those given."""
+        call = self._number(name)
+        self._running[name].append(call)
+        if not self._inside and graph_task() == -1:
+            self._use_weights()
+        if not self._selects(call):
+            return None
+        self.note(module)
+        if "input" not in self._changes:
+            return None
+        # A cache stays the object it is: the layer writes to it.
+        opened = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) or parts(value) is not None]
+        changed = self._values("input", name, opened, flatten_call((opened,), {}).tensors)
+        new = {id(value): by for value, by in zip(opened, changed, strict=True)}
+        return tuple(new.get(id(arg), arg) for arg in args), {key: new.get(id(arg), arg) for key, arg in kwargs.items()}
+
+    def end_call(self, name: str, output: Any) -> Any:
+        """Return what the layer returns."""
+        call = self._running[name].pop() if self._running[name] else 0
+        if not self._selects(call):
+            return output
+        change = self._changes.get("output")
+        if isinstance(change, Swap):
+            output = self._swapped(change, name, call, output)
+        elif change is not None:
+            output = self._values("output", name, output, flatten("output", output).tensors)
+        if "gradient" in self._changes:
+            output = map_tensors(lambda tensor: self._with_gradient(name, tensor), output)
+        return output
+
+    def computed_weight(self, name: str, weight: Tensor) -> Tensor:
+        """Return what a parametrized weight is."""
+        self._fired += 1
+        return self._tensor("weight", name, weight)
+
+    def note(self, module: nn.Module) -> None:
+        """Add a note to the records of the watches on a layer and on the model."""
+        for one in (module, self._root):
+            for hook in one._forward_pre_hooks.values():
+                if getattr(hook, "is_modelprobe", False) and hasattr(hook, "note"):
+                    hook.note(f"intervention on {self._described()}")
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _number(self, name: str) -> int:
+        """Return the number of the call that begins, from 0."""
+        call = self._counts[name]
+        if graph_task() != -1:
+            if call > 1 and (self._only is not None or isinstance(self._changes.get("output"), Swap)):
+                raise UsageError(
+                    f"{name} is called {call} times in a forward, and again in the backward for activation "
+                    "checkpointing, where its calls cannot be told apart: leave out calls=, or checkpointing"
+                )
+            return 0
+        self._counts[name] += self._inside > 0
+        self._most[name] = max(self._most[name], call + 1)
+        return call
+
+    def _selects(self, call: int) -> bool:
+        return self._only is None or call in self._only
+
+    def _use_weights(self) -> None:
+        if self._writes:
+            self._fired += 1
+            self.note(self._root)
+
+    # --- changing ---------------------------------------------------------------------------------------------------
+
+    def _values(self, what: What, name: str, value: Any, tensors: list[tuple[str, Tensor]]) -> Any:
+        floating = {id(tensor) for _, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+        given = floating or {id(tensor) for _, tensor in tensors}
+        self._fired += bool(given)
+        return map_tensors(lambda t: self._tensor(what, name, t) if id(t) in given else t, value)
+
+    def _tensor(self, what: What, name: str, tensor: Tensor) -> Tensor:
+        changed = self._changes[what](tensor)
+        if not isinstance(changed, Tensor):
+            raise UsageError(f"{name}: {what}= returned {type(changed).__name__}: return the tensor to use instead")
+        return changed
+
+    def _swapped(self, change: Swap, name: str, call: int, output: Any) -> Any:
+        new = change.output(name, call)
+        old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", value).tensors] for value in (output, new))
+        if old != other:
+            raise UsageError(f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}")
+        self._fired += 1
+        return new
+
+    def _with_gradient(self, name: str, tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        through: Any = _Through.apply
+        return cast(Tensor, through(tensor, lambda gradient: self._gradient(name, gradient)))
+
+    def _gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+        self._fired += 1
+        changed = self._changes["gradient"](gradient)
+        if changed is not None and (not isinstance(changed, Tensor) or changed.shape != gradient.shape):
+            got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            raise UsageError(f"{name}: gradient= returned {got} for a gradient of shape {tuple(gradient.shape)}")
+        return changed
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        name, *more = self._names
+        label = label_of(name, type(self._layers.modules[name]).__name__)
+        return f"{label} and {len(more):,} more" if more else label
+
+    def _described(self) -> str:
+        return f"{self._where()}: " + ", ".join(f"{what}={_name(change)}" for what, change in self._changes.items())
+
+    def _never(self) -> str:
+        most = max(self._most.values(), default=0)
+        if not self._forwards and not most:
+            why = "no forward ran in the block: call the model inside it"
+        elif not most:
+            why = f"not called in {count(self._forwards, 'forward')}: record.table() has the layers that are"
+        elif self._only is not None and not any(call < most for call in self._only):
+            why = f"a forward calls it {count(most, 'time')}, from 0, and calls= is {sorted(self._only)}"
+        elif list(self._changes) == ["gradient"]:
+            why = "no backward reached its output: call loss.backward() inside the block"
+        else:
+            why = "there is no tensor in what was to be changed"
+        return f"{self._described()} never fired: {why}"
+
+
+def _check(changes: dict[What, Any], calls: Collection[int] | None) -> None:
+    if not changes:
+        raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
+    for what, change in changes.items():
+        if isinstance(change, Swap) and what != "output":
+            raise UsageError(f"swap is for output=, not for {what}=")
+        if not callable(change) and not isinstance(change, Swap):
+            raise UsageError(f"{what}= is a function from a tensor to a tensor; got {change!r}")
+    if calls is not None and (not calls or "weight" in changes):
+        raise UsageError(
+            "calls= selects none" if not calls else "weight= changes weights for the whole block: leave out calls="
+        )
+
+
+def _name(change: Any) -> str:
+    return getattr(change, "__name__", None) or repr(change)
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+
+class _Hook(ChangingHook):
+    __slots__ = ("_intervention", "_name")
+
+    def __init__(self, intervention: Intervention, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self._intervention, self._name = intervention, name
+
+
+class _Begins(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._module() is module and graph_task() == -1:
+            self._intervention.begin_forward()
+
+
+class _Ends(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._module() is module and graph_task() == -1:
+            self._intervention.end_forward()
+
+
+class _Before(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._intervention.begin_call(self._name, module, args, kwargs) if self._module() is module else None
+
+
+class _After(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._intervention.end_call(self._name, output) if self._module() is module else None
+
+
+class _Computed(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._intervention.computed_weight(self._name, output) if self._module() is module else None
+
+
+def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook, **options: Any) -> None:
+    """Put a hook before all others of its module, but behind those of interventions that began earlier."""
+    handle = register(hook, prepend=True, **options)
+    stack.callback(handle.remove)
+    hooks: OrderedDict[int, Any] = handle.hooks_dict_ref()
+    earlier = [key for key, other in hooks.items() if key != handle.id and isinstance(other, _Hook)]
+    for key in reversed(earlier):
+        hooks.move_to_end(key, last=False)
+
+
+class _Through(torch.autograd.Function):
+    """A copy of a tensor, whose gradient a function changes. Not a view: the next layer may write to it."""
+
+    @staticmethod
+    def forward(tensor: Tensor, change: Callable[[Tensor], Tensor | None]) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.change = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.change(gradients[0]), None

@@ -1,0 +1,67 @@
+"""The weights of layers, changed in place for a while and restored bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import Layers, own_parameters
+
+
+def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a layer itself but its biases, by name; of an atomic one also those of its children."""
+    module = layers.modules[layer]
+    atomic = not isinstance(module, torch.jit.ScriptModule) and layers.is_leaf(layer)
+    return {
+        name: parameter
+        for name, parameter in own_parameters(module, atomic=atomic)
+        if "bias" not in name.rpartition(".")[2] and not name.startswith("parametrizations.")
+    }
+
+
+def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute the parametrized weights of a module itself."""
+    if not parametrize.is_parametrized(module):
+        return []
+    found = module.get_submodule("parametrizations").named_children()
+    return [computes for name, computes in found if "bias" not in name]
+
+
+@contextlib.contextmanager
+def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Write ``change(name, weight)`` into each weight; write the bits that it had before on exit.
+
+    A parameter that is used in several places is changed once. All are computed before one is written, so that an error
+    leaves them as they are.
+    """
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in weights.items():
+        once.setdefault(id(weight), (name, weight))
+    planned = []
+    for name, weight in once.values():
+        if is_lazy(weight):
+            raise UsageError(f"{name} has no shape before the first forward: run the model once before the block")
+        with torch.no_grad():
+            before = weight.detach().clone()
+            after = change(name, before.clone())
+            if after.shape != before.shape:
+                shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
+                raise UsageError(f"{name} became a tensor of another shape: {shapes}")
+            planned.append((weight, before, after))
+    with contextlib.ExitStack() as stack:
+        for weight, before, after in planned:
+            stack.callback(_write, weight, before)
+            _write(weight, after)
+        yield
+
+
+def _write(weight: Tensor, values: Tensor) -> None:
+    # The version counter moves: autograd refuses a backward through the other values.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        weight.copy_(values)

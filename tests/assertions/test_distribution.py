@@ -1,0 +1,119 @@
+"""`assert_same_distribution`, on records written by hand."""
+
+import math
+
+import pytest
+
+from pytest_modelprobe import NothingObservedError, Record, UsageError, assert_same_distribution
+from pytest_modelprobe.assertions.distribution import stability_index
+from pytest_modelprobe.record import Call, Histogram, Layer, Reading, Statistics, Value
+
+
+def value(mean, std, path="output", histogram=None, count=100):
+    statistics = Statistics(count=count, mean=mean, deviations=count * std**2)
+    reading = Reading(statistics=statistics, histogram=histogram)
+    return Value(path=path, shape=(count,), dtype="float32", device="cpu", forward=reading)
+
+
+def record(inputs=(0, 1), fc=(0, 1), act=(0.5, 0.5), histogram=None):
+    def call(started, finished, output, entered=()):
+        return Call(
+            root="(root)",
+            root_training=False,
+            index=0,
+            started=started,
+            finished=finished,
+            inputs=entered,
+            outputs=(output,),
+        )
+
+    layers = {
+        "(root)": Layer(name="(root)", type="Net", calls=(call(0, 5, value(*act), (value(*inputs, "input"),)),)),
+        "fc": Layer(name="fc", type="torch.nn.Linear", calls=(call(1, 2, value(*fc, histogram=histogram)),)),
+        "act": Layer(name="act", type="torch.nn.ReLU", calls=(call(3, 4, value(*act)),)),
+    }
+    return Record(model="Net", layers=layers, forwards=1)
+
+
+def test_equal_records_pass():
+    assert_same_distribution(record(), record())
+
+
+def test_the_first_layer_with_another_distribution_is_named():
+    with pytest.raises(AssertionError) as error:
+        assert_same_distribution(record(), record(fc=(0.6, 1.2), act=(2.0, 0.5)))
+    assert str(error.value).splitlines() == [
+        (
+            "fc is the first with another distribution: its output moved by 0.573 standard deviations, more than 0.25; "
+            "3 of 4 values looked at moved"
+        ),
+        "",
+        "value    type     shift   index   mean of a   mean of b   std of a   std of b",
+        "fc       Linear   0.573       -           0         0.6          1        1.2",
+        "act      ReLU         3       -         0.5           2        0.5        0.5",
+        "(root)   Net          3       -         0.5           2        0.5        0.5",
+        "",
+        (
+            "What came before is within the limits; the input of the model moved by 0: look at what fc does with it. "
+            "modelprobe.plot_distributions(a, b) draws both."
+        ),
+    ]
+
+
+def test_data_that_differ_are_told_first():
+    with pytest.raises(
+        AssertionError, match=r"^the input of the model is the first with another distribution"
+    ) as error:
+        assert_same_distribution(record(), record(inputs=(3, 1), fc=(3, 1)))
+    assert str(error.value).endswith("compare how they are read, normalized and augmented.")
+
+
+def test_a_limit_may_be_wider_and_layers_may_be_left_out():
+    assert_same_distribution(record(), record(fc=(0.6, 1.2)), max_shift=0.6)
+    assert_same_distribution(record(), record(fc=(0.6, 1.2)), layers="act")
+
+
+def test_another_shape_of_the_distribution_is_told_by_histograms():
+    even, skewed = (Histogram(positive=counts, negative=(0, 0)) for counts in ((50, 50), (90, 10)))
+    with pytest.raises(
+        AssertionError, match=r"^fc .* its output moved with a stability index of 0\.853, more than 0\.25"
+    ):
+        assert_same_distribution(record(histogram=even), record(histogram=skewed))
+    assert_same_distribution(record(histogram=even), record(histogram=skewed), max_psi=1)
+
+
+def test_one_without_a_finite_element_has_moved():
+    nothing = Value(
+        path="output", shape=(2,), dtype="float32", device="cpu", forward=Reading(statistics=Statistics(count=2, nan=2))
+    )
+    layer = Layer(
+        name="fc",
+        type="Linear",
+        calls=(Call(root="(root)", root_training=False, index=0, started=1, finished=2, outputs=(nothing,)),),
+    )
+    plain = record()
+    with pytest.raises(AssertionError, match=r"^fc is the first .* by inf standard deviations"):
+        assert_same_distribution(plain, Record(model="Net", layers={**plain.layers, "fc": layer}, forwards=1))
+
+
+def test_the_index_is_symmetric_and_zero_for_equal_shares():
+    a, b = Histogram(positive=(10, 30), negative=(0, 5), zero=5), Histogram(positive=(1, 3), negative=(4, 1), zero=2)
+    assert stability_index(a, b) == pytest.approx(stability_index(b, a))
+    assert stability_index(a, a) == 0 < stability_index(a, b)
+
+
+def test_an_empty_record_is_refused():
+    with pytest.raises(NothingObservedError):
+        assert_same_distribution(Record(model="Net"), Record(model="Net"))
+
+
+def test_records_without_a_layer_in_common_are_refused():
+    other = Record(model="Other", layers={"x": record().layers["fc"]}, forwards=1)
+    with pytest.raises(NothingObservedError, match=r"^Net and Other have no layer of the same name"):
+        assert_same_distribution(record(), other)
+
+
+@pytest.mark.parametrize("limit", [-1, math.nan])
+def test_a_limit_below_zero_is_refused(limit):
+    with pytest.raises(UsageError, match=r"^max_psi is a number, 0 or more"):
+        assert_same_distribution(record(), record(), max_psi=limit)
