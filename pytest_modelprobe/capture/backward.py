@@ -45,6 +45,7 @@ class BackwardPasses:
         self._histograms = histograms
         self._current = -1
         self._newest_task = -1
+        self._reached = -1  # the newest pass that reached an observed tensor
         # Gradients of the newest backward pass, by index of the forward and content key.
         self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
         self.count = 0
@@ -81,6 +82,7 @@ class BackwardPasses:
             for seen in places:
                 seen.receive(reduced, inner=inner)
             if not inner:
+                self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
                 self._steps.reached(training=forward.kind[1])
@@ -95,7 +97,7 @@ class BackwardPasses:
         # no hooked value.
         alone = [newest, first] if first is not newest else [newest]
         reached = [f for f in alone if f is not None and self._current in f.backwards]
-        if not reached and newest is not None:
+        if newest is not None and self._reached != self._current:
             reached = [newest]
             newest.trained_by.add(self._current)
         step = self._forwards.step
