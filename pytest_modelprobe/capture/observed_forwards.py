@@ -127,6 +127,8 @@ class ObservedForwards:
 
     def discard_step(self) -> None:
         """Note that the gradients of all passes before the one that runs were reset before a step was taken."""
+        if self.step.taken:  # by another optimizer, with part of them
+            return
         discarded, self.step = self.step, ObservedStep()
         skipped = discarded.has_nonfinite_gradient()
         self.skipped += skipped
