@@ -118,7 +118,7 @@ class Capture:
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
-        self._training = TrainingSteps(layers, self.selected, self._forwards, self._steps)
+        self._training = TrainingSteps(layers, self.selected, self._forwards)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
@@ -172,7 +172,6 @@ class Capture:
     def read_parameters(self) -> None:
         """Read the parameters and buffers of the selected layers."""
         self.parameters = read_parameters(self.layers, self.selected)
-        self._training.known = {name: reading.reduced for name, reading in self.parameters.items()}
 
     # --- attach, detach -------------------------------------------------------------------------------------------
 

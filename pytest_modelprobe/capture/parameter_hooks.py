@@ -83,6 +83,8 @@ class ParameterHooks:
                 self._training.step_begins(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
                 if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
                     self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
+            else:
+                self._training.other_step_begins()
 
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""

@@ -69,11 +69,6 @@ class Steps:
         self._in_evaluation = False
 
     @property
-    def others(self) -> int:
-        """Steps of optimizers that have no parameter of the model."""
-        return self._others
-
-    @property
     def training(self) -> Training | None:
         """The counts; None where no optimizer stepped and no gradients were discarded."""
         if not (self._steps or self._others or self._discarded):

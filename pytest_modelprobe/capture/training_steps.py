@@ -14,7 +14,6 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .observed_forwards import ObservedForwards
 from .parameters import named_tensors, read_parameters
-from .steps import Steps
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their full names; of a tied one all."""
@@ -30,37 +29,43 @@ class TrainingSteps:
         layers: The layers of the model.
         selected: Names of those that are recorded.
         forwards: What was seen of forwards.
-        counts: What optimizers did.
     """
 
-    def __init__(self, layers: Layers, selected: Collection[str], forwards: ObservedForwards, counts: Steps) -> None:
-        self.known: dict[str, Reduced] = {}
-        """Parameters and buffers by full name as they were read last."""
+    def __init__(self, layers: Layers, selected: Collection[str], forwards: ObservedForwards) -> None:
         self._layers = layers
         self._selected = selected
         self._forwards = forwards
-        self._counts = counts
-        self._others = 0
+        self._before: dict[str, Reduced] = {}
+        """Parameters and buffers by full name before the newest step of an optimizer of this model."""
+        self._before_other: dict[str, Reduced] = {}
+        """The same before another optimizer stepped, if gradients had arrived."""
 
     def forward_begins(self) -> None:
         """End a step that nobody saw: gradients arrived, another optimizer stepped, and parameters have changed.
 
         ZeRO keeps the parameters in flat copies of its own, which its optimizer holds instead of them.
         """
-        step, others = self._forwards.step, self._counts.others
-        hidden = step.gradients and not step.taken and others > self._others
-        self._others = others
-        if hidden and self._forwards.keeps_step:
+        step, before = self._forwards.step, self._before_other
+        self._before_other = {}
+        if before and not step.taken:
             now = self._read()
-            if _differ(self.known, now, list(step.gradients)):
-                step.taken, step.before, step.after, self.known = True, self.known, now, now
+            if _differ(before, now, list(step.gradients)):
+                step.taken, step.before, step.after = True, before, now
+
+    def other_step_begins(self) -> None:
+        """Read parameters before an optimizer that holds none of them steps, as it may hold copies of them."""
+        step = self._forwards.step
+        if self._forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
+            self._before_other = self._read()
 
     def step_begins(self, parameters: Named, *, early: bool) -> None:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
         step = self._forwards.step
         if self._forwards.keeps_step:
-            if not step.before:
-                step.before = self._read()
+            if early or not step.taken:
+                self._before = self._read()
+            if not step.taken:
+                step.before = self._before
             if not early:
                 self._read_gradients(parameters)
 
@@ -69,13 +74,13 @@ class TrainingSteps:
         step = self._forwards.step
         step.taken = True
         if self._forwards.keeps_step:
+            step.before = step.before or self._before  # a forward in a closure began the step
             if early:
                 self._read_gradients(parameters)
             buffers = () if graph_task() != -1 else self._buffers()
             small = SmallTensors()
             for name, tensor in (*parameters, *buffers):
                 step.after[name] = statistics.reduce(tensor, small=small)
-            self.known = {**step.before, **step.after}
 
     def _read(self) -> dict[str, Reduced]:
         return {name: reading.reduced for name, reading in read_parameters(self._layers, self._selected).items()}

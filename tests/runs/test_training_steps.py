@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,71 @@ def test_a_step_has_parameters_before_and_after_it() -> None:
     assert weight.updated is not None
     found = [r.statistics.mean for r in (weight.reading, weight.updated) if r.statistics is not None]
     assert found == pytest.approx([before.mean().item(), after.mean().item()], abs=1e-7)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
+def test_each_step_with_a_closure_begins_where_the_one_before_ended(optimizer_class: type[Any]) -> None:
+    model = net()
+    optimizer = optimizer_class(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model, steps=3)
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x(seed)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    weights = [step["3"].parameters[0] for step in watch.steps]
+    assert [w.reading for w in weights[1:]] == [w.updated for w in weights[:-1]]
+    assert all(w.reading != w.updated for w in weights)
+
+
+def test_an_evaluation_between_forward_and_backward_is_no_part_of_the_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model, steps=2)
+    for seed in range(2):
+        loss = model(x(seed)).sum()
+        with torch.no_grad():
+            model(x(9))
+        loss.backward()
+        optimizer.step()
+    assert [(r.forwards, r.backwards) for r in watch.steps] == [(1, 1)] * 2
+    assert watch.evaluations.forwards == 2
+
+
+def test_weights_that_are_clamped_after_a_step_are_no_step_of_another_optimizer() -> None:
+    generator, critic = nn.Linear(3, 4), net()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic)]
+    watch = ModelProbe().watch(critic, steps=9)
+    for seed in range(3):
+        fake = generator(x(seed)[:, :3])
+        optimizers[1].zero_grad()
+        (critic(x(seed)) - critic(fake.detach())).mean().backward()
+        optimizers[1].step()
+        for parameter in critic.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+        optimizers[0].zero_grad()
+        critic(fake).mean().backward()
+        optimizers[0].step()
+    assert [(r.forwards, r.backwards) for r in watch.steps] == [(2, 1), (3, 2), (3, 2)]
+
+
+def test_gradients_that_are_reset_after_the_step_of_another_optimizer_end_no_step() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    first, second = (torch.optim.SGD(model[name].parameters(), 0.1) for name in "ab")
+    watch = ModelProbe().watch(model)
+    model["a"](x(0)).sum().backward()
+    loss = model["b"](x(0)).sum()
+    first.step()
+    loss.backward(retain_graph=True)
+    second.zero_grad()
+    loss.backward()
+    second.step()
+    weights = [watch.first_step[name].parameters[0] for name in "ab"]
+    assert all(weight.updated is not None for weight in weights)
 
 
 def test_optimizers_that_step_without_a_forward_between_take_one_step() -> None:
