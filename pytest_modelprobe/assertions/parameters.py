@@ -207,6 +207,7 @@ _CANCELED = (
     "model, or exclude it here with ignore=."
 )
 _ORIGIN = "assert_grad_finite names where that began."
+_NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
 _LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
 
 
@@ -386,8 +387,11 @@ def assert_update_ratio(
     trained = _finite(_trained(subject, layers, ignore))
     kept = {one.name for one in trained}
     steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in kept]
+    stepped = {one.name for _, one in steps}
     kept -= {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}  # zero before training
     steps = [(n, one) for n, one in steps if one.name in kept]
+    if steps:  # those that no optimizer has ever updated
+        steps += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
     found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
@@ -416,7 +420,7 @@ def assert_update_ratio(
                 f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
                 ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
                 rows,
-                _why_outside(first, large=large),
+                _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
             )
         )
 
@@ -444,10 +448,6 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
         ]
         if any(one.change for one in found):
             yield from ((record.step, one) for one in found)
-
-
-def _gradient_used(own: Parameter) -> Reading | None:
-    return own.gradient if own.applied is None else own.applied
 
 
 def _finite(found: list[_Change]) -> list[_Change]:
