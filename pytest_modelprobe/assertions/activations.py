@@ -469,9 +469,18 @@ def nonfinite_counts(s: Statistics) -> str:
     return f"{listed(parts)} of {count(s.count, 'element')}"
 
 
+def from_forward(record: Record, since: float) -> str:
+    """Return `` from forward 2 of 5 on``; empty where there is one, or they are a part of all that were seen.
+
+    The index of a forward is its number among all.
+    """
+    known = record.step is None and since < record.forwards
+    return f" from forward {since + 1:,.0f} of {record.forwards:,} on" if known and record.forwards > 1 else ""
+
+
 def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]) -> str:
     what, why, hint = _finite_sentence(origin)
-    when = f" from forward {origin.since + 1:,} of {record.forwards:,} on" if record.forwards > 1 else ""
+    when = from_forward(record, origin.since)
     bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
     return failure(
         f"{what} is not finite{when}: {why}; {bad:,} of {count(len(looked_at), 'layer')} looked at",

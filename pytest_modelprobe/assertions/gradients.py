@@ -24,7 +24,7 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
 from pytest_modelprobe.report.text import shape as shape_text
 
-from .activations import find_nonfinite, has_zero_parameters, nonfinite_counts
+from .activations import find_nonfinite, from_forward, has_zero_parameters, nonfinite_counts
 from .sources import LEAVE_OUT, Subject, backward_of, called, full_name, is_floating, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient
     what, why, hint = _finite_sentence(origin, gradients)
     activation = _activation_hint(record, origin)
     began = "The first such gradient came from" if activation else "It began in"
-    when = f" from forward {origin.since + 1:.0f} of {record.forwards:,} on" if record.forwards > 1 else ""
+    when = from_forward(record, origin.since)
     counts = nonfinite_counts(origin.statistics)
     rows: list[list[Cell]] = [
         [g.where, g.layer.type_name, g.statistics.min, g.statistics.max, nonfinite_counts(g.statistics)] for g in bad

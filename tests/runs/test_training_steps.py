@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, assert_grad_finite, assert_update_ratio
+from pytest_modelprobe import ModelProbe, NothingObservedError, assert_finite, assert_grad_finite, assert_update_ratio
 
 
 def net() -> nn.Sequential:
@@ -285,6 +285,40 @@ def test_update_ratio_judges_each_step() -> None:
         "weight      (1, 2)      2   1.062              1\n\n"
         "The learning rate is too large for it, or its gradient is."
     )
+
+
+def test_update_ratio_names_what_is_in_no_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[1].weight)
+    watch = ModelProbe().watch(model)
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model[0].parameters(), 1e-2).step()
+    with pytest.raises(AssertionError) as failed:
+        assert_update_ratio(watch)
+    assert str(failed.value) == (
+        "1.weight changed by 0 of its norm, not 1e-06 to 0.1; 1 of 2 parameters looked at in 1 step\n\n"
+        "parameter   shape    step   ratio   gradient rms\n"
+        "1.weight    (1, 2)      -       0              2\n\n"
+        "No optimizer has updated it: assert_params_updated says why."
+    )
+
+
+def test_what_is_not_finite_in_a_step_has_no_number_among_other_forwards() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    watch = ModelProbe().watch(model, steps=2)
+    for part in range(4):
+        model(x(part) / (part != 3)).sum().backward()
+        if part % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(AssertionError, match=r"^model input is not finite: \(root\) input has"):
+        assert_finite(watch.steps[1])
+    with pytest.raises(AssertionError, match=r"^gradient of [^ ]+( output)? is not finite: "):
+        assert_grad_finite(watch.steps[1])
+    with pytest.raises(AssertionError, match=r"^model input is not finite from forward 4 of 4 on"):
+        assert_finite(watch)
 
 
 def test_update_ratio_leaves_out_what_was_zero_before_the_first_step() -> None:

@@ -71,6 +71,8 @@ def holds() -> Callable[..., None]:
             assert_frozen(watch, layers=frozen)
             trained = [p for layer in watch.first_step.layers.values() for p in layer.parameters if p.requires_grad]
             assert all(p.applied is not None for p in trained)
+            steps = [[p for p in step.parameters if p.updated is not None] for step in watch.steps]
+            assert [p.reading for p in steps[1]] == [p.updated for p in steps[0]]
         for name, tensor in unwatched.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[name]), name
 
