@@ -197,7 +197,8 @@ class ModelProbe:
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The model is not on the required device, or ``stop_on`` is no condition.
+            UsageError: The model is not on the required device, ``steps`` is no number of steps, or ``stop_on`` is no
+                condition.
 
         >>> from torch import nn
         >>> with ModelProbe() as probe:

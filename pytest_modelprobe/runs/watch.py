@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
-from pytest_modelprobe.exceptions import NothingObservedError, StoppedError
+from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.models import Layers, original_class
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -77,6 +77,8 @@ class Watch:
         seed: int | None = None,
     ) -> None:
         check_stop_on(stop_on)
+        if not isinstance(steps, int) or steps < 0:
+            raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")
         found = Layers(model)
         self.model = model
         self.name = name or original_class(next(iter(found.modules.values()))).__name__
