@@ -225,7 +225,7 @@ class _Builder:
             name=name,
             type=type_name(module),
             leaf=leaf,
-            training=module.training,
+            training=self.step.modes.get(name, module.training),
             attributes={k: v for k, v in attributes(module).items() if k not in set_by_forward},
             aliases=tuple(self.observed.layers.aliases.get(name, ())),
             parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),

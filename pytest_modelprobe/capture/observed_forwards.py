@@ -34,6 +34,8 @@ class ObservedStep:
         """Parameters and buffers by full name before the optimizer stepped."""
         self.after: dict[str, Reduced] = {}
         """The parameters that the optimizer holds, and all buffers, after it."""
+        self.modes: dict[str, bool] = {}
+        """Whether each layer was in training mode as the optimizer stepped."""
         self._newest_pass = -1
 
     def add(self, forward: DoneForward) -> None:

@@ -57,6 +57,7 @@ class TrainingSteps:
         step = self._forwards.step
         if self._forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
             self._before_other = self._read()
+            step.modes = self._modes()
 
     def step_begins(self, parameters: Named, *, early: bool) -> None:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
@@ -75,6 +76,7 @@ class TrainingSteps:
         step.taken = True
         if self._forwards.keeps_step:
             step.before = step.before or self._before  # a forward in a closure began the step
+            step.modes = self._modes()
             if early:
                 self._read_gradients(parameters)
             buffers = () if graph_task() != -1 else self._buffers()
@@ -84,6 +86,9 @@ class TrainingSteps:
 
     def _read(self) -> dict[str, Reduced]:
         return {name: reading.reduced for name, reading in read_parameters(self._layers, self._selected).items()}
+
+    def _modes(self) -> dict[str, bool]:
+        return {name: module.training for name, module in self._layers.modules.items()}
 
     def _read_gradients(self, parameters: Named) -> None:
         newest, small = self._forwards.newest, SmallTensors()

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, assert_finite, assert_grad_finite, assert_update_ratio
+from pytest_modelprobe import (
+    ModelProbe,
+    NothingObservedError,
+    UsageError,
+    assert_finite,
+    assert_grad_finite,
+    assert_update_ratio,
+)
 
 
 def net() -> nn.Sequential:
@@ -53,6 +60,24 @@ def test_a_step_equals_that_of_a_watch_that_saw_nothing_else() -> None:
             optimizer.step()
         records.append(watch.first_step)
     assert records[0] == records[1]
+
+
+def test_a_step_keeps_the_mode_that_the_model_was_trained_in() -> None:
+    model = net()
+    watch = ModelProbe().watch(model)
+    model(x(1)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    trained = watch.first_step
+    with torch.no_grad():
+        model.eval()(x(2))
+    assert watch.first_step == trained
+
+
+@pytest.mark.parametrize("steps", [-1, "3", 1.5])
+def test_what_is_no_number_of_steps_is_refused(steps: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        ModelProbe().watch(net(), steps=steps)
+    assert str(refused.value) == f"steps is how many steps of training to keep, 0 or more; got {steps!r}"
 
 
 def test_a_step_is_known_before_the_next_forward() -> None:
