@@ -63,10 +63,9 @@ class TrainingSteps:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
         step = self._forwards.step
         if self._forwards.keeps_step:
-            if early or not step.taken:
+            if early or not step.before:  # within the step of another, as in ZeRO, it is known
                 self._before = self._read()
-            if not step.taken:
-                step.before = self._before
+            step.before = step.before or self._before
             if not early:
                 self._read_gradients(parameters)
 
