@@ -60,6 +60,7 @@ def computation_causes(
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
     same_weights = not any(index.differences("weights", "buffer"))  # a layer may use those of another
+    alone = frozenset(certain)  # a child may change what it is given, as by a hook
     for step in index.steps:
         pair_here = index.pair_of(step)
         seen = None if pair_here is None or pair_here.layer in explained else _propagated_cause(index, step, pair_here)
@@ -71,7 +72,11 @@ def computation_causes(
             certain[cause.layer] = _merged(known, cause)
         elif not sure:
             possible.setdefault(cause.layer, cause)
-        elif index.is_response_conclusive(pair_here) and not (same_weights and _is_far_beyond_noise(cause)):
+        elif index.is_response_conclusive(pair_here) and not (
+            same_weights
+            and _is_far_beyond_noise(cause)
+            and alone.isdisjoint(child.layer.name for child in index.child_steps(step))
+        ):
             hint = "its isolated response is unchanged"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
