@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import children
@@ -60,7 +60,6 @@ def computation_causes(
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
     same_weights = not any(index.differences("weights", "buffer"))  # a layer may use those of another
-    alone = frozenset(certain)  # a child may change what it is given, as by a hook
     for step in index.steps:
         pair_here = index.pair_of(step)
         seen = None if pair_here is None or pair_here.layer in explained else _propagated_cause(index, step, pair_here)
@@ -73,9 +72,7 @@ def computation_causes(
         elif not sure:
             possible.setdefault(cause.layer, cause)
         elif index.is_response_conclusive(pair_here) and not (
-            same_weights
-            and _is_far_beyond_noise(cause)
-            and alone.isdisjoint(child.layer.name for child in index.child_steps(step))
+            same_weights and _is_far_beyond_noise(cause) and not _enters_changed_code(index, step, certain)
         ):
             hint = "its isolated response is unchanged"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
@@ -87,6 +84,15 @@ def computation_causes(
 
 def _is_far_beyond_noise(cause: Cause) -> bool:
     return cause.noise is not None and cause.change is not None and cause.change > _FAR * cause.noise > 0
+
+
+def _enters_changed_code(index: ComparisonIndex, step: Step, changed: Collection[str]) -> bool:
+    """Whether the first child with another input is a layer that changed: a hook on it may have made that input."""
+    for child in index.child_steps(step):
+        inner = index.pair_of(child)
+        if inner is not None and index.largest_change(inner, "input") is not None:
+            return child.name in changed
+    return False
 
 
 def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:
