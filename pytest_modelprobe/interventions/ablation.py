@@ -88,7 +88,7 @@ def ablation(
     Raises:
         NothingObservedError: None of the layers is called.
         SelectionError: ``layers`` or ``heads`` matches nothing.
-        UsageError: The metric is no number; the heads do not fit.
+        UsageError: The metric is no number, or not finite for the whole model; the heads do not fit.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.ReLU()).eval()
     >>> result = ablation(model, torch.ones(1, 2), lambda output: output.sum(), by=lambda tensor: tensor + 1)
@@ -112,6 +112,8 @@ def ablation(
             return value
 
         whole = measured()
+        if not math.isfinite(whole):
+            raise UsageError(f"the metric of the whole model is {whole}: no change of it can be told")
         for name, head, plant in each(targets):
             with contextlib.ExitStack() as stack:
                 planted = plant(stack)
@@ -178,6 +180,8 @@ def _of_heads(
 ) -> Iterator[tuple[str, int, _Plant]]:
     """Yield each head with its layer."""
     for glob, of in heads.items():
+        if type(of) is not int or of < 1:
+            raise UsageError(f"heads= is the number of heads, 1 or more, by glob of layers; got {of!r} for {glob!r}")
         for name in select(found.modules, glob):
             module = found.modules[name]
             fused = isinstance(module, nn.MultiheadAttention)
@@ -194,7 +198,8 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
             raise UsageError(f"{name}: {tensor.shape[-1]} is not a multiple of {of} heads")
         part = slice(head * size, (head + 1) * size)
         result, new = tensor.clone(), by(tensor[..., part])
-        assert new is not None
+        if not isinstance(new, Tensor):
+            raise UsageError(f"{name}: by= returned {type(new).__name__}: return the tensor to use instead")
         result[..., part] = new
         return result
 

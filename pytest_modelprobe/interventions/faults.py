@@ -6,7 +6,10 @@ Those that need a number or a tensor are made by a call, such as ``scale(2)``; t
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,8 +36,15 @@ class Fault:
         self._change = change
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
-        """Return the changed tensor; the given one is not written to. None: no gradient."""
-        return self._change(tensor)
+        """Return the changed tensor; the given one is not written to. None: no gradient.
+
+        Raises:
+            UsageError: The fault makes fractions, and the tensor has another dtype.
+        """
+        changed = self._change(tensor)
+        if changed is not None and changed.dtype != tensor.dtype:
+            raise UsageError(f"{self} makes {changed.dtype} of {tensor.dtype}: it is for floating-point tensors")
+        return changed
 
     def __repr__(self) -> str:
         return self.name
@@ -66,14 +76,16 @@ class Swap:
 def _with_first(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         first = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape) == 0
-        return tensor.masked_fill(first, value)
+        return torch.where(first, value, tensor)
 
     return change
 
 
 def _filled(tensor: Tensor, value: float) -> Tensor:
     # Not `full_like`: it would cut the graph, which `detach` does.
-    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), value)
+    every = torch.ones((), dtype=torch.bool, device=tensor.device)
+    # Of integers, `masked_fill` would cut the fraction off, which `where` makes floating-point numbers of.
+    return tensor.masked_fill(every, value) if float(value).is_integer() else torch.where(every, value, tensor)
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -109,8 +121,19 @@ drop_gradient = Fault("drop_gradient", lambda gradient: None)
 # --- with arguments ---------------------------------------------------------------------------------------------------
 
 
+def _check(fault: str, *, least: float = -math.inf, **given: object) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise UsageError(
+                f"faults.{fault} takes a number, {name}, and returns the fault; got {type(value).__name__}"
+            )
+        if value < least:
+            raise UsageError(f"faults.{fault}: {name} is {'more than 0' if least else '0 or more'}; got {value:g}")
+
+
 def scale(k: float) -> Fault:
     """Return a fault that multiplies by ``k``."""
+    _check("scale", k=k)
     return Fault(f"scale({k:g})", lambda tensor: tensor * k)
 
 
@@ -119,9 +142,11 @@ def noise(std: float, seed: int = 0) -> Fault:
 
     They depend on the seed and the shape alone, so they are the same in each call.
     """
+    _check("noise", least=0, std=std)
 
     def change(tensor: Tensor) -> Tensor:
-        drawn = seeding.randn(tensor.shape, seed=seed, name="noise", device=tensor.device, dtype=tensor.dtype)
+        dtype = tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.float32
+        drawn = seeding.randn(tensor.shape, seed=seed, name="noise", device=tensor.device, dtype=dtype)
         return tensor + std * drawn
 
     return Fault(f"noise({std:g})", change)
@@ -129,16 +154,21 @@ def noise(std: float, seed: int = 0) -> Fault:
 
 def clamp(lo: float, hi: float) -> Fault:
     """Return a fault that limits values to ``lo`` and ``hi``."""
+    _check("clamp", lo=lo, hi=hi)
+    if lo > hi:
+        raise UsageError(f"faults.clamp: lo is {lo:g}, more than hi, {hi:g}")
     return Fault(f"clamp({lo:g}, {hi:g})", lambda tensor: tensor.clamp(lo, hi))
 
 
 def stuck(value: float) -> Fault:
     """Return a fault that makes all elements ``value``; the gradient that passes is 0."""
+    _check("stuck", value=value)
     return Fault(f"stuck({value:g})", lambda tensor: _filled(tensor, value))
 
 
 def clip_gradient(norm: float) -> Fault:
     """Return a fault, for ``gradient=``, that scales a gradient down to the 2-norm ``norm`` where it is larger."""
+    _check("clip_gradient", least=sys.float_info.min, norm=norm)
 
     def change(gradient: Tensor) -> Tensor:
         scaled: Tensor = gradient * (norm / torch.linalg.vector_norm(gradient).clamp_min(norm))
@@ -152,6 +182,8 @@ def normalize_input(mean: float | Sequence[float], std: float | Sequence[float])
 
     def of_channels(value: float | Sequence[float], tensor: Tensor) -> Tensor:
         channels = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+        if channels.dim() and channels.shape != tensor.shape[1:2]:
+            raise UsageError(f"normalize_input has {channels.numel()} channels, the tensor shape {tuple(tensor.shape)}")
         return channels.reshape(-1, *[1] * (tensor.dim() - 2)) if channels.dim() else channels
 
     return Fault(
@@ -162,7 +194,16 @@ def normalize_input(mean: float | Sequence[float], std: float | Sequence[float])
 
 def prune(mask: Tensor) -> Fault:
     """Return a fault that multiplies by ``mask``, which has the shape of the tensor, or one that broadcasts to it."""
-    return Fault(f"prune({'x'.join(map(str, mask.shape))})", lambda tensor: tensor * mask.to(tensor))
+    if not isinstance(mask, Tensor):
+        raise UsageError(f"faults.prune takes a mask, a tensor; got {type(mask).__name__}")
+
+    def change(tensor: Tensor) -> Tensor:
+        shape, of = tuple(tensor.shape), tuple(mask.shape)
+        if len(of) > len(shape) or any(n not in (1, m) for n, m in zip(of[::-1], shape[::-1], strict=False)):
+            raise UsageError(f"faults.prune: a mask of shape {of} does not broadcast to a tensor of shape {shape}")
+        return tensor * mask.to(tensor)
+
+    return Fault(f"prune({'x'.join(map(str, mask.shape))})", change)
 
 
 def swap(other: Any) -> Swap:

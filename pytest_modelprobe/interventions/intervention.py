@@ -94,6 +94,7 @@ class Intervention:
         self._names = select(self._layers.modules, layers)
         self._only = None if calls is None else frozenset(calls)
         self._exit = contextlib.ExitStack()
+        self._active = False
         self._begin()
 
     def _begin(self) -> None:
@@ -111,6 +112,8 @@ class Intervention:
         return self._fired
 
     def __enter__(self) -> Intervention:
+        if self._active:
+            raise UsageError(f"{self._described()} has begun and not ended: call intervene again for another block")
         self._begin()
         with contextlib.ExitStack() as stack:
             stack.enter_context(run_eagerly(self._layers))
@@ -126,10 +129,12 @@ class Intervention:
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
             stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
             self._exit = stack.pop_all()
+        self._active = True
         return self
 
     def close(self) -> None:
         """Remove the hooks and restore the weights. Safe to repeat."""
+        self._active = False
         self._exit.close()
 
     def __exit__(
@@ -259,7 +264,7 @@ class Intervention:
         if old != other:
             raise UsageError(f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}")
         self._fired += 1
-        return new
+        return map_tensors(torch.clone, new)  # a layer that works in place would write to what was kept
 
     def _with_gradient(self, name: str, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -271,7 +276,7 @@ class Intervention:
         self._fired += 1
         changed = self._changes["gradient"](gradient)
         if changed is not None and (not isinstance(changed, Tensor) or changed.shape != gradient.shape):
-            got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            got = f"shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else type(changed).__name__
             raise UsageError(f"{name}: gradient= returned {got} for a gradient of shape {tuple(gradient.shape)}")
         return changed
 
@@ -308,10 +313,14 @@ def _check(changes: dict[What, Any], calls: Collection[int] | None) -> None:
             raise UsageError(f"swap is for output=, not for {what}=")
         if not callable(change) and not isinstance(change, Swap):
             raise UsageError(f"{what}= is a function from a tensor to a tensor; got {change!r}")
-    if calls is not None and (not calls or "weight" in changes):
-        raise UsageError(
-            "calls= selects none" if not calls else "weight= changes weights for the whole block: leave out calls="
-        )
+    if calls is None:
+        return
+    if not isinstance(calls, Collection) or not all(isinstance(call, int) and call >= 0 for call in calls):
+        raise UsageError(f"calls= is a list of numbers of calls, from 0; got {calls!r}")
+    if not calls:
+        raise UsageError("calls= selects none")
+    if "weight" in changes:
+        raise UsageError("weight= changes weights for the whole block: leave out calls=")
 
 
 def _name(change: Any) -> str:

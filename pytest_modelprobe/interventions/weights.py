@@ -33,12 +33,24 @@ def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
     return [computes for name, computes in found if "bias" not in name]
 
 
+class _Written:
+    """A weight with other values, and those that it had before."""
+
+    def __init__(self, weight: Tensor, before: Tensor) -> None:
+        self.weight, self.before = weight, before
+
+
+_written: list[_Written] = []
+"""The weights that have other values now, in the order in which they were written."""
+
+
 @contextlib.contextmanager
 def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Write ``change(name, weight)`` into each weight; write the bits that it had before on exit.
 
     A parameter that is used in several places is changed once. All are computed before one is written, so that an error
-    leaves them as they are.
+    leaves them as they are. Where another block changed a weight meanwhile and has not ended, the bits come back when
+    that one ends.
     """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, weight in weights.items():
@@ -56,9 +68,20 @@ def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tenso
             planned.append((weight, before, after))
     with contextlib.ExitStack() as stack:
         for weight, before, after in planned:
-            stack.callback(_write, weight, before)
+            stack.callback(_restore, one := _Written(weight, before))
+            _written.append(one)
             _write(weight, after)
         yield
+
+
+def _restore(one: _Written) -> None:
+    at = next(i for i, other in enumerate(_written) if other is one)
+    del _written[at]
+    later = next((other for other in _written[at:] if other.weight is one.weight), None)
+    if later is None:
+        _write(one.weight, one.before)
+    else:
+        later.before = one.before
 
 
 def _write(weight: Tensor, values: Tensor) -> None:

@@ -1,11 +1,13 @@
-"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, torch's settings."""
+"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, settings."""
 
 from __future__ import annotations
 
 import argparse
+import decimal
 import functools
 import itertools
 import operator
+import os
 import random
 import sys
 import types
@@ -55,7 +57,10 @@ def has_lazy(model: nn.Module) -> bool:
 
 @contextmanager
 def settings_preserved() -> Iterator[None]:
-    """Restore on exit the settings of torch for the whole process, which a forward may have changed.
+    """Restore on exit the settings of the whole process, which a forward may have changed.
+
+    They are those of torch, the environment, the recursion limit, the context of `decimal`, and numpy's handling of
+    errors and printing.
 
     >>> with settings_preserved():
     ...     torch.set_default_dtype(torch.float64)
@@ -81,7 +86,7 @@ class ModelState:
       states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
     * hooks of modules: added ones are removed, removed ones added.
     * lazy modules that had seen no input: they are lazy again.
-    * the settings of torch for the whole process.
+    * the settings of the whole process, see `settings_preserved`.
 
     Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
     standard library and of torch itself that are none of those above. Iterators cannot be wound
@@ -273,7 +278,7 @@ class _Part(Protocol):
 
 
 class _Settings:
-    """The settings of torch."""
+    """The settings of the process."""
 
     def __init__(self) -> None:
         before = ((read, write, _tried(read)) for read, write in _SETTINGS)
@@ -589,7 +594,12 @@ def _setting(read: Callable[[], Any], write: Callable[[Any], object]) -> _Settin
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield for each setting of torch how it is read, and how it is set to what was read."""
+    """Yield for each setting of the process how it is read, and how it is set to what was read."""
+    yield _setting(os.environ.copy, _set_environment)
+    yield _setting(sys.getrecursionlimit, sys.setrecursionlimit)
+    yield (lambda: decimal.getcontext().__reduce__(), lambda make, values: decimal.setcontext(make(*values)))
+    yield _setting(np.geterr, lambda modes: np.seterr(**modes))
+    yield _setting(np.get_printoptions, lambda options: np.set_printoptions(**options))
     yield _setting(torch.get_default_dtype, torch.set_default_dtype)
     yield _setting(torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on))
     yield _setting(torch.get_num_threads, torch.set_num_threads)
@@ -624,6 +634,12 @@ def _settings() -> Iterator[_Setting]:
         if hasattr(one, "fp32_precision"):  # torch 2.9 and newer
             change = functools.partial(setattr, one, "fp32_precision")
             yield _setting(functools.partial(getattr, one, "fp32_precision"), change)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 _SETTINGS = tuple(_settings())

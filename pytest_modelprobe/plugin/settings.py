@@ -95,6 +95,9 @@ def settings_of(config: pytest.Config) -> Settings:
         if not is_device(name):
             source = f"--modelprobe-device={name}" if asked else f"modelprobe_devices in the ini file has {name!r}"
             raise pytest.UsageError(f"{source}: {INVALID}")
+    json, html = _path(config, "--modelprobe-json"), _path(config, "--modelprobe-html")
+    if json is not None and html is not None and json.resolve() == html.resolve():
+        raise pytest.UsageError(f"--modelprobe-json and --modelprobe-html both write {html}: name two files")
     seed = _seed(config)
     verbose = config.getoption("--modelprobe-verbose")
     return Settings(
@@ -102,8 +105,8 @@ def settings_of(config: pytest.Config) -> Settings:
         devices_from="command line" if asked else "ini" if devices else None,
         seed=seed,
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
-        json=_path(config, "--modelprobe-json"),
-        html=_path(config, "--modelprobe-html"),
+        json=json,
+        html=html,
         model=config.getoption("--modelprobe-model"),
         inputs=config.getoption("--modelprobe-input"),
     )

@@ -113,6 +113,12 @@ def test_records_without_a_layer_in_common_are_refused():
         assert_same_distribution(record(), other)
 
 
+def test_the_inputs_of_the_model_alone_do_not_pass():
+    other = Record(model="Other", layers={"(root)": record().layers["(root)"]}, forwards=1)
+    with pytest.raises(NothingObservedError, match=r"^Net and Other have no layer of the same name"):
+        assert_same_distribution(record(), other, layers="fc")
+
+
 @pytest.mark.parametrize("limit", [-1, math.nan])
 def test_a_limit_below_zero_is_refused(limit):
     with pytest.raises(UsageError, match=r"^max_psi is a number, 0 or more"):

@@ -101,6 +101,15 @@ def test_heads_of_fused_attention_are_ablated_too():
             {"metric": lambda output: output},
             "metric returns a number for the output of the model; got a tensor of shape",
         ),
+        ({"metric": lambda output: float("nan")}, "the metric of the whole model is nan: no change of it can be told"),
+        (
+            {"heads": {"used": 0}},
+            "heads= is the number of heads, 1 or more, by glob of layers; got 0 for 'used'",
+        ),
+        (
+            {"heads": {"used": 3}, "by": faults.drop_gradient},
+            "used: by= returned NoneType: return the tensor to use instead",
+        ),
         ({"heads": {"used": 2}}, "used: 3 is not a multiple of 2 heads"),
     ],
 )

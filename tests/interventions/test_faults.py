@@ -65,6 +65,48 @@ def test_a_dropped_gradient_reaches_no_parameter_before_it():
     assert model[1].weight.grad is not None
 
 
+def misuse_of(make, tensor):
+    with pytest.raises(UsageError) as error:
+        make()(tensor)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: faults.scale("2"), "faults.scale takes a number, k, and returns the fault; got str"),
+        (lambda: faults.noise, "faults.noise takes a number, std, and returns the fault; got Tensor"),
+        (lambda: faults.noise(-1), "faults.noise: std is 0 or more; got -1"),
+        (lambda: faults.clamp(1, -1), "faults.clamp: lo is 1, more than hi, -1"),
+        (lambda: faults.clip_gradient(0), "faults.clip_gradient: norm is more than 0; got 0"),
+        (lambda: faults.normalize_input([1, 2, 3], 1), "normalize_input has 3 channels, the tensor shape (2, 2)"),
+        (lambda: faults.prune([1, 0]), "faults.prune takes a mask, a tensor; got list"),
+        (
+            lambda: faults.prune(torch.ones(5, 1, 1)),
+            "faults.prune: a mask of shape (5, 1, 1) does not broadcast to a tensor of shape (2, 2)",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_a_fault_is_told(make, message):
+    assert misuse_of(make, X) == message
+
+
+@pytest.mark.parametrize(
+    "fault", [faults.nan, faults.inf, faults.scale(0.5), faults.stuck(2.5), faults.noise(1)], ids=repr
+)
+def test_a_fault_that_makes_fractions_is_refused_for_integers(fault):
+    expected = f"{fault} makes torch.float32 of torch.int64: it is for floating-point tensors"
+    assert misuse_of(lambda: fault, torch.tensor([1, 2])) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "fault", [faults.nan, faults.stuck(2.5), faults.noise(1), faults.normalize_input(0, 2)], ids=repr
+)
+def test_a_fault_keeps_the_dtype(fault, dtype):
+    assert fault(X.to(dtype)).dtype == dtype
+
+
 # --- activation patching ------------------------------------------------------------------------------------------
 
 
@@ -84,6 +126,14 @@ def test_each_call_gets_the_output_of_the_same_call(modelprobe):
     model(torch.tensor([-1.0]))
     with intervene(model, "0", output=faults.swap(watch.kept), calls=[1]):
         assert model(torch.tensor([5.0])).item() == 0
+
+
+def test_a_layer_that_works_in_place_does_not_write_to_the_outputs_of_the_other_run():
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    kept = {"0": [torch.tensor([-1.0])]}
+    with intervene(model, "0", output=faults.swap(kept)):
+        model(torch.tensor([5.0]))
+    assert kept["0"][0].item() == -1
 
 
 @pytest.mark.parametrize(

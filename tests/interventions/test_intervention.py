@@ -267,6 +267,30 @@ def test_weights_get_their_bits_back_after_a_step_of_an_optimizer():
     assert model.weight.detach().numpy().tobytes() == before
 
 
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_weights_get_their_bits_back_in_either_order_of_ending(first_to_end):
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    blocks = [intervene(model, "(root)", weight=faults.scale(k)) for k in (2, 3)]
+    for block in blocks:
+        block.__enter__()
+    blocks[first_to_end].close()
+    assert not torch.equal(model.weight, before)
+    blocks[1 - first_to_end].close()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_block_within_itself_is_refused_and_no_hook_stays():
+    model = nn.Sequential(nn.ReLU())
+    block = intervene(model, "0", output=faults.zero)
+    with pytest.raises(UsageError) as error, block, block:
+        pass
+    assert str(error.value) == (
+        "layer '0' (ReLU): output=zero has begun and not ended: call intervene again for another block"
+    )
+    assert hooks_of(model) == []
+
+
 def test_a_tied_weight_is_changed_once_and_restored():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
@@ -381,6 +405,8 @@ def test_an_exception_in_the_block_is_not_replaced():
         ({"output": 3}, "output= is a function from a tensor to a tensor; got 3"),
         ({"weight": faults.zero, "calls": [0]}, "weight= changes weights for the whole block: leave out calls="),
         ({"output": faults.zero, "calls": []}, "calls= selects none"),
+        ({"output": faults.zero, "calls": [-1]}, "calls= is a list of numbers of calls, from 0; got [-1]"),
+        ({"output": faults.zero, "calls": 0}, "calls= is a list of numbers of calls, from 0; got 0"),
         ({"input": faults.swap({"used": [torch.ones(1)]})}, "swap is for output=, not for input="),
     ],
 )

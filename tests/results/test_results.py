@@ -307,6 +307,19 @@ def test_a_path_that_cannot_be_written_is_an_error_before_the_tests(
 
 
 @pytest.mark.usefixtures("_plugin_alone")
+def test_one_path_for_both_reports_is_an_error_before_the_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_a(): pass")
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "--modelprobe-json=report", "--modelprobe-html=./report"
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.lines[0] == (
+        f"ERROR: --modelprobe-json and --modelprobe-html both write {pytester.path / 'report'}: name two files"
+    )
+    result.stdout.no_fnmatch_line("*passed*")
+
+
+@pytest.mark.usefixtures("_plugin_alone")
 def test_a_report_that_cannot_be_written_at_the_end_leaves_the_run_as_it_is(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
         import pathlib

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import decimal
 import logging
+import os
 import random
+import sys
 import types
 from array import array
 from collections.abc import Callable
@@ -236,6 +239,11 @@ def autocast() -> None:
     torch.set_autocast_enabled("cpu", True)
 
 
+def change_environment() -> None:
+    os.environ["A_FORWARD_SET"] = "1"
+    os.environ.pop("PATH", None)
+
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
     "default dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
     "deterministic algorithms": (
@@ -257,6 +265,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     ),
+    "environment": (os.environ.copy, change_environment),
+    "recursion limit": (sys.getrecursionlimit, lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1)),
+    "decimal": (lambda: decimal.getcontext().prec, lambda: setattr(decimal.getcontext(), "prec", 7)),
+    "errors of numpy": (np.geterr, lambda: np.seterr(over="raise")),
+    "printing of numpy": (np.get_printoptions, lambda: np.set_printoptions(precision=3)),
     **{f"cudnn {name}": cudnn(name) for name in ("benchmark", "deterministic", "enabled")},
 }  # fmt: skip
 
