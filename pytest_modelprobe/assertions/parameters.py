@@ -22,10 +22,11 @@ from pytest_modelprobe.record import (
     parent,
 )
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
 
 from .activations import nonfinite_counts
 from .sources import (
+    LEAVE_OUT,
     Subject,
     bounds,
     called,
@@ -288,6 +289,7 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
                 "Call eval() on it: requires_grad_(False) is not enough.",
             )
         )
+    _reject_unknown(found)
 
 
 def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: str | Iterable[str] = ()) -> None:
@@ -339,6 +341,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
                 why,
             )
         )
+    _reject_unknown(found)
 
 
 def assert_update_ratio(
@@ -390,6 +393,7 @@ def assert_update_ratio(
     steps = [(n, one) for n, one in steps if one.name in kept]
     found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
     if not found:
+        _reject_unknown(trained)
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
     bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
@@ -419,6 +423,7 @@ def assert_update_ratio(
                 _why_outside(first, large=large),
             )
         )
+    _reject_unknown(trained)
 
 
 def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
@@ -446,8 +451,14 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
             yield from ((record.step, one) for one in found)
 
 
-def _gradient_used(own: Parameter) -> Reading | None:
-    return own.gradient if own.applied is None else own.applied
+def _reject_unknown(found: Iterable[_Change]) -> None:
+    """Raise NothingObservedError for a parameter or buffer that could not be read: whether it changed is not known."""
+    __tracebackhide__ = True
+    for one in found:
+        if one.change is None and one.own.reading.reason is not None:
+            raise NothingObservedError(
+                f"it is not known whether {one.name} changed: {printable(one.own.reading.reason)}; {LEAVE_OUT}"
+            )
 
 
 def _finite(found: list[_Change]) -> list[_Change]:
