@@ -47,6 +47,7 @@ _OWN_OPTIONS: dict[str, Any] = {
     "markexpr": "",
     "maxfail": 0,
     "maxprocesses": None,
+    "modelprobe_model": None,
     "newfirst": False,
     "numprocesses": None,
     "plugins": [],

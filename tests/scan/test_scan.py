@@ -186,7 +186,8 @@ def test_how_the_project_names_its_tests_does_not_matter(pytester: pytest.Pytest
 
 
 @pytest.mark.usefixtures("_plugin_alone")
-def test_a_name_of_no_model_ends_the_run_in_one_sentence(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest("--modelprobe-model=small_net:make_mode")
+@pytest.mark.parametrize("options", [(), ("-p", "xdist.plugin", "-n", "1")])
+def test_a_name_of_no_model_ends_the_run_in_one_sentence(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
+    result = pytester.runpytest("--modelprobe-model=small_net:make_mode", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --modelprobe-model: small_net has no make_mode: is make_model meant?"])
