@@ -125,7 +125,7 @@ class Capture:
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
-        self._modes = [mode for mode in modes if mode is not None]
+        self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._exit = contextlib.ExitStack()

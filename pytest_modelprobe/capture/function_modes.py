@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import count_function_modes, default_device_mode, pop_function_mode, push_function_mode
@@ -33,6 +34,16 @@ def leave(modes: Sequence[ForwardMode]) -> None:
         _push(_pop_all_but(modes))
         for mode in modes:
             mode.end()
+
+
+def leave_after(module: nn.Module, modes: Sequence[ForwardMode]) -> None:
+    """Take the modes off when the call of a module ends that runs now: torch puts back a mode whose handler raises."""
+
+    def after(*_: object) -> None:
+        handle.remove()
+        leave(modes)
+
+    handle = module.register_forward_hook(after, always_call=True)
 
 
 def _pop_all_but(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pytest_modelprobe._torch import without_torch_function
 from pytest_modelprobe.models import Layers, flatten_call, type_name
 from pytest_modelprobe.record import qualified
 
 from .call_recorder import CallRecorder
-from .function_modes import ForwardMode
+from .function_modes import ForwardMode, leave_after
 from .guard import HookGuard
 from .running_calls import RunningCall, RunningCalls
 
@@ -54,27 +55,36 @@ class FunctionalMode(ForwardMode):
         self._guard = guard
         self._running = running
         self._recorder = recorder
+        self.modes: Sequence[ForwardMode] = [self]
+        """All that are on the stack together."""
         self.types: dict[str, str] = {}
         """Name of the function, by name of the pseudo-layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = _FUNCTIONS.get(func)
-        call = None if name is None else self._start(name, args, kwargs)
-        if call is None:
+        started = None if name is None else self._start(name, args, kwargs)
+        if started is None:
             return func(*args, **kwargs)
+        call, module = started
         try:
             output = func(*args, **kwargs)
         except BaseException:
             self._running.remove(call)
             raise
-        with self._guard, without_torch_function():
-            self._running.remove(call)
-            self._recorder.finish(call, output, None)
+        try:
+            with self._guard, without_torch_function():
+                self._running.remove(call)
+                self._recorder.finish(call, output, None)
+        except BaseException:  # the watch stops and is closed
+            leave_after(module, self.modes)
+            raise
         return output
 
-    def _start(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningCall | None:
-        """Begin a functional call inside the running layer; return None where it is not to be recorded."""
+    def _start(
+        self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[RunningCall, nn.Module] | None:
+        """Begin a functional call inside the running layer, and return both; None where it is not to be recorded."""
         with self._guard, without_torch_function():
             layer = self._running.innermost_here()
             if layer is None or layer.name not in self._selected:
@@ -89,5 +99,5 @@ class FunctionalMode(ForwardMode):
             call = RunningCall(name, layer.frame, layer.forward, flatten_call(args, kwargs))
             self._recorder.start(call, training=module.training, may_draw=True)
             self._running.push(call)
-            return call
+            return call, module
         return None

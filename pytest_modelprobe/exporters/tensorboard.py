@@ -54,9 +54,11 @@ class TensorBoardExporter:
         import numpy
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        canvas = FigureCanvasAgg(figure)  # `SummaryWriter.add_figure` does this through pyplot, which sets a backend
+        canvas: Any = FigureCanvasAgg(
+            figure
+        )  # `SummaryWriter.add_figure` does this through pyplot, which sets a backend
         canvas.draw()
-        self._writer.add_image(title, numpy.asarray(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
+        self._writer.add_image(title, numpy.array(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
         """Write what is not written yet."""

@@ -56,10 +56,10 @@ class run_eagerly:
         holding = [context for context in list(run_eagerly._open.values()) if not reached.isdisjoint(context._names)]
         for context in holding:
             if context._on_call is not None:
-                context._on_call(context._name(function))
+                context._on_call(context._name_of(function))
         return bool(holding)
 
-    def _name(self, function: Any) -> str:
+    def _name_of(self, function: Any) -> str:
         """Return the name of a layer that is compiled, else that of the function."""
         of_torch = str(getattr(function, "__module__", None)).startswith("torch.")
         module = next(_modules(function), None) if of_torch else getattr(function, "__self__", None)

@@ -168,6 +168,7 @@ def test_a_functional_call_stops_in_the_forward_that_makes_it():
         with pytest.raises(StoppedError, match="relu: 2 of 2 elements of its output") as error:
             model(torch.ones(2))
     assert any("x / 0" in str(frame.line) for frame in traceback.extract_tb(error.tb))
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_an_error_of_the_callable_is_raised_where_it_is_called():

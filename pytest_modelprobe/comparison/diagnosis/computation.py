@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import children
@@ -71,7 +71,9 @@ def computation_causes(
             certain[cause.layer] = _merged(known, cause)
         elif not sure:
             possible.setdefault(cause.layer, cause)
-        elif index.is_response_conclusive(pair_here) and not (same_weights and _is_far_beyond_noise(cause)):
+        elif index.is_response_conclusive(pair_here) and not (
+            same_weights and _is_far_beyond_noise(cause) and not _enters_changed_code(index, step, certain)
+        ):
             hint = "its isolated response is unchanged"
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
@@ -82,6 +84,15 @@ def computation_causes(
 
 def _is_far_beyond_noise(cause: Cause) -> bool:
     return cause.noise is not None and cause.change is not None and cause.change > _FAR * cause.noise > 0
+
+
+def _enters_changed_code(index: ComparisonIndex, step: Step, changed: Collection[str]) -> bool:
+    """Whether the first child with another input is a layer that changed: a hook on it may have made that input."""
+    for child in index.child_steps(step):
+        inner = index.pair_of(child)
+        if inner is not None and index.largest_change(inner, "input") is not None:
+            return child.name in changed
+    return False
 
 
 def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:
