@@ -11,7 +11,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Histogram, Layer, Reading, Record, Selector, Statistics, Value
 from pytest_modelprobe.report.text import Cell, count, failure, number, printable
 
-from .sources import Subject, called, is_floating, numbers, record_of
+from .sources import Subject, called, is_floating, numbers, record_of, reject_unread_values
 
 _BINS = 10  # as the index is commonly computed: its limits, 0.1 and 0.25, are for so many
 
@@ -60,6 +60,9 @@ def assert_same_distribution(
         )
     moved = [pair for pair in pairs if pair.shift > max_shift or (pair.psi or 0.0) > max_psi]
     if not moved:
+        for name in (layer.name for layer in called(mine, layers) if layer.name in theirs):
+            for layer in (mine[name], theirs[name]):
+                reject_unread_values(layer, (value for _, value in layer.outputs))
         return
     first = moved[0]
     what = (
@@ -92,8 +95,8 @@ class _Pair:
     @functools.cached_property
     def shift(self) -> float:
         mean, std, other_mean, other_std = _moments(self.a) + _moments(self.b)
-        if math.isnan(mean + other_mean):
-            return math.inf  # one has no finite element
+        if math.isnan(mean + other_mean) or _is_finite(self.a) != _is_finite(self.b):
+            return math.inf  # one has no finite element, or elements that mean and std leave out
         apart = math.hypot(mean - other_mean, std - other_std)
         scale = math.sqrt((std**2 + other_std**2) / 2)
         return apart / scale if scale else 0.0 if apart == 0 else math.inf
@@ -174,6 +177,10 @@ def _moments(reading: Reading) -> tuple[float, float]:
     assert reading.statistics is not None
     mean, std = reading.statistics.mean, reading.statistics.std
     return (math.nan, math.nan) if mean is None or std is None else (mean, std)
+
+
+def _is_finite(reading: Reading) -> bool:
+    return reading.statistics is None or not reading.statistics.nonfinite
 
 
 def _row(pair: _Pair) -> list[Cell]:

@@ -22,10 +22,11 @@ from pytest_modelprobe.record import (
     parent,
 )
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
 
 from .activations import nonfinite_counts
 from .sources import (
+    LEAVE_OUT,
     Subject,
     bounds,
     called,
@@ -289,6 +290,7 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
                 "Call eval() on it: requires_grad_(False) is not enough.",
             )
         )
+    _reject_unknown(found)
 
 
 def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: str | Iterable[str] = ()) -> None:
@@ -318,7 +320,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     """
     __tracebackhide__ = True
     found = _finite(_trained(subject, layers, ignore))
-    unchanged = [one for one in found if one.change == 0]
+    unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
         first = unchanged[0]
         gradient = first.own.gradient
@@ -340,6 +342,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
                 why,
             )
         )
+    _reject_unknown(found)
 
 
 def assert_update_ratio(
@@ -394,6 +397,7 @@ def assert_update_ratio(
         steps += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
     found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
     if not found:
+        _reject_unknown(trained)
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
     bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
@@ -423,6 +427,7 @@ def assert_update_ratio(
                 _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
             )
         )
+    _reject_unknown(trained)
 
 
 def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
@@ -448,6 +453,16 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
         ]
         if any(one.change for one in found):
             yield from ((record.step, one) for one in found)
+
+
+def _reject_unknown(found: Iterable[_Change]) -> None:
+    """Raise NothingObservedError for a parameter or buffer that could not be read: whether it changed is not known."""
+    __tracebackhide__ = True
+    for one in found:
+        if one.change is None and one.own.reading.reason is not None:
+            raise NothingObservedError(
+                f"it is not known whether {one.name} changed: {printable(one.own.reading.reason)}; {LEAVE_OUT}"
+            )
 
 
 def _finite(found: list[_Change]) -> list[_Change]:

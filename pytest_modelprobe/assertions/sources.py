@@ -176,12 +176,17 @@ LEAVE_OUT = "leave the layer out with layers=, and look at the value in the test
 def reject_unread(record: Record, layers: Selector) -> None:
     """Raise NothingObservedError for a floating-point output of a selected layer of which no number is known."""
     for layer in called(record, layers):
-        for _, value in layer.outputs:
-            if is_floating(value) and value.forward.statistics is None and value.forward.reason:
-                raise NothingObservedError(
-                    f"no number is known of {printable(layer.label)} {value.path}: {printable(value.forward.reason)}; "
-                    f"{LEAVE_OUT}"
-                )
+        reject_unread_values(layer, (value for _, value in layer.outputs))
+
+
+def reject_unread_values(layer: Layer, values: Iterable[Value]) -> None:
+    """Raise NothingObservedError for a floating-point value of a layer of which no number is known."""
+    for value in values:
+        if is_floating(value) and value.forward.statistics is None and value.forward.reason:
+            raise NothingObservedError(
+                f"no number is known of {printable(layer.label)} {value.path}: {printable(value.forward.reason)}; "
+                f"{LEAVE_OUT}"
+            )
 
 
 def _qualified_names(cls: type) -> set[str]:

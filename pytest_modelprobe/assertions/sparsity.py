@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Record, Selector
-from pytest_modelprobe.report.text import count, failure
+from pytest_modelprobe.record import Layer, Reading, Record, Selector
+from pytest_modelprobe.report.text import count, failure, printable
 
-from .sources import Subject, full_name, is_watch, selected, source_of
+from .sources import LEAVE_OUT, Subject, full_name, is_watch, selected, source_of
 
 
 def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
@@ -45,8 +45,9 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
     found = [one for layer in selected(record, layers) for one in _weights(layer)]
     if not found:
         raise NothingObservedError("the selected layers have no weights with numbers: select layers that have")
-    short = sorted(((zeros / n, name, zeros, n) for name, zeros, n in found if zeros < least * n))
+    short = sorted(((zeros / n, name, zeros, n) for name, zeros, n in found if zeros / n < least))
     if not short:
+        _reject_unread(record, layers)
         return
     share, name, _, _ = short[0]
     raise AssertionError(
@@ -63,10 +64,24 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
 
 def _weights(layer: Layer) -> Iterator[tuple[str, int, int]]:
     """Yield the name, the number of zeros and the number of elements of each weight."""
+    for name, reading in _readings(layer):
+        statistics = reading.statistics
+        if statistics is not None and statistics.count:
+            yield name, statistics.zeros, statistics.count
+
+
+def _readings(layer: Layer) -> Iterator[tuple[str, Reading]]:
+    """Yield the full name of each weight, and what was read of it or of its mask."""
     masks = {buffer.name: buffer for buffer in layer.buffers}
     for parameter in layer.parameters:
         name = parameter.name.removesuffix("_orig")
         read = masks.get(f"{name}_mask", parameter) if name != parameter.name else parameter
-        statistics = read.reading.statistics
-        if "bias" not in name and statistics is not None and statistics.count:
-            yield full_name(layer, name), statistics.zeros, statistics.count
+        if "bias" not in name:
+            yield full_name(layer, name), read.reading
+
+
+def _reject_unread(record: Record, layers: Selector) -> None:
+    __tracebackhide__ = True
+    for name, reading in (one for layer in selected(record, layers) for one in _readings(layer)):
+        if reading.statistics is None and reading.reason:
+            raise NothingObservedError(f"no number is known of {name}: {printable(reading.reason)}; {LEAVE_OUT}")

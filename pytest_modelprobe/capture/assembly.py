@@ -328,7 +328,7 @@ class _Builder:
                 self.own[name] = self.step.after.get(name, known) if is_buffer else known, None
             elif after_first is not None:
                 left = after_first.get(name)
-                same = left is not None and left.tensor.shape == tensor.shape
+                same = left is not None and (is_lazy(tensor) or left.tensor.shape == tensor.shape)
                 self.own[name] = left.reduced if left is not None and same else Reduced(reason=_CHANGED), None
             elif then is None or then.reduced.reason:  # one that was lazy had no numbers before
                 self.own[name] = now(tensor), None

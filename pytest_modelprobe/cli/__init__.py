@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `modelprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INCOMPLETE
+    except KeyboardInterrupt:
+        print("modelprobe: interrupted", file=sys.stderr)
+        return INCOMPLETE
     except (ModelProbeError, OSError) as error:
         said = printable(str(error))
         print(f"modelprobe: {said}", file=sys.stderr)

@@ -30,7 +30,10 @@ def run_scan(options: argparse.Namespace) -> int:
 
     inputs = [parse_input(text) for text in options.input]
     with ModelProbe(options.device) as probe:
-        scanned = ScannedModel(load(options.model), probe, inputs)
+        try:
+            scanned = ScannedModel(load(options.model), probe, inputs)
+        except SystemExit as error:  # with code 0 it would read as a model that was scanned
+            raise ModelProbeError(f"{options.model} ends the process: it calls sys.exit({error.code!r})") from error
         findings = _show_record(scanned)
         outcomes = list(_shown(scanned.outcomes()))
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]

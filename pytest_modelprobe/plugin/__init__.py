@@ -89,8 +89,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register the terminal section, on the controller under xdist."""
+    """Register the terminal section, on the controller under xdist, and refuse the name of no model there."""
     config = session.config
+    if config.stash[SETTINGS].model is not None:  # an error of the usage in a worker of xdist is not shown
+        from .named_model import load_named
+
+        load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     if ProgressLine.is_wanted(config):

@@ -6,26 +6,35 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from .settings import Settings
 
+if TYPE_CHECKING:
+    from pytest_modelprobe.scan import Input, Target
 
-def tests_of_named_model(session: pytest.Session, settings: Settings) -> Iterator[pytest.Item]:
-    """Yield the tests of the model; `pytest.UsageError` if there is none of that name."""
+
+def load_named(settings: Settings) -> tuple[Target, list[Input]]:
+    """Return what makes the model, and its inputs; `pytest.UsageError` if there is none of that name."""
     from pytest_modelprobe import scan
     from pytest_modelprobe.exceptions import UsageError
-    from pytest_modelprobe.scan import model_tests
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does
     assert settings.model is not None
     try:
-        target, inputs = scan.load(settings.model), [scan.parse_input(text) for text in settings.inputs]
+        return scan.load(settings.model), [scan.parse_input(text) for text in settings.inputs]
     except UsageError as error:
         raise pytest.UsageError(f"--modelprobe-model: {error}") from None
+
+
+def tests_of_named_model(session: pytest.Session, settings: Settings) -> Iterator[pytest.Item]:
+    """Yield the tests of the model."""
+    from pytest_modelprobe.scan import model_tests
+
     module: model_tests.NamedModel = model_tests.NamedModel.from_parent(
         session, path=Path(model_tests.__file__), nodeid=settings.model
     )
-    module.target, module.inputs = target, inputs
+    module.target, module.inputs = load_named(settings)
     yield from session.genitems(module)

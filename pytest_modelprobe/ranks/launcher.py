@@ -73,14 +73,14 @@ class Rank:
             time.sleep(0.01)
 
     def end(self) -> None:
-        """End the process and whatever it started."""
-        if not self.is_over:
-            for kill, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, None)):
+        """End the process and whatever it started, also where it came to its end by itself."""
+        for kill, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, None)):
+            if self.process.pid is not None:  # it was started
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.process.pid or 0, kill)
-                self.process.join(seconds)
-                if not self.process.is_alive():
-                    break
+                    os.killpg(self.process.pid, kill)
+            self.process.join(seconds)
+            if not self.process.is_alive():
+                break
         self.process.join()
         self.connection.close()
 
@@ -131,10 +131,8 @@ class Ranks:
         """Take what a rank sent; return whether the verdict is known by it."""
         decided = False
         for kind, data in rank.received():
-            if kind == "ended":
-                rank.is_done = True
-            else:
-                decided |= self._on_message(rank, kind, data)
+            rank.is_done |= kind == "ended"
+            decided |= self._on_message(rank, kind, data)
         if is_over:
             rank.process.join()
             rank.is_over = True

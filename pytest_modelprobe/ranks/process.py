@@ -128,11 +128,15 @@ class RankPlugin:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Send why the test was not found."""
         if report.failed:
-            self._connection.send(("not collected", report.longreprtext))
+            self._connection.send(("broken off", report.longreprtext))
 
     def pytest_internalerror(self, excrepr: object) -> None:
         """Send an error of pytest or a plugin."""
-        self._connection.send(("not collected", str(excrepr)))
+        self._connection.send(("broken off", str(excrepr)))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Send what ended the run of pytest: KeyboardInterrupt or `pytest.exit`, of which there is no report."""
+        self._connection.send(("broken off", excinfo.exconly()))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Send a warning of the test."""

@@ -47,6 +47,7 @@ _OWN_OPTIONS: dict[str, Any] = {
     "markexpr": "",
     "maxfail": 0,
     "maxprocesses": None,
+    "modelprobe_model": None,
     "newfirst": False,
     "numprocesses": None,
     "plugins": [],
@@ -118,7 +119,8 @@ class _Outcome:
         self._begun = time.time()
         self._received: list[tuple[Rank, pytest.TestReport]] = []
         """In the order in which they came: the first that failed is the one to read."""
-        self._not_collected: dict[int, str] = {}
+        self._broken_off: dict[int, str] = {}
+        """Why ranks did not come to the test, or to its end, though they came to theirs."""
         self.warnings: list[tuple[str, type[Warning], str, int]] = []
 
     def begin(self, ranks: Ranks) -> None:
@@ -130,9 +132,13 @@ class _Outcome:
         if kind == "warning":
             self.warnings.append(data)
             return False
-        if kind == "not collected":
-            self._not_collected.setdefault(rank.number, data)
+        if kind == "broken off":
+            self._broken_off.setdefault(rank.number, data)
             return True
+        if kind == "ended":
+            if not self._came_to_the_end(rank):
+                self._broken_off.setdefault(rank.number, f"pytest ended with exit code {data}")
+            return rank.number in self._broken_off
         config = self._item.config
         report = config.hook.pytest_report_from_serializable(config=config, data=data)
         self._received.append((rank, report))
@@ -160,8 +166,11 @@ class _Outcome:
 
     def _broken(self, timeout: float) -> pytest.TestReport | None:
         """Return the report of a rank that sent none of its own: it hangs, died, or did not find the test."""
-        for number, text in self._not_collected.items():
-            return self._report(self._ranks.all[number], f"[rank {number}] did not come to the test:\n\n{text}")
+        for number, text in self._broken_off.items():
+            began = any(sender.number == number for sender, _ in self._received)
+            what = "broke the test off" if began else "did not come to the test"
+            apart = "\n\n" if "\n" in text else " "
+            return self._report(self._ranks.all[number], f"[rank {number}] {what}:{apart}{text}")
         failed = [report for _, report in self._received if report.failed]
         if failed and not _LOST.search(failed[0].longreprtext):
             return None
@@ -177,10 +186,17 @@ class _Outcome:
         for rank in self._ranks.all:
             yield f"[rank {rank.number}] {self._state(rank)}"
         yield ""
+        if all(self._came_to_the_end(rank) for rank in self._ranks.all if rank.stack):
+            yield "The test is over, and a process ends after its last thread: join the threads that the test starts."
+            return
         yield (
             "A collective that not every rank calls waits for ever. If the ranks are only slow, give "
             "@pytest.mark.modelprobe(timeout=) more seconds."
         )
+
+    def _came_to_the_end(self, rank: Rank) -> bool:
+        """Whether a rank reported the last phase of the test."""
+        return any(sender is rank and report.when == "teardown" for sender, report in self._received)
 
     def _others(self) -> str:
         ended = sum(rank.is_over for rank in self._ranks.all)

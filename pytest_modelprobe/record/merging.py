@@ -30,7 +30,7 @@ def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
             "the watch in each rank"
         )
     names = dict.fromkeys(name for record in records for name in record.layers)
-    merging = _Merging(records, 1 / len(records) if mean_loss else 1.0)
+    merging = _Merging(records, mean_loss=mean_loss)
     layers = {}
     for name in names:
         have = [(rank, record.layers[name]) for rank, record in enumerate(records) if name in record.layers]
@@ -47,8 +47,8 @@ def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
 class _Merging:
     """Merges what several ranks have of a layer, each with the number of its rank."""
 
-    def __init__(self, records: Sequence[Record], scale: float) -> None:
-        self._scale = scale
+    def __init__(self, records: Sequence[Record], *, mean_loss: bool) -> None:
+        self._mean_loss = mean_loss
         self._batches = _batch_sizes(records)
         self._same_inputs = len(records) > 1 and _have_same_inputs(records)
 
@@ -60,6 +60,7 @@ class _Merging:
     def layer(self, have: list[tuple[int, Layer]]) -> Layer:
         """Return one layer."""
         first = have[0][1]
+        scale = 1 / len(have) if self._mean_loss else 1.0  # ranks that have another stage have no part in its batch
         self._demand(have, first.label, "class", lambda layer: layer.type)
         self._demand(have, first.label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
         calls: dict[tuple[str, bool, int], list[tuple[int, Call]]] = {}
@@ -76,7 +77,7 @@ class _Merging:
                 self._buffer([layer.buffers[i] for _, layer in have if i < len(layer.buffers)])
                 for i in range(len(first.buffers))
             ),
-            calls=tuple(self._call([call for _, call in found]) for found in calls.values()),
+            calls=tuple(self._call([call for _, call in found], scale) for found in calls.values()),
         )
 
     def _parameter(self, layer: Layer, have: list[tuple[int, Parameter]]) -> Parameter:
@@ -105,34 +106,30 @@ class _Merging:
             return have[0]
         return dataclasses.replace(have[0], reading=Reading(reason="each rank has its own"), after=None)
 
-    def _call(self, have: list[Call]) -> Call:
-        paths = list(dict.fromkeys(v.path for call in have for v in call.inputs))
-        outputs = list(dict.fromkeys(v.path for call in have for v in call.outputs))
+    def _call(self, have: list[Call], scale: float) -> Call:
         return dataclasses.replace(
             have[0],
-            inputs=tuple(self._value([v for call in have for v in call.inputs if v.path == path]) for path in paths),
-            outputs=tuple(
-                self._value([v for call in have for v in call.outputs if v.path == path]) for path in outputs
-            ),
+            inputs=self._values([v for call in have for v in call.inputs], scale),
+            outputs=self._values([v for call in have for v in call.outputs], scale),
             attention=(),
             random=have[0].random if all(call.random == have[0].random for call in have) else None,
             response=None,
         )
 
-    def _values(self, of_each: Sequence[Sequence[Value]]) -> tuple[Value, ...]:
+    def _values(self, of_all: Iterable[Value], scale: float) -> tuple[Value, ...]:
         by_path: dict[str, list[Value]] = {}
-        for value in (value for values in of_each for value in values):
+        for value in of_all:
             by_path.setdefault(value.path, []).append(value)
-        return tuple(map(self._value, by_path.values()))
+        return tuple(self._value(have, scale) for have in by_path.values())
 
-    def _value(self, have: list[Value]) -> Value:
+    def _value(self, have: list[Value], scale: float) -> Value:
         first = have[0]
         batch = not self._same_inputs and bool(first.shape) and all(
             value.shape[:1] == (size,) for value, size in zip(have, self._batches, strict=False)
         )  # fmt: skip
         if not batch and all(value.forward == first.forward for value in have):
             return self._replicated(have)
-        scaled = functools.partial(_scaled, factor=self._scale)
+        scaled = functools.partial(_scaled, factor=scale)
         return dataclasses.replace(
             first,
             shape=_shape([value.shape for value in have]),
@@ -202,6 +199,9 @@ def _together(readings: Sequence[Reading | None]) -> Reading | None:
     have = [reading for reading in readings if reading is not None]
     if not have:
         return None
+    unread = next((r for r in have if r.statistics is None and r.reason), None)
+    if unread is not None:  # the numbers of the others are not those of the whole
+        return Reading(tensors=have[0].tensors, reason=unread.reason)
     statistics = [r.statistics for r in have if r.statistics is not None and r.statistics.count]
     histograms = [r.histogram for r in have if r.histogram is not None]
     return Reading(

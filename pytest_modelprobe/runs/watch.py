@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, overload
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
@@ -187,7 +188,10 @@ class Watch:
     def _record(self, which: Which) -> Record:
         # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.
         tensors = (*self.model.parameters(), *self.model.buffers())
-        now = self._capture.changes, tuple((id(t), not t.is_inference() and t._version) for t in tensors)
+        now = (
+            self._capture.changes,
+            tuple((id(t), not (is_lazy(t) or t.is_inference()) and t._version) for t in tensors),
+        )
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)

@@ -105,7 +105,7 @@ def guesses(model: nn.Module) -> list[list[Input]]:
         return [[Input((BATCH, *size))]]
     first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     needed = _required(model)
-    if first is None or len(needed) > 1:
+    if first is None or len(needed) > 1 or any(map(nn.parameter.is_lazy, first.parameters(recurse=False))):
         return []
     return [[one] for one in _of_layer(first)]
 

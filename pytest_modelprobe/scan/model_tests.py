@@ -25,6 +25,14 @@ class NamedModel(pytest.Module):
     inputs: list[Input]
     """Empty: they are guessed."""
 
+    def istestfunction(self, obj: object, name: str) -> bool:
+        """Whether it is a test of this file, whatever ``python_functions`` of the project says."""
+        return name.startswith("test_")
+
+    def istestclass(self, obj: object, name: str) -> bool:
+        """No: this file has no classes of tests, whatever ``python_classes`` says."""
+        return False
+
     @functools.cache  # noqa: B019 - it lives as long as the session
     def scanned(self, device: torch.device, seed: int) -> ScannedModel:
         """Return the model and its inputs, with one record for all tests."""

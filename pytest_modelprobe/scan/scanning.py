@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import assertions
 from pytest_modelprobe.checks import STANDARD, Outcome
-from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.runs import NoGradientError
@@ -28,8 +29,8 @@ class ScannedModel:
         inputs: The inputs; empty: guessed.
 
     Raises:
-        UsageError: The model does not run on the inputs, or on none that was guessed; the message says why and how
-            inputs are given.
+        UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
+            says why, and how inputs are given.
 
     >>> from pytest_modelprobe.scan import load
     >>> scanned = ScannedModel(load("torch.nn:Identity"), ModelProbe(), [Input((4, 8))])
@@ -39,11 +40,24 @@ class ScannedModel:
 
     def __init__(self, target: Target, probe: ModelProbe, inputs: Sequence[Input] = ()) -> None:
         self.target, self.probe = target, probe
-        self.model: nn.Module = probe.build(target.make)
+        self.model = self._built()
         if len({one.name is None for one in inputs}) > 1:
             raise UsageError(f"{shown(inputs)}: name every input, or none")
         self.is_guessed = not inputs
         self.inputs = list(inputs) or self._guessed()
+
+    def _built(self) -> nn.Module:
+        try:
+            return self.probe.build(self.target.make)
+        except ModelProbeError:
+            raise
+        except Exception as error:  # whatever the code of a model raises
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "site-packages" not in frame.filename]
+            at = (own or frames)[-1]
+            raise UsageError(
+                f"{self.target.name} makes no model: {_first_line(error)} ({at.filename}:{at.lineno})"
+            ) from error
 
     @property
     def arguments(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

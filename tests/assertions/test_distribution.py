@@ -1,5 +1,6 @@
 """`assert_same_distribution`, on records written by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -37,6 +38,29 @@ def record(inputs=(0, 1), fc=(0, 1), act=(0.5, 0.5), histogram=None):
 
 def test_equal_records_pass():
     assert_same_distribution(record(), record())
+
+
+def with_fc(reading):
+    whole = record()
+    call = whole["fc"].calls[0]
+    outputs = (dataclasses.replace(call.outputs[0], forward=reading),)
+    fc = dataclasses.replace(whole["fc"], calls=(dataclasses.replace(call, outputs=outputs),))
+    return dataclasses.replace(whole, layers={**whole.layers, "fc": fc})
+
+
+def test_a_value_that_could_not_be_read_does_not_pass():
+    with pytest.raises(NothingObservedError) as error:
+        assert_same_distribution(record(), with_fc(Reading(reason="it is on device meta")))
+    assert str(error.value) == (
+        "no number is known of fc output: it is on device meta; leave the layer out with layers=, and look at the "
+        "value in the test itself"
+    )
+
+
+def test_nan_in_one_record_alone_is_another_distribution():
+    half = Statistics(count=100, nan=50, mean=0.0, deviations=50.0)
+    with pytest.raises(AssertionError, match=r"^fc is the first with another distribution"):
+        assert_same_distribution(record(), with_fc(Reading(statistics=half)))
 
 
 def test_the_first_layer_with_another_distribution_is_named():

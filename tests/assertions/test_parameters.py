@@ -11,6 +11,7 @@ from torch import nn
 from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
+    Record,
     SelectionError,
     UsageError,
     Watch,
@@ -21,6 +22,7 @@ from pytest_modelprobe import (
     assert_tied,
     assert_update_ratio,
 )
+from pytest_modelprobe.record import Layer, Parameter, Reading, Statistics
 
 PROBE = ModelProbe()
 X = PROBE.randn(16, 8)
@@ -314,6 +316,45 @@ def test_the_ratio_is_that_of_the_parameters() -> None:
     assert_update_ratio(watch, low=exact / 1.8, high=exact * 1.8)
 
 
+class Trained:
+    """What a watch shows of a layer with one parameter that learns, and of one that could not be read."""
+
+    first_hook, closed, steps, last = None, False, (), None
+
+    def __init__(self, before: float, after: float) -> None:
+        self.first, self.record = self._at(before), self._at(after)
+
+    def _at(self, mean: float) -> Record:
+        known = Reading(statistics=Statistics(count=4, mean=mean, deviations=1.0), fingerprint=(mean,) * 16)
+        layers = {
+            name: Layer(
+                name=name,
+                type="torch.nn.Linear",
+                parameters=(
+                    Parameter(
+                        name="weight", shape=(4,), dtype="float32", device="cpu", requires_grad=True, reading=read
+                    ),
+                ),
+            )
+            for name, read in {"read": known, "hidden": Reading(reason="it is on device meta")}.items()
+        }
+        return Record(model="Net", layers=layers, forwards=1, backwards=1)
+
+    def reread(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("assertion", [assert_frozen, assert_params_updated, assert_update_ratio])
+def test_a_parameter_that_could_not_be_read_does_not_pass(assertion: Callable[..., None]) -> None:
+    layers = "hidden" if assertion is assert_frozen else "**"
+    with pytest.raises(NothingObservedError) as error:
+        assertion(Trained(1.0, 1.001), layers=layers)
+    assert str(error.value) == (
+        "it is not known whether hidden.weight changed: it is on device meta; leave the layer out with layers=, and "
+        "look at the value in the test itself"
+    )
+
+
 # --- not finite ---------------------------------------------------------------------------------------------------
 
 
@@ -370,3 +411,30 @@ def test_a_step_skipped_for_its_gradients_blames_these(assertion: Callable[..., 
 def test_a_frozen_parameter_that_became_nan_says_so() -> None:
     with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed to 64 NaN of 64 elements; 2 of 2"):
         assert_frozen(spoilt(), layers="0")
+
+
+class WithChild(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.child = nn.Linear(4, 4), child
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def after_one_step(model: WithChild) -> Watch:
+    optimizer = torch.optim.SGD(model.fc.parameters(), lr=0.1)
+    with ModelProbe() as probe, probe.watch(model) as watch:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return watch
+
+
+def test_a_lazy_layer_that_is_never_called_is_recorded_without_numbers() -> None:
+    watch = after_one_step(WithChild(nn.LazyLinear(2)))
+    assert_params_updated(watch, layers="fc")
+    assert [p.shape for p in watch.first["child"].parameters] == [(), ()]
+
+
+def test_a_parameter_without_elements_cannot_be_updated() -> None:
+    assert_params_updated(after_one_step(WithChild(nn.ParameterList([torch.empty(0)]))))

@@ -1,5 +1,7 @@
 """`assert_sparsity`: pruned weights, and that they stay so."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,25 @@ def test_zeros_without_a_mask_do_not_outlive_a_step(modelprobe, masked):
     else:
         with pytest.raises(AssertionError, match=r"^weight is 0\.0% zeros"):
             assert_sparsity(watch, 0.5)
+
+
+def test_a_weight_that_could_not_be_read_does_not_pass():
+    hidden = dataclasses.replace(weight(0), reading=Reading(reason="it is on device meta"))
+    layer = Layer(name="fc2", type="torch.nn.Linear", parameters=(hidden,))
+    whole = record(4, 4)
+    with pytest.raises(NothingObservedError) as error:
+        assert_sparsity(dataclasses.replace(whole, layers={**whole.layers, "fc2": layer}), 0.5)
+    assert str(error.value) == (
+        "no number is known of fc2.weight: it is on device meta; leave the layer out with layers=, and look at the "
+        "value in the test itself"
+    )
+
+
+def test_the_share_itself_is_enough():
+    seven = Statistics(count=100, zeros=7, mean=0.0)
+    pruned = dataclasses.replace(weight(0), shape=(100,), reading=Reading(statistics=seven))
+    layers = {"fc": Layer(name="fc", type="torch.nn.Linear", parameters=(pruned,))}
+    assert_sparsity(Record(model="Net", layers=layers), 0.07)
 
 
 def test_a_record_without_weights_is_refused():

@@ -7,6 +7,7 @@ import multiprocessing.popen_forkserver  # one fork server for all runs
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -242,6 +243,67 @@ def test_xdist_and_warnings_as_errors_change_nothing(pytester: pytest.Pytester) 
     )
     command = [sys.executable, "-W", "error", "-m", "pytest", "-n", "2", "-W", "error"]
     assert pytester.run(*command).ret == 0
+
+
+@slow
+def test_a_rank_that_breaks_the_test_off_fails_it(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+@two
+def test_stops():
+    if dist.get_rank() == 1:
+        pytest.exit("no data here")
+@two
+def test_after(): pass
+""",
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["FAILED *::test_stops - [[]rank 1] broke the test off: _pytest.outcomes.Exit: no*"])
+
+
+@slow
+def test_the_tests_of_a_named_model_do_not_run_in_the_ranks_of_another_test(pytester: pytest.Pytester) -> None:
+    tests = "\n@pytest.mark.modelprobe(world_size=1)\ndef test_mine(): pass\n"
+    result = run(pytester, tests, "--modelprobe-model=torch.nn:Flatten", "--modelprobe-input=2x3", "-k", "mine")
+    result.assert_outcomes(passed=1, deselected=26)
+
+
+@slow
+def test_a_thread_that_is_left_is_told_from_a_hang(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import threading
+@pytest.mark.modelprobe(world_size=1, timeout=8)
+def test_thread(): threading.Thread(target=time.sleep, args=(60,)).start()
+""",
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        ["The test is over, and a process ends after its last thread: join the threads that the test starts."]
+    )
+
+
+@slow
+def test_what_a_passing_test_started_is_ended_too(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import subprocess
+@pytest.mark.modelprobe(world_size=1)
+def test_starts():
+    with open("pid", "w") as file: file.write(str(subprocess.Popen(["sleep", "61"]).pid))
+""",
+    )
+    result.assert_outcomes(passed=1)
+    pid = (pytester.path / "pid").read_text()
+    for _ in range(100):
+        states = subprocess.run(["ps", "-p", pid, "-o", "stat="], capture_output=True, text=True).stdout
+        if not states.strip() or states.startswith("Z"):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"sleep still runs: {states}")
 
 
 @pytest.mark.parametrize(

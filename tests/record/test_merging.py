@@ -47,6 +47,24 @@ def test_batches_are_put_together_and_gradients_are_those_of_the_mean_loss() -> 
     assert Record.merge([one, other], mean_loss=False)["fc"].output.gradient.mean == 5.0
 
 
+def test_a_value_that_one_rank_could_not_read_is_not_known() -> None:
+    same = weight(reading(1.0, 2.0), applied=reading(0.5, 0.5))
+    one, other = (record((x, x), value("output", x, x), same) for x in (1.0, 2.0))
+    call = other["fc"].calls[0]
+    hidden = dataclasses.replace(call.outputs[0], forward=Reading(reason="it is on device meta"))
+    fc = dataclasses.replace(other["fc"], calls=(dataclasses.replace(call, outputs=(hidden,)),))
+    merged = Record.merge([one, dataclasses.replace(other, layers={"fc": fc})])
+    assert merged["fc"].output.forward == Reading(reason="it is on device meta")
+
+
+def test_the_gradients_of_a_stage_that_one_rank_has_are_those_of_its_batch() -> None:
+    same = weight(reading(1.0, 2.0), applied=reading(0.5, 0.5))
+    one = record((1.0, 2.0), value("output", 1.0, 3.0, backward=reading(2.0, 4.0)), same)
+    stage = dataclasses.replace(one, layers={"head": dataclasses.replace(one["fc"], name="head")})
+    merged = Record.merge([one, stage])
+    assert [merged[name].output.gradient.mean for name in ("fc", "head")] == [3.0, 3.0]
+
+
 def test_a_record_of_one_rank_merges_to_what_several_do() -> None:
     alone = record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))
     assert Record.merge([alone])["fc"].output.forward.fingerprint is None

@@ -52,6 +52,10 @@ def test_inputs_are_guessed_from_the_first_layer_with_parameters(layer: nn.Modul
     assert shapes(nn.Sequential(nn.Dropout(), layer))[0] == expected
 
 
+def test_no_input_is_guessed_from_a_layer_that_is_lazy() -> None:
+    assert shapes(nn.LazyLinear(3)) == []
+
+
 def test_inputs_are_guessed_from_the_configuration_of_a_model_of_timm() -> None:
     model = nn.Conv2d(3, 4, 3)
     model.pretrained_cfg = {"input_size": (3, 96, 96)}  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def needs_width(width):
 
 def number():
     return 3
+
+def needs_a_file():
+    raise OSError("no weights here")
+
+def ends():
+    raise SystemExit(0)
+
+def interrupted():
+    raise KeyboardInterrupt
 
 made = Net()
 """
@@ -115,6 +125,21 @@ def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pyte
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("needs_a_file", "small_net:needs_a_file makes no model: OSError: no weights here (*small_net.py:22)"),
+        ("ends", "small_net:ends ends the process: it calls sys.exit(0)"),
+        ("interrupted", "interrupted"),
+    ],
+)
+def test_what_ends_before_a_model_is_scanned_is_no_success(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["scan", f"small_net:{name}"]) == 2
+    assert fnmatch.fnmatchcase(capsys.readouterr().err, f"modelprobe: {message}\n")
+
+
 @pytest.mark.usefixtures("_plugin_alone")
 def test_the_file_of_tests_that_scan_writes_passes(pytester: pytest.Pytester) -> None:
     assert cli.main(["scan", "small_net:make_model", "--write", "tests/test_net.py"]) == 1
@@ -154,7 +179,15 @@ def test_the_tests_of_a_named_model_come_beside_those_of_files(pytester: pytest.
 
 
 @pytest.mark.usefixtures("_plugin_alone")
-def test_a_name_of_no_model_ends_the_run_in_one_sentence(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest("--modelprobe-model=small_net:make_mode")
+def test_how_the_project_names_its_tests_does_not_matter(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\npython_functions = check_*\npython_classes = *\n")
+    result = pytester.runpytest("--modelprobe-model=small_net:make_model", "-k", "finite")
+    result.assert_outcomes(passed=3, deselected=23)
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.parametrize("options", [(), ("-p", "xdist.plugin", "-n", "1")])
+def test_a_name_of_no_model_ends_the_run_in_one_sentence(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
+    result = pytester.runpytest("--modelprobe-model=small_net:make_mode", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --modelprobe-model: small_net has no make_mode: is make_model meant?"])

@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
@@ -255,4 +256,4 @@ def _is_same(then: Sequence[tuple[ReferenceType[Tensor], int]], now: Sequence[Te
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
