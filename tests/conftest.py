@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -37,11 +38,14 @@ class _Modules(pytester.SysModulesSnapshot):
 pytester.SysModulesSnapshot = _Modules  # type: ignore[misc]
 
 
+OF_THE_OUTER_RUN = ("BUILD_NUMBER", "CI", "COLUMNS", "GITHUB_", "GITLAB_", "PYTEST_ADDOPTS", "PYTEST_XDIST_")
+
+
 @pytest.fixture(autouse=True)
-def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of pytest inside a test is one of its own, though the tests themselves may run under xdist."""
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
-        monkeypatch.delenv(name, raising=False)
+def _run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of pytest inside a test is not in CI and no worker's, though the tests themselves may be both."""
+    for name in [name for name in os.environ if name.startswith(OF_THE_OUTER_RUN)]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)

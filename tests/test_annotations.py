@@ -24,7 +24,6 @@ def test_net(modelprobe, modelprobe_snapshot):
 def test_a_change_is_annotated_at_the_class_of_the_module(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CI", raising=False)
     monkeypatch.syspath_prepend(pytester.path)
     pytester.makepyfile(a_net=NET, test_a=TEST)
     pytester.runpytest("--snapshot-update").assert_outcomes(passed=1)

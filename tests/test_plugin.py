@@ -56,7 +56,6 @@ as_installed = pytest.mark.usefixtures("_installed_plugins")
 
 @pytest.fixture(autouse=True)
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
-    monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     pytester.syspathinsert()
     pytester.makepyfile(models=MODELS)

@@ -80,7 +80,6 @@ CLOCK = """
 
 @pytest.fixture
 def slow(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.delenv("CI", raising=False)
     pytester.makeconftest(CLOCK.format(seconds=20))
     pytester.makepyfile(TEST)
     return pytester

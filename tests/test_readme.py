@@ -86,7 +86,6 @@ RUN = {
 def test_the_code_of_a_page_does_what_it_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.delenv("CI", raising=False)  # where snapshots are not written
     shell = Shell(pytester)
     for block in RUN[name]:
         if block.language == "python" and block.title is None:

@@ -50,7 +50,6 @@ def step(modelprobe, kind="ddp"):
 
 @pytest.fixture(autouse=True)
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
-    monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("RANKS", "2")
 

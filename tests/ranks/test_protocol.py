@@ -27,7 +27,6 @@ two = pytest.mark.modelprobe(world_size=2)
 
 @pytest.fixture(autouse=True)
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
-    monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
 
 

@@ -173,7 +173,6 @@ def test_without_a_probe(): pass
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> Any:
     """Run pytest with options, and return its results."""
-    monkeypatch.delenv("CI", raising=False)
 
     def run(text: str, *options: str, subprocess: bool = False) -> dict[str, Any]:
         pytester.makepyfile(text)
