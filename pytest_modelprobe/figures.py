@@ -290,10 +290,11 @@ def distance(a: Reading, b: Reading) -> float:
     >>> distance(a, b)
     3.0
     """
+    from .assertions.distribution import in_pooled_deviations
+
     assert a.statistics is not None
     assert b.statistics is not None
     mean, std, other_mean, other_std = (x or 0.0 for s in (a.statistics, b.statistics) for x in (s.mean, s.std))
-    scale = math.sqrt((std**2 + other_std**2) / 2)
     mine, theirs = _bins(a), _bins(b)
     if mine is None or theirs is None:
         apart = math.hypot(mean - other_mean, std - other_std)
@@ -301,7 +302,7 @@ def distance(a: Reading, b: Reading) -> float:
         edges = numpy.union1d(mine[0], theirs[0])
         gap = numpy.abs(numpy.interp(edges, *mine) - numpy.interp(edges, *theirs))
         apart = float(((gap[1:] + gap[:-1]) / 2 * numpy.diff(edges)).sum())
-    return apart / scale if scale else 0.0 if apart == 0 else math.inf
+    return in_pooled_deviations(apart, std, other_std)
 
 
 def _bins(reading: Reading) -> tuple[Array, Array] | None:

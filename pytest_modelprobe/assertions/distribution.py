@@ -97,15 +97,23 @@ class _Pair:
         mean, std, other_mean, other_std = _moments(self.a) + _moments(self.b)
         if math.isnan(mean + other_mean) or _is_finite(self.a) != _is_finite(self.b):
             return math.inf  # one has no finite element, or elements that mean and std leave out
-        apart = math.hypot(mean - other_mean, std - other_std)
-        scale = math.sqrt((std**2 + other_std**2) / 2)
-        return apart / scale if scale else 0.0 if apart == 0 else math.inf
+        return in_pooled_deviations(math.hypot(mean - other_mean, std - other_std), std, other_std)
 
     @functools.cached_property
     def psi(self) -> float | None:
         if self.a.histogram is None or self.b.histogram is None:
             return None
         return stability_index(self.a.histogram, self.b.histogram)
+
+
+def in_pooled_deviations(distance: float, std: float, other_std: float) -> float:
+    """Return a distance in standard deviations of two distributions together.
+
+    >>> in_pooled_deviations(3.0, 1.0, 1.0), in_pooled_deviations(0.0, 0.0, 0.0)
+    (3.0, 0.0)
+    """
+    scale = math.sqrt((std**2 + other_std**2) / 2)
+    return distance / scale if scale else 0.0 if distance == 0 else math.inf
 
 
 def stability_index(a: Histogram, b: Histogram) -> float:
@@ -121,17 +129,13 @@ def stability_index(a: Histogram, b: Histogram) -> float:
     """
     wide = a.merge(b)
     blank = Histogram(first=wide.first, negative=(0,) * len(wide.negative), positive=(0,) * len(wide.positive))
-    mine, theirs = (_counts(blank.merge(one)) for one in (a, b))
+    mine, theirs = (blank.merge(one).bins()[1] for one in (a, b))
     if not (sum(mine) and sum(theirs)):
         return 0.0
     bins = list(_grouped(mine, theirs))
     share = [(n + 0.5) / (sum(mine) + 0.5 * len(bins)) for n, _ in bins]
     other = [(n + 0.5) / (sum(theirs) + 0.5 * len(bins)) for _, n in bins]
     return math.fsum((p - q) * math.log(p / q) for p, q in zip(share, other, strict=True))
-
-
-def _counts(histogram: Histogram) -> list[int]:
-    return [*reversed(histogram.negative), histogram.zero, *histogram.positive]
 
 
 def _grouped(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 
+from .target import required
+
 BATCH, LENGTH = 4, 16
 
 _SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
@@ -104,21 +106,15 @@ def guesses(model: nn.Module) -> list[list[Input]]:
     if size:
         return [[Input((BATCH, *size))]]
     first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
-    needed = _required(model)
+    needed = required(model.forward)
     if first is None or len(needed) > 1 or any(map(nn.parameter.is_lazy, first.parameters(recurse=False))):
         return []
     return [[one] for one in _of_layer(first)]
 
 
-def _required(model: nn.Module) -> list[str]:
-    """Return the names of the arguments that a model cannot do without."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
 def how_to_name(model: nn.Module) -> str:
     """Return how the inputs of a model are given on the command line."""
-    needed = _required(model)
+    needed = required(model.forward)
     if len(needed) > 1:
         return f"forward takes {', '.join(needed)}: give each as " + " ".join(f"--input {one}=SHAPE" for one in needed)
     return "give them with --input, such as --input 8x3x32x32, or --input 8x16:1000 for integers below 1000"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pytest_modelprobe import assertions
-from pytest_modelprobe.checks import STANDARD, Outcome
+from pytest_modelprobe.checks import STANDARD, Outcome, outcome
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import Record
@@ -56,7 +56,7 @@ class ScannedModel:
             own = [frame for frame in frames if "site-packages" not in frame.filename]
             at = (own or frames)[-1]
             raise UsageError(
-                f"{self.target.name} makes no model: {_first_line(error)} ({at.filename}:{at.lineno})"
+                f"{self.target.name} makes no model: {outcome.line_of(error)} ({at.filename}:{at.lineno})"
             ) from error
 
     @property
@@ -80,7 +80,7 @@ class ScannedModel:
                 return run()
         except Exception as error:  # whatever a model raises on inputs that do not fit
             raise UsageError(
-                f"{type(self.model).__name__} does not run on {shown(self.inputs)}: {_first_line(error)}"
+                f"{type(self.model).__name__} does not run on {shown(self.inputs)}: {outcome.line_of(error)}"
             ) from error
 
     def failed_assertions(self) -> list[str]:
@@ -130,7 +130,3 @@ def applicable_assertions(record: Record) -> list[str]:
 def shown(inputs: Sequence[Input]) -> str:
     """Return inputs as the command line takes them."""
     return " ".join(map(str, inputs))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

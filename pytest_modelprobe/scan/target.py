@@ -73,16 +73,25 @@ def load(name: str) -> Target:
     return Target(name, functools.partial(_made, name, make), module_name, path.partition(".")[0], expression)
 
 
+def required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function cannot do without.
+
+    >>> required(lambda x, *more, scale=1: x)
+    ['x']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
 def _check_callable(name: str, made: Any) -> None:
     if isinstance(made, nn.Module):
         raise UsageError(f"{name} is a model already: name a function that makes it, with weights by the seed")
     if not callable(made):
         raise UsageError(f"{name} is {type(made).__name__}, not a function or a class that makes a model")
     try:
-        parameters = inspect.signature(made).parameters.values()
+        needed = required(made)
     except (TypeError, ValueError):  # written in C
         return
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise UsageError(f"{name} needs arguments ({', '.join(needed)}): name a function without, which calls it")
 
