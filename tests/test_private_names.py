@@ -242,7 +242,7 @@ def test_a_watch_that_is_refused_leaves_no_hook(path: str, monkeypatch: pytest.M
     assert not any(tables)
 
 
-# --- of pytest ---------------------------------------------------------------------------------------------------------
+# --- of pytest --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_plugin_alone")
