@@ -335,7 +335,9 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     if observed:
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
-        item.stash.setdefault(_OBSERVED, []).extend(observed)
+        # The steps now: fixtures that are torn down later may still change the model.
+        kept = [one._replace(steps=one.steps[:] if len(one.steps) > 1 else ()) for one in observed]
+        item.stash.setdefault(_OBSERVED, []).extend(kept)
         item.stash.setdefault(_FIGURES, []).extend(probe.take_figures())
 
 

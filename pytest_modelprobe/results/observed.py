@@ -25,6 +25,8 @@ class Observed:
     """None: it could not be made."""
     error: str = ""
     """Why."""
+    steps: Sequence[Record] = ()
+    """Of a watch: the records of its steps of training, where it keeps several."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +78,12 @@ def observed_data(
         try:
             runs.append(
                 run_data(
-                    source.record, name=source.name, kind=source.kind, diagnosis=one.diagnosis, expected=one.expected
+                    source.record,
+                    name=source.name,
+                    kind=source.kind,
+                    diagnosis=one.diagnosis,
+                    expected=one.expected,
+                    steps=source.steps,
                 )
             )
         except Exception as error:  # noqa: BLE001 - a record that cannot be shown must not end the run of pytest
