@@ -29,6 +29,8 @@ class NamedRecord(NamedTuple):
     """Why."""
     steps: Sequence[Record] = ()
     """Those of a watch; each is made when it is read."""
+    findings: tuple[str, ...] = ()
+    """Those of other plugins."""
 
 
 def named_records(probe: ModelProbe) -> list[NamedRecord]:
@@ -56,7 +58,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
     found = []
-    for name, _, record, error, _ in observed:
+    for name, _, record, error, _, others in observed:
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
@@ -66,7 +68,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "layers": len(record.layers),
                 "calls": sum(len(layer.calls) for layer in record.layers.values()),
                 "forwards": record.forwards,
-                "findings": findings(record),
+                "findings": [*findings(record), *others],
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record) if with_table and record.forwards else [],
                 **(properties.of_record(record) if properties.is_asked(config) else {}),

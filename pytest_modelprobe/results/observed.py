@@ -27,6 +27,8 @@ class Observed:
     """Why."""
     steps: Sequence[Record] = ()
     """Of a watch: the records of its steps of training, where it keeps several."""
+    findings: Sequence[str] = ()
+    """Those of other plugins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def observed_data(
                     diagnosis=one.diagnosis,
                     expected=one.expected,
                     steps=source.steps,
+                    others=source.findings,
                 )
             )
         except Exception as error:  # noqa: BLE001 - a record that cannot be shown must not end the run of pytest

@@ -25,6 +25,7 @@ def run_data(
     diagnosis: Diagnosis | None = None,
     expected: Record | None = None,
     steps: Iterable[Record] = (),
+    others: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return what was recorded in one run or watch, in builtin types.
 
@@ -35,6 +36,7 @@ def run_data(
         diagnosis: Of its comparison with a snapshot, if they differ.
         expected: The record in that snapshot, with the current names of layers.
         steps: The records of its steps of training.
+        others: Findings of other plugins.
 
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'
@@ -52,7 +54,7 @@ def run_data(
         "parameters": elements(record.parameters),
         "trainable": elements(parameter for parameter in record.parameters if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
-        "findings": [text(finding) for finding in findings(record, dead)],
+        "findings": [text(finding) for finding in (*findings(record, dead), *others)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},
