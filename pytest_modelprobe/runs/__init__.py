@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import maps
+from .compiled import Compiled
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
@@ -13,6 +14,7 @@ from .stop import StopOn
 from .watch import Watch
 
 __all__ = [
+    "Compiled",
     "Loss",
     "Mode",
     "NoGradientError",

@@ -30,6 +30,7 @@ from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .small import SMALL, SmallTensors
 
 __all__ = [
+    "NO_ELEMENT",
     "Reduced",
     "SmallTensors",
     "collect",
