@@ -14,7 +14,7 @@ from pytest_modelprobe._torch import compile_only_inside, graph_task
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers, ModuleHook
 from pytest_modelprobe.record import COMPILED_INSIDE, ROOT, ForwardKind
-from pytest_modelprobe.statistics import NO_ELEMENT, Reduced
+from pytest_modelprobe.statistics import NO_ELEMENT, WHOLE, Reduced
 
 from .observation import Forward, TensorObservation
 from .tensors import plain_name
@@ -107,7 +107,7 @@ class TracedHooks:
         return {id(buffer): part.tolist() for buffer, part in zip(buffers, flat, strict=True)}
 
     def _forward(self, index: int, kind: ForwardKind, numbers: dict[int, list[float]]) -> Forward | None:
-        forward = Forward(index, kind)
+        forward = Forward(index, kind, WHOLE)
         calls = {name: numbers[id(hook.calls[kind[1]])] for name, hook in self._hooks.items()}
         forward.forwards = int(calls[self._root_name][0])
         seen: dict[str, list[tuple[str, TensorObservation]]] = {}
