@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import maps
+from .compiled import Compiled
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
@@ -14,6 +15,7 @@ from .watch import Watch
 from .watched import watched
 
 __all__ = [
+    "Compiled",
     "Loss",
     "Mode",
     "NoGradientError",

@@ -31,6 +31,7 @@ from .samples import WHOLE, Samples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
+    "NO_ELEMENT",
     "WHOLE",
     "Reduced",
     "Samples",
