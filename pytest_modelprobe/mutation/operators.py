@@ -222,14 +222,13 @@ def _with_mask_shifted(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_stale_buffers(module: nn.Module) -> Iterator[None]:
-    before = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
+    # It updates copies: writing its buffers back would move the versions that autograd saved.
+    before = dict(module._buffers)
+    module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in before.items()})
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name in before and buffer.shape == before[name].shape:
-                    buffer.copy_(before[name])
+        module._buffers.update(before)
 
 
 def _softmax_dim(module: nn.Module) -> AbstractContextManager[object]:

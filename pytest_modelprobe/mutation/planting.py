@@ -156,7 +156,8 @@ class Observer:
             self._begin_forward(module)
         self._running.append(module)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> Any:
+        kwargs, output = ({}, *given)[-2:]  # after an error, torch leaves the keyword arguments out
         if self._is_off() or not any(module is other for other in self._running):
             return None
         call = LayerCall(module, args, kwargs, output)
