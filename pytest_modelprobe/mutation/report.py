@@ -65,7 +65,7 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
         text = f"{label}, {count(tests[place], 'test')}: {', '.join(sorted(operators))}"
         yield from textwrap.wrap(printable(text), 110, subsequent_indent="    ", break_long_words=False)
     if len(ordered) > (most or len(ordered)):
-        yield f"{len(ordered) - (most or 0):,} more layers: -v shows them"
+        yield f"{count(len(ordered) - (most or 0), 'more layer')}: -v shows them"
     tried, left = Counter(operator for _, operator in results.faults()), Counter(operator for _, operator in survivors)
     yield ""
     yield "What notices them"
