@@ -103,11 +103,11 @@ def _left_out(results: Results) -> Iterator[str]:
     said += [f"left out: {test}, which when run again without a fault {why}" for test, why in results.left_out.items()]
     if results.known:
         said.append(f"{count(results.known, 'result')} from an earlier run: --cache-clear forgets them")
-    if results.stopped:
-        open_ = results.total - len(results.verdicts)
-        said.append(
-            f"{count(open_, 'fault')} of {results.total:,} not tried: {results.stopped}; the next run goes on there"
-        )
+    why, not_tried = results.stopped or "the run was interrupted", results.total - len(results.verdicts)
+    if not_tried > 0:
+        said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; the next run goes on there")
+    elif results.stopped:
+        said.append(f"no fault was tried: {why}")
     if said:
         yield ""
         yield from map(printable, said)

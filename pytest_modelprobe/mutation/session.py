@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
@@ -23,7 +24,8 @@ from .report import lines
 from .trial import TimeIsOver, Trial, key_of, wide_fixtures
 
 _CACHE = "modelprobe/mutation"  # key in pytest's cache
-_WAITS = 60.0  # seconds for workers of xdist that have not ended their tests
+_MOST_KNOWN = 20_000  # verdicts that are kept
+_WAITS = 3600.0  # seconds for workers of xdist that have not ended their tests
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,13 @@ class MutationSession:
             with self._telling():
                 return (yield)
         with self._observer.installed():
-            result = yield
+            try:
+                result = yield
+            except BaseException as error:
+                self._folder.append(stopped=str(error) or "the run was interrupted")
+                raise
             self._folder.write_tests(list(self._tests_of(session)))
-            if session.shouldfail or session.shouldstop:
+            if session.shouldfail or session.shouldstop:  # a worker of xdist does not raise
                 self._folder.append(stopped=f"{session.shouldfail or session.shouldstop}")
             else:
                 self._try_mutants(session)
@@ -135,6 +141,11 @@ class MutationSession:
         self._test = item.nodeid
         with self._observer.observing(self._seen[item.nodeid]):
             return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Let a compiled model run without torch's warning that it does not see our hooks: it is not mutated inside."""
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
@@ -240,7 +251,8 @@ class MutationSession:
         self._results, keys = self._folder.results()
         cache = getattr(self._config, "cache", None)
         if cache is not None and keys:
-            cache.set(_CACHE, self._known() | keys)
+            known = self._known() | keys
+            cache.set(_CACHE, dict(list(known.items())[-_MOST_KNOWN:]))
         least, score = self._options.least_score, self._results.score
         if least is not None and (score is None or score < least) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

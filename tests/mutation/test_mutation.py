@@ -190,6 +190,11 @@ def test_when_the_time_is_over_the_rest_is_counted(pytester: pytest.Pytester) ->
     )
 
 
+def test_a_run_that_stops_early_plants_no_fault(pytester: pytest.Pytester) -> None:
+    result = mutate(pytester, CHECKS_SHAPE + "def test_fails(): assert False", "-x")
+    result.stdout.fnmatch_lines(["no fault was tried: stopping after 1 failures"])
+
+
 def test_an_interrupted_run_reports_what_was_done(pytester: pytest.Pytester) -> None:
     tests = """
 def test_interrupts():
@@ -240,6 +245,17 @@ def test_last():
 """
     result = mutate(pytester, tests)
     assert "left out" not in result.stdout.str()
+
+
+def test_a_compiled_model_runs_as_it_does_without_mutants(pytester: pytest.Pytester) -> None:
+    tests = """
+def test_compiled():
+    net = torch.compile(Net(), backend="eager", fullgraph=True)
+    assert net(torch.ones(1, 4)).tolist() == [[7.0, 23.0]]
+"""
+    result = mutate(pytester, tests, "-W", "error")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["OptimizedModule(Net) (root), 1 test: to_float64"])
 
 
 def test_it_leaves_no_hook_and_the_random_state(pytester: pytest.Pytester) -> None:
