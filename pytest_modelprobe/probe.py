@@ -15,7 +15,7 @@ from .exceptions import NothingObservedError, UsageError
 from .interventions import Ablation, Change, Intervention, Metric, Swap, ablation, faults, intervene
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device, merged
+from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device, merged, watched
 from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .figures import Figures
 
-__all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
+__all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from . import hookspecs
 from .annotations import Annotations
 from .devices import as_list, resolve
 from .marker import is_rank, marker_arguments, marker_error, marker_location
+from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
 from .settings import SETTINGS, add_options, settings_of
@@ -49,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("modelprobe", "unit tests for PyTorch models")
     add_options(parser, group)
     options.add_options(parser, group)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the hooks for other plugins."""
+    pluginmanager.add_hookspecs(hookspecs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,6 +110,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     if ProgressLine.is_wanted(config):
         config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
+    add_checks(config)
 
 
 # --- collection -------------------------------------------------------------------------------------------------------
@@ -280,6 +288,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Keep what shared probes recorded in the test, before the last test closes them."""
+    failure = None
+    try:
+        for probe in item.config.stash[SETTINGS].shared_probes:
+            _keep_observed(item, probe)
+    except Exception as error:  # noqa: BLE001 - of a hook of another plugin: fixtures are torn down nevertheless
+        failure = error
+    result = yield
+    if failure is not None:
+        raise failure
+    return result
+
+
 def _fail_unasserted(item: pytest.Item) -> None:
     __tracebackhide__ = True
     text = _unasserted(item)
@@ -311,8 +334,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if notes:
             report.sections.append(("modelprobe", "\n".join(notes)))
     elif report.when == "teardown":
-        for probe in item.config.stash[SETTINGS].shared_probes:
-            _keep_observed(item, probe)
         found = _summaries_of(item)
         if found:
             report.modelprobe = found
@@ -339,11 +360,13 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     """Keep what the reports of a test need of the runs, watches and figures of a probe."""
     if item.config.stash[SETTINGS].unreported:
         return
-    observed = named_records(probe)
+    observed = [told_to_plugins(one, item) for one in named_records(probe)]
     if observed:
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
-        item.stash.setdefault(_OBSERVED, []).extend(observed)
+        # The steps now: fixtures that are torn down later may still change the model.
+        kept = [one._replace(steps=one.steps[:] if len(one.steps) > 1 else ()) for one in observed]
+        item.stash.setdefault(_OBSERVED, []).extend(kept)
         item.stash.setdefault(_FIGURES, []).extend(probe.take_figures())
 
 

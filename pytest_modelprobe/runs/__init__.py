@@ -11,6 +11,7 @@ from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
 from .watch import Watch
+from .watched import watched
 
 __all__ = [
     "Loss",
@@ -22,6 +23,7 @@ __all__ = [
     "SourceMode",
     "Target",
     "Watch",
+    "watched",
     "WeakRerun",
     "check_loss",
     "find_gradient_origin",
