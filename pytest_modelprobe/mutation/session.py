@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from .folder import Folder
-from .plan import BaselineTest, Place, Results, Verdict, planned
+from .plan import BaselineTest, Place, Results, planned
 from .planting import Observer, Seen
 from .report import lines
 from .trial import TimeIsOver, Trial, key_of, wide_fixtures
@@ -214,10 +214,15 @@ class MutationSession:
                     self._tell(f"fault {number + 1:,} of {len(plan):,}, at most {max(left, 0):.0f} s left")
                     one = plan[number]
                     key = trial.key(one)
-                    verdict = Verdict(*known[key]) if key in known else trial.verdict(one)
-                    self._folder.append(mutant=one.mutant, verdict=verdict, key=key, known=key in known)
-        except TimeIsOver:
-            stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
+                    if key in known:
+                        self._folder.append(mutant=one.mutant, verdict=known[key], key=key, known=True)
+                    elif not stopped:
+                        try:
+                            verdict = trial.verdict(one)
+                        except TimeIsOver:
+                            stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
+                            continue
+                        self._folder.append(mutant=one.mutant, verdict=verdict, key=key, known=False)
         except KeyboardInterrupt:
             stopped = "the run was interrupted"
             raise

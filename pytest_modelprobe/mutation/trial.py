@@ -162,9 +162,7 @@ class Trial:
 
     def _has_effect(self, test: str, run: _Run, planted: Planted, reference: _Reference) -> bool:
         """Whether a fault that the test did not notice changed what models return, or a gradient that it computes."""
-        before = {
-            key: seen for key in ["", *wide_fixtures(self._items[test])] if (seen := self._before(key, reference))
-        }
+        before = self._all_before(test, reference)
         if planted.operator.of_gradient and planted.fired:
             return any(planted.place.model in seen.backward for seen in before.values())
         changed = any(seen.differs(before[key]) for key, seen in run.seen.items() if key in before)
@@ -175,8 +173,10 @@ class Trial:
                 self._leave_out(test, "computed something else, so that no fault can be told from chance")
         return changed and bool(reference.repeats)
 
-    def _before(self, key: str, reference: _Reference) -> Seen | None:
-        return self._of_fixtures.get(key) if key else reference.seen
+    def _all_before(self, test: str, reference: _Reference) -> dict[str, Seen]:
+        """Return what a test, under an empty name, and its fixtures of wider scope did without a fault."""
+        known = {key: self._of_fixtures[key] for key in wide_fixtures(self._items[test]) if key in self._of_fixtures}
+        return {"": reference.seen, **known}
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,8 @@ class Trial:
             stack.enter_context(seeded(derive(0, test)))
             stack.enter_context(observer.observing(own, planted))
             if reference is not None:
-                observer.most_calls = reference.seen.calls * _TIMES + _MORE_CALLS
+                calls = sum(seen.calls for seen in self._all_before(test, reference).values())
+                observer.most_calls = calls * _TIMES + _MORE_CALLS
                 observer.deadline = started + reference.seconds * _TIMES + _MORE_SECONDS
             tear_down_before(item, item.parent)
             reports = run_again(item)

@@ -178,6 +178,12 @@ def test_the_next_run_takes_over_what_is_known(pytester: pytest.Pytester) -> Non
     assert ", with 0 runs of tests" in again.stdout.str()
 
 
+def test_what_is_known_counts_though_the_time_is_over(pytester: pytest.Pytester) -> None:
+    mutate(pytester, CHECKS_ALL + CHECKS_SHAPE, "--modelprobe-mutate=3")
+    again = mutate(pytester, CHECKS_ALL + CHECKS_SHAPE, "--modelprobe-mutate-time=1e-9")
+    again.stdout.fnmatch_lines(["3 results from an earlier run: --cache-clear forgets them"])
+
+
 def test_a_changed_test_is_tried_again(pytester: pytest.Pytester) -> None:
     mutate(pytester, CHECKS_SHAPE)
     assert "earlier run" not in mutate(pytester, CHECKS_SHAPE + "# changed").stdout.str()
@@ -215,6 +221,19 @@ def test_until_positive():
 """
     result = mutate(pytester, tests)
     assert "nan" not in result.stdout.str()
+
+
+def test_a_fixture_that_calls_layers_often_does_not_hang(pytester: pytest.Pytester) -> None:
+    tests = """
+@pytest.fixture(scope="module")
+def output():
+    net = Net()
+    return [net(torch.ones(1, 4)) for _ in range(600)][-1]
+
+def test_shape(output):
+    assert output.shape == (1, 2)
+"""
+    assert verdicts(mutate(pytester, tests, "--modelprobe-mutate=2")) == "0 % of the faults were noticed: 0 of 2"
 
 
 def test_a_failure_of_a_unittest_test_case_is_noticed(pytester: pytest.Pytester) -> None:
