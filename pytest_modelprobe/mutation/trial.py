@@ -89,7 +89,7 @@ class Trial:
         of the classes of all modules of the model, and the version of torch.
         """
         digest = hashlib.sha256(f"{torch.__version__}|{one.mutant.key}".encode(errors="surrogatepass"))
-        for test in one.tests:
+        for test in sorted(one.tests):
             digest.update(f"|{test}".encode(errors="surrogatepass"))
             path = self._items[test].path
             beside = [path.parent / name / path.stem for name in ("__modelprobe__", "__snapshots__")]
