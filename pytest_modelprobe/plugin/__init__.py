@@ -81,6 +81,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
+    if config.stash[SETTINGS].mutate is not None:
+        from .mutation import mutation_session
+
+        config.pluginmanager.register(mutation_session(config, snapshots), "modelprobe-mutation")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -318,6 +322,8 @@ def _unasserted(item: pytest.Item) -> str | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Put the message on a failed comparison, and the results on the report of the teardown, which xdist transfers."""
+    if item.config.stash[SETTINGS].unreported:
+        return (yield)
     comparer = item.stash.get(_COMPARER, None)
     if comparer is not None:
         comparer.explain(call)
@@ -352,6 +358,8 @@ def _notes_of(item: pytest.Item) -> list[str]:
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     """Keep what the reports of a test need of the runs, watches and figures of a probe."""
+    if item.config.stash[SETTINGS].unreported:
+        return
     observed = [told_to_plugins(one, item) for one in named_records(probe)]
     if observed:
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
