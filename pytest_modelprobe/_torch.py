@@ -432,7 +432,7 @@ class CompiledCalls:
         if original is None:
             return callback
         # Contexts that switch compilation off ask too, and contexts without a function.
-        asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= call.keys()
+        asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= set(call)
         if not asks or not self._is_eager(call["fn"], call["args"], call["kwargs"]):
             return original(callback)
         if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
