@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import pytest
 import scale
 import tensors
 import torch
@@ -424,6 +426,60 @@ def bench_passing(rounds: int = 3) -> dict[str, float]:
     return found
 
 
+def bench_measures(rounds: int = 7) -> dict[str, dict[str, float]]:
+    """What reports ask of a `run`, in runs without: histograms and the profile, by time of the processor."""
+    options = {"alone": {}, "histograms": {"histograms": True}, "profile": {"profile": True}}
+    options["both"] = options["histograms"] | options["profile"]
+    found = {}
+    for title, make in {"MLP of 6 layers": mlp, "GPT-2, 6 blocks, 2 x 256": gpt2}.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        probe = ModelProbe()
+        each: dict[str, list[float]] = {name: [] for name in options}
+        for turn in range(-1, rounds):
+            for name, asked in options.items():
+                start = time.process_time()
+                probe.run(model, loss="random", **asked, **inputs)
+                if turn >= 0:
+                    each[name].append(time.process_time() - start)
+        found[title] = {name: middle for name, (_, middle, _) in ratios(each, "alone").items() if name != "alone"}
+    return found
+
+
+REPORTED = """
+import os, pytest
+from torch import nn
+
+@pytest.mark.parametrize("i", range(10))
+def test_model(modelprobe, i):
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())))
+    profile = "PROFILE" in os.environ
+    assert modelprobe.run(model, modelprobe.randn(64, 256), loss="random", profile=profile).layers
+"""
+
+
+def bench_reports(rounds: int = 7) -> dict[str, float]:
+    """What each report makes of a run of pytest, in runs without one, by time of the processor."""
+    modes = {"none": [], "the results file": ["--modelprobe-json=r.json"], "HTML": ["--modelprobe-html=r.html"]}
+    modes["all, with the profile and JUnit XML"] = [*modes["the results file"], *modes["HTML"], "--junitxml=r.xml"]
+    each: dict[str, list[float]] = {name: [] for name in modes}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("test_reported.py").write_text(REPORTED, "utf-8")
+        command = ["-q", "--rootdir=.", "--import-mode=importlib", "-p", "no:cacheprovider", "test_reported.py"]
+        for turn in range(-1, rounds):
+            for name, arguments in modes.items():
+                os.environ.pop("PROFILE", None)
+                os.environ.update({"PROFILE": "1"} if name.startswith("all") else {})
+                gc.collect()
+                start = time.process_time()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    status = pytest.main([*command, *arguments])
+                assert status == 0, name
+                if turn >= 0:
+                    each[name].append(time.process_time() - start)
+    return {name: middle for name, (_, middle, _) in ratios(each, "none").items() if name != "none"}
+
+
 def bench_snapshot(rounds: int = 7) -> dict[str, float]:
     """Bytes of a snapshot of a GPT-2 of 12 blocks; milliseconds to read, compare and write 1,000 layers.
 
@@ -632,6 +688,8 @@ def report(results: dict[str, Any]) -> str:
             f"a file of {n['bytes'] / 1e3:,.0f} kB, {n['layers']:,.0f} layers.",
             "",
         ]
+    if "measures" in results and "reports" in results:
+        parts += [*_report_lines(results["measures"], results["reports"])]
     if "load" in results:
         load = results["load"]
         parts += [
@@ -647,7 +705,7 @@ def report(results: dict[str, Any]) -> str:
 
 BENCHES = (
     bench_forward, bench_bfloat16, bench_limit, bench_tensors, bench_peers, bench_scale, bench_python, bench_attach,
-    bench_run, bench_isolation, bench_snapshot, bench_passing, bench_llama, bench_load,
+    bench_run, bench_isolation, bench_snapshot, bench_passing, bench_measures, bench_reports, bench_llama, bench_load,
 )  # fmt: skip
 
 
@@ -660,6 +718,20 @@ def _passing_lines(found: dict[str, float]) -> Iterator[str]:
         yield "A test that passes, `run` and all that a comparison does, in plain steps by time of the processor:"
         yield from (f"- {title}: {ratio:.1f}" for title, ratio in found.items())
         yield ""
+
+
+def _report_lines(measures: dict[str, dict[str, float]], reports: dict[str, float]) -> Iterator[str]:
+    yield from ("## Reports", "")
+    yield "With none asked for, nothing of them is computed or imported: `tests/results/test_results.py` holds it."
+    yield "What they ask of a `run` with a backward, as ratios to a run without, by time of the processor:"
+    yield ""
+    yield from ("| model | histograms | profile | both |", "|---|---|---|---|")
+    for title, found in measures.items():
+        yield f"| {title} | {' | '.join(f'{ratio:.2f}' for ratio in found.values())} |"
+    yield ""
+    yield "A run of pytest of ten tests with 24 layers each, as ratios to the run without a report, start of Python and"
+    yield "imports apart: " + "; ".join(f"{name}: {ratio:.2f}" for name, ratio in reports.items()) + "."
+    yield ""
 
 
 def main() -> None:

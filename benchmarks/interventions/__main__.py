@@ -42,6 +42,7 @@ from pytest_modelprobe import (
     intervene,
 )
 from pytest_modelprobe.record import Record
+from pytest_modelprobe.runs import NoGradientError
 
 NAMES = ["MLP", "CNN", "LSTM", "GPT", "ViT", "Encoder"]
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -105,9 +106,12 @@ def of_architecture(name: str, every: int) -> list[dict[str, Any]]:
         }
         with intervene(trial.model, layer, **{what: counted}) as planted:
             probe = ModelProbe(seed=trial.seed)
-            record = probe.run(trial.model, *trial.inputs, loss=trial.loss)
+            try:
+                record = probe.run(trial.model, *trial.inputs, loss=trial.loss)
+            except NoGradientError as error:  # nothing behind the fault has parameters: there is no record
+                row |= {"causes": [str(error)], "refused": True}
             planted._fired += 1  # a gradient may not arrive: no effect
-            if counted.effect:
+            if counted.effect and not row.get("refused"):
                 causes = tool.judge(record, expected).causes
                 row["causes"] = [tool.told(cause) for cause in causes]
                 row["diagnosis"] = any(cause.layer == layer for cause in causes)
@@ -187,11 +191,27 @@ def report(rows: list[dict[str, Any]], every: int) -> str:
         lines.append(f"| {model} | {len(mine)} | {sum(r['diagnosis'] or r['assertion'] for r in mine)} |")
     missed = [row for row in counted if not (row["diagnosis"] or row["assertion"])]
     if missed:
-        lines += ["", "Not named:", "", "| model | layer | change | fault | said instead |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "Not named:",
+            "",
+            "| model | layer | change | fault | said instead | why |",
+            "|---|---|---|---|---|---|",
+        ]
         for row in missed:
             said = "; ".join(row["causes"][:3]) or "nothing"
-            lines.append(f"| {row['model']} | `{row['layer']}` | `{row['what']}=` | `{row['fault']}` | {said} |")
+            fault = f"`{row['what']}=` | `{row['fault']}`"
+            lines.append(f"| {row['model']} | `{row['layer']}` | {fault} | {said} | {why(row)} |")
     return "\n".join(lines)
+
+
+def why(row: dict[str, Any]) -> str:
+    """Return why a fault is not named, where it is known."""
+    if row.get("refused"):
+        return "`run` refuses: no parameter gets a gradient, for none stands behind the layer"
+    if (row["what"], row["fault"]) == ("gradient", "nan") and not row["causes"]:
+        return "the NaN meets a unit that the ReLU has closed, and goes no further"
+    return ""
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Sequence
@@ -149,6 +150,20 @@ def _of_layer(layer: nn.Module) -> list[Input]:
 
 
 def _of_transformers(model: Any) -> list[list[Input]]:
+    return [_of_one_batch(inputs) for inputs in _by_main_input(model)]
+
+
+def _of_one_batch(inputs: list[Input]) -> list[Input]:
+    """Return inputs with as many rows in each: a model may reshape what does not fit, and compute nonsense.
+
+    >>> _of_one_batch([Input((4, 16), below=9), Input((2, 3, 8, 8))])[0].shape
+    (2, 16)
+    """
+    rows = min((one.shape[0] for one in inputs), default=BATCH)
+    return [dataclasses.replace(one, shape=(rows, *one.shape[1:])) for one in inputs]
+
+
+def _by_main_input(model: Any) -> list[list[Input]]:
     config, main = model.config, model.main_input_name
     taken = inspect.signature(model.forward).parameters
     vision = _first(config, "vision_config", "backbone_config") or config

@@ -33,8 +33,9 @@ def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
     layers += [layer("head", "block", status=["moved"], attention=[0.1, 0.95])]
     layers += [layer(name, status=[word]) for name, word in other_statuses()]
     broken = snapshot(cause("block.fc: own code changed"), text="block.fc\n\nIntended? pytest t.py --snapshot-update")
+    taken = [{"step": n, "update_ratios": {"conv": 10.0**-n, "head": 0.01, "gone": 0.0}} for n in range(3)]
     tests = [
-        checked("test_a", run(*layers), outcome="failed", message="block.fc", snapshots=[broken]),
+        checked("test_a", run(*layers, steps=taken), outcome="failed", message="block.fc", snapshots=[broken]),
         checked("test_b"),
     ]
     tests += [checked(name, run(layer(name))) for name in made["HOSTILE"]]

@@ -77,6 +77,14 @@ def test_inputs_are_guessed_from_the_configuration_of_a_model_of_timm() -> None:
              "image_size": 16, "patch_size": 8, "num_channels": 1},
             "pixel_values=2x1x16x16",
         ),
+        (  # it reshapes a batch of another size, and computes nonsense
+            "Whisper",
+            {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60,
+             "num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+             "decoder_start_token_id": 0},
+            "input_features=2x8x20 decoder_input_ids=2x16:60",
+        ),
     ],
 )  # fmt: skip
 def test_a_model_of_transformers_runs_on_what_is_guessed_from_its_configuration(
