@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ _ROWS = 128  # of one product: (8, 128) @ (128, 256) is the largest for which Op
 _CHUNK = 1 << 23  # elements handled at a time on a device; whole periods
 
 _FLOATS = (torch.float32, torch.float64)
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 _MEAN, _SPREAD = (2**24 - 1) / 2, math.sqrt(12) / 2**24  # of the 24 bits of a hash that stand for an integer
 _INFINITE, _NAN = 2.0, 4.0  # values that stand for non-finite elements, in units of the largest finite magnitude
@@ -125,14 +126,18 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in _FLOATS else x.float()
 
 
-def _parts(x: Tensor, samples: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield elements of whole samples, shape (samples, elements); those of a sample above ``size`` in several parts.
+def _parts(x: Tensor, samples: int, size: int) -> Iterable[tuple[int, int, Tensor]]:
+    """Return elements of whole samples, shape (samples, elements); those of a sample above ``size`` in several parts.
 
     Each comes with the number of its first sample, and that of its first element within the sample.
     """
+    if 0 < x.numel() <= size:
+        return [(0, 0, x.reshape(samples, -1))]
+    return _cut(x, samples, size) if x.numel() else ()
+
+
+def _cut(x: Tensor, samples: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
     length = x.numel() // samples
-    if not length:
-        return
     if length <= size:
         together = size // length
         for number, piece in enumerate(pieces(x, together * length)):
@@ -208,17 +213,18 @@ def _projected(x: Tensor, signs: Array, convert: Callable[[Tensor], Tensor]) -> 
 
 def _of_sums(sums: Array) -> Array:
     """Return the projections from the 8 signed sums of the rows, shape (8, 256)."""
-    return np.einsum("sjc,sc->sj", columns().reshape(SUMS, -1, COLUMNS), sums).reshape(K) * _SCALE  # type: ignore[no-any-return]
+    numbers: Array = np.matmul(columns().reshape(SUMS, -1, COLUMNS), sums[:, :, None]).reshape(K) * _SCALE
+    return numbers
 
 
 def _add(sums: Array, part: Tensor, signs: Array, first: int) -> None:
     """Add the signed rows of some samples, shape (samples, elements), of which the first element begins a period."""
     length = part.shape[1]
     whole, rest = divmod(length, COLUMNS)
-    table = rows(np.dtype(str(part.dtype).removeprefix("torch.")))
+    table = rows(_FLOAT64 if part.dtype == torch.float64 else _FLOAT32)
     if first:
         signs = signs * periods()[first // PIECE % len(periods()), :, None]
-    signs = signs.astype(table.dtype)
+    signs = signs.astype(table.dtype, copy=False)
     if whole:
         of_rows = (signs[:, :, None] * table[:, None, :whole]).reshape(SUMS, -1)
         sums += _product(of_rows, part[:, : length - rest].reshape(-1, COLUMNS))
