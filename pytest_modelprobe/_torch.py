@@ -235,6 +235,15 @@ global_hooks: tuple[dict[int, Any], ...] = (
 )
 """The hooks for the calls of all modules; not empty where they cannot be read."""
 
+_WITH_KEYWORDS: dict[int, bool] = _private("torch.nn.modules.module._global_forward_hooks_with_kwargs", {})
+
+
+def remove_global_hook(handle: RemovableHandle) -> None:
+    """Remove a hook on all modules, and that it takes keyword arguments, which torch would keep."""
+    handle.remove()
+    _WITH_KEYWORDS.pop(handle.id, None)
+
+
 BatchNorm: Any = _private(
     "torch.nn.modules.batchnorm._BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )

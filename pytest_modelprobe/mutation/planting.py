@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils.hooks import unserializable_hook
 
-from pytest_modelprobe._torch import tracing_state, without_dispatch_modes, without_torch_function
+from pytest_modelprobe._torch import remove_global_hook, tracing_state, without_dispatch_modes, without_torch_function
 from pytest_modelprobe.models import as_array, flatten, has_dense_storage
 from pytest_modelprobe.record import ROOT
 
@@ -91,7 +91,7 @@ class Observer:
                 hooks_of_all.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
                 hooks_of_all.register_module_parameter_registration_hook(self._registered),
             ):
-                stack.callback(handle.remove)
+                stack.callback(remove_global_hook, handle)
             yield
 
     @property
