@@ -21,6 +21,7 @@ from torch import Tensor
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
+from .compiled import by_kernel
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
@@ -212,11 +213,13 @@ def _reduced(
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, fingerprint, histogram)
-    if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
+    reduced = None if fingerprint and plain.numel() <= SMALL else by_kernel(plain, axis, index)
+    if reduced is None and 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint, histogram)
         return reduced.computed() if small is None else reduced
-    reduced = on_cpu(plain, axis, index)
+    if reduced is None:
+        reduced = on_cpu(plain, axis, index)
     if fingerprint:
         reduced.fingerprint = project(plain, index)
     if histogram:
