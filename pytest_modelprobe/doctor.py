@@ -183,13 +183,10 @@ def _torch_problem() -> str:
 
 def _devices() -> Section:
     if _torch_problem():
-        return {
-            "cpu": platform.machine(),
-            "kernel": _kernel(),
-            "cuda": "unknown without torch",
-            "mps": "unknown without torch",
-        }
-    return {"cpu": _attempt(_cpu), "kernel": _kernel(), "cuda": _attempt(_cuda), "mps": _attempt(_mps)}
+        found = {"cpu": platform.machine(), "cuda": "unknown without torch", "mps": "unknown without torch"}
+    else:
+        found = {"cpu": _attempt(_cpu), "cuda": _attempt(_cuda), "mps": _attempt(_mps)}
+    return {**found, "kernel": _kernel()}
 
 
 def _cpu() -> str:

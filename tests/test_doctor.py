@@ -45,9 +45,9 @@ versions
 
 devices
   cpu     x86_64, 4 threads
-  kernel  compiled (avx2)
   cuda    not available: this torch is built without CUDA
   mps     not available
+  kernel  compiled (avx2)
 
 pytest plugins
   hypothesis    6.170.15
@@ -138,12 +138,8 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [WithoutTorch(), *sys.meta_path])
     found = doctor.report()
-    assert found["devices"] == {
-        "cpu": "x86_64",
-        "kernel": "compiled (avx2)",
-        "cuda": "unknown without torch",
-        "mps": "unknown without torch",
-    }
+    unknown = "unknown without torch"
+    assert found["devices"] == {"cpu": "x86_64", "cuda": unknown, "mps": unknown, "kernel": "compiled (avx2)"}
     assert found["switched off"] == ["running models: torch is not installed"]
 
 
