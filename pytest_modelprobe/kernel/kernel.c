@@ -40,6 +40,7 @@ enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
     SPAN = 1 << 15,   /* elements brought into order at once */
+    TURNED = 1 << 16, /* the same, where they are transposed */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
     NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
     SMALL = 1 << 13,  /* elements up to which all is done in float64 */
@@ -64,7 +65,7 @@ typedef struct {
 } View;
 
 typedef struct {
-    int kind, same_order;
+    int kind, same_order, turned;
     int64_t elements;      /* of the tensor */
     int64_t count, copies; /* elements that are read, and how often each counts */
     int64_t units, apart;  /* of the tensor, and those of them that lie apart */
@@ -296,6 +297,9 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
         for (int d = 0; d < memory->dims; d++)
             plan->same_order &= memory->size[d] == logical->size[d] && memory->stride[d] == logical->stride[d];
     }
+    int last = logical->dims - 1;
+    plan->turned = !plan->same_order && last > 0 && logical->stride[last] != itemsize &&
+                   logical->stride[last - 1] == itemsize && logical->size[last - 1] >= 8 && plan->count > SPAN;
 }
 
 /* --- what Python calls -------------------------------------------------------------------------------------------- */
@@ -423,7 +427,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (plan.ranges) room.ranges = malloc((size_t)plan.ranges * 2 * (size_t)itemsize);
     int ordered = plan.memory.direct && (!folded || plan.same_order || plan.logical.direct);
     int64_t most = folded ? elements : plan.count;
-    if (!ordered) room.buffer = malloc((size_t)(most < SPAN ? most : SPAN) * (size_t)itemsize);
+    int64_t largest = plan.turned ? TURNED : SPAN;
+    if (!ordered) room.buffer = malloc((size_t)(most < largest ? most : largest) * (size_t)itemsize);
     if (!room.parts || !room.numbers || (plan.ranges && !room.ranges) || (!ordered && most && !room.buffer)) {
         PyErr_NoMemory();
         goto done;

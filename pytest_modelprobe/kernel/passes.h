@@ -455,6 +455,76 @@ static INLINE void NAME(gather)(const View *view, int kind, int64_t start, int64
     }
 }
 
+/* Writes the columns of 16 rows of 16 elements as rows. */
+static INLINE void NAME(transpose)(const T *from, int64_t step, T *to, int64_t to_step) {
+#if X86 && !WIDE
+    for (int c = 0; c < 16; c += 4)
+        for (int r = 0; r < 16; r += 4) {
+            __m128 a = _mm_loadu_ps(from + r * step + c), b = _mm_loadu_ps(from + (r + 1) * step + c);
+            __m128 d = _mm_loadu_ps(from + (r + 2) * step + c), e = _mm_loadu_ps(from + (r + 3) * step + c);
+            _MM_TRANSPOSE4_PS(a, b, d, e);
+            _mm_storeu_ps(to + c * to_step + r, a);
+            _mm_storeu_ps(to + (c + 1) * to_step + r, b);
+            _mm_storeu_ps(to + (c + 2) * to_step + r, d);
+            _mm_storeu_ps(to + (c + 3) * to_step + r, e);
+        }
+#else
+    for (int c = 0; c < 16; c++)
+        for (int r = 0; r < 16; r++) to[c * to_step + r] = from[r * step + c];
+#endif
+}
+
+/* Writes `rows` rows of elements `stride` bytes apart, in each of which `columns` lie together, as columns. */
+static INLINE void NAME(turn)(const char *from, int64_t stride, int kind, int64_t rows, int64_t columns, T *to, int64_t to_step) {
+    int64_t itemsize = WIDE ? 8 : kind == FLOAT32 ? 4 : 2;
+    int direct = itemsize == (int64_t)sizeof(T) && (uintptr_t)from % sizeof(T) == 0 && stride % itemsize == 0;
+    T few[16 * 16];
+    for (int64_t r = 0; r < rows; r += 16)
+        for (int64_t c = 0; c < columns; c += 16) {
+            int64_t some_rows = rows - r < 16 ? rows - r : 16, some = columns - c < 16 ? columns - c : 16;
+            const char *corner = from + r * stride + c * itemsize;
+            if (direct && some_rows == 16 && some == 16) {
+                NAME(transpose)((const T *)(const void *)corner, stride / itemsize, to + c * to_step + r, to_step);
+                continue;
+            }
+            for (int64_t i = 0; i < some_rows; i++) NAME(copy_run)(corner + i * stride, itemsize, some, kind, few + 16 * i);
+            if (some_rows == 16 && some == 16) NAME(transpose)(few, 16, to + c * to_step + r, to_step);
+            else
+                for (int64_t j = 0; j < some; j++)
+                    for (int64_t i = 0; i < some_rows; i++) to[(c + j) * to_step + r + i] = few[16 * i + j];
+        }
+}
+
+/* Adds all elements where those that lie together are not those of the last dimension, but of the one before. */
+static INLINE void NAME(fold_turned)(const Plan *plan, Fold *fold, T *sums, T *buffer) {
+    const View *view = &plan->logical;
+    int last = view->dims - 1;
+    int64_t rows = view->size[last], columns = view->size[last - 1], itemsize = WIDE ? 8 : plan->kind == FLOAT32 ? 4 : 2;
+    int64_t tall = rows <= TURNED / 16 ? rows : TURNED / 16, wide = TURNED / tall / 16 * 16;
+    int64_t at[MOST_DIMS] = {0}, place = 0;
+    const char *from = view->data;
+    for (;;) {
+        for (int64_t c = 0; c < columns; c += wide)
+            for (int64_t r = 0; r < rows; r += tall) {
+                int64_t n = columns - c < wide ? columns - c : wide, some = rows - r < tall ? rows - r : tall;
+                NAME(turn)(from + c * itemsize + r * view->stride[last], view->stride[last], plan->kind, some, n, buffer, some);
+                if (some == rows) NAME(fold_span)(fold, sums, buffer, place + c * rows, n * rows);
+                else
+                    for (int64_t j = 0; j < n; j++)
+                        NAME(fold_span)(fold, sums, buffer + j * some, place + (c + j) * rows + r, some);
+            }
+        place += rows * columns;
+        int d = last - 2;
+        for (; d >= 0; d--) {
+            from += view->stride[d];
+            if (++at[d] < view->size[d]) break;
+            from -= view->size[d] * view->stride[d];
+            at[d] = 0;
+        }
+        if (d < 0) return;
+    }
+}
+
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
 static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t n, T *buffer) {
@@ -489,7 +559,9 @@ static void NAME(work)(const Plan *plan, int64_t first, int64_t stop, Fold *fold
         }
         parts[chunk] = all;
         end = (chunk + 1) * CHUNK < plan->elements ? (chunk + 1) * CHUNK : plan->elements;
-        if (fold && !plan->same_order)
+        if (fold && plan->turned) {
+            if (!chunk) NAME(fold_turned)(plan, fold, sums, buffer);
+        } else if (fold && !plan->same_order)
             for (int64_t start = chunk * CHUNK; start < end; start += SPAN) {
                 int64_t n = end - start < SPAN ? end - start : SPAN;
                 NAME(fold_span)(fold, sums, NAME(span)(&plan->logical, plan->kind, start, n, buffer), start, n);
