@@ -1,11 +1,12 @@
 """Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
 
-``python hatch_build.py`` compiles it beside its source, for runs from a checkout.
+``python hatch_build.py`` compiles it beside its source, for runs from a checkout; ``tox -e kernel-sanitized`` has a copy.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -85,6 +86,19 @@ else:
                 self._folder.cleanup()
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """Compile beside the source, or with ``--sanitized FOLDER`` a copy of the package, checked as it runs."""
     here = Path(__file__).resolve().parent
-    print(compile_kernel(here, here / FOLDER, sanitized="--sanitized" in sys.argv))
+    if not arguments:
+        print(compile_kernel(here, here / FOLDER))
+        return
+    option, folder = arguments
+    if option != "--sanitized":
+        raise SystemExit(f"unknown option {option}")
+    leave_out = shutil.ignore_patterns("_kernel.*", "__pycache__")
+    shutil.copytree(here / FOLDER.parent, Path(folder) / FOLDER.parent, ignore=leave_out, dirs_exist_ok=True)
+    print(compile_kernel(here, Path(folder).absolute() / FOLDER, sanitized=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -34,12 +34,19 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
+#if VECTORS
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address) (void)0
+#endif
+
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { MOST_DIMS = 64 };
 enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
     SPAN = 1 << 15,   /* elements brought into order at once */
+    AHEAD = 32,       /* rows that are fetched before they are transposed */
     TURNED = 1 << 16, /* the same, where they are transposed */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
     NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */

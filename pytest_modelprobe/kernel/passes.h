@@ -483,6 +483,7 @@ static INLINE void NAME(turn)(const char *from, int64_t stride, int kind, int64_
         for (int64_t c = 0; c < columns; c += 16) {
             int64_t some_rows = rows - r < 16 ? rows - r : 16, some = columns - c < 16 ? columns - c : 16;
             const char *corner = from + r * stride + c * itemsize;
+            for (int i = 0; i < 16; i++) PREFETCH(corner + (AHEAD + i) * stride);
             if (direct && some_rows == 16 && some == 16) {
                 NAME(transpose)((const T *)(const void *)corner, stride / itemsize, to + c * to_step + r, to_step);
                 continue;

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ SPECIAL = st.lists(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 40
 
 @compiled
 @given(views(), st.sampled_from(list(KINDS)), st.integers(0, 99), st.data(), SPECIAL)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "150")), deadline=None)
 def test_any_strides(view, kind, seed, data, special):
     shape, strides, start, size = view
     stored, values = drawn(kind, size, seed, special=special)
