@@ -1,6 +1,7 @@
 """Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
 
-``python hatch_build.py`` compiles it beside its source, for runs from a checkout; ``tox -e kernel-sanitized`` has a copy.
+``python hatch_build.py`` compiles it beside its source, for runs from a checkout;
+``tox -e kernel-sanitized`` compiles a copy.
 """
 
 from __future__ import annotations

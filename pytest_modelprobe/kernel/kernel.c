@@ -16,13 +16,15 @@
 #include <string.h>
 
 #if defined(__GNUC__) || defined(__clang__)
-#define VECTORS 1
 #define INLINE inline __attribute__((always_inline, unused))
 #define UNUSED __attribute__((unused))
+#ifndef VECTORS /* -DVECTORS=0: as without the vectors of these compilers */
+#define VECTORS 1
+#endif
 #else
-#define VECTORS 0
 #define INLINE __forceinline
 #define UNUSED
+#define VECTORS 0
 #endif
 #if VECTORS && (defined(__x86_64__) || defined(__i386__)) && defined(__SSE2__)
 #define X86 1

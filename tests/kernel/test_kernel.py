@@ -133,7 +133,7 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
             results += [
                 [
                     kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, SIGNS)
-                    for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 999))]
+                    for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
                 ]
             ]
     finally:
