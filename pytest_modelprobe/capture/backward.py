@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import WHOLE, Reduced, Samples, SmallTensors
 
 from .observation import Forward, ParameterGradient, TensorObservation
 from .observed_forwards import ObservedForwards
@@ -77,7 +78,8 @@ class BackwardPasses:
         inner = self.enter()
         self.recomputed = None
         forwards = list(observed.items())
-        reduced = self._reduced(gradient, max([forward.index for forward, _ in forwards]))
+        newest = max([forward for forward, _ in forwards], key=operator.attrgetter("index"))
+        reduced = self._reduced(gradient, newest.index, newest.samples)
         for forward, places in forwards:
             for seen in places:
                 seen.receive(reduced, inner=inner)
@@ -92,7 +94,8 @@ class BackwardPasses:
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
         first, newest = self._forwards.first, self._forwards.newest
-        reduced = self._reduced(gradient, 0 if newest is None else newest.index)
+        index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
+        reduced = self._reduced(gradient, index, samples)
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
         alone = [newest, first] if first is not newest else [newest]
@@ -119,14 +122,16 @@ class BackwardPasses:
         """Forget the gradients of the newest pass, which are kept to be recognized."""
         self._cache.clear()
 
-    def _reduced(self, gradient: torch.Tensor, index: int) -> Reduced:
+    def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples) -> Reduced:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
         key = content_key(gradient) if gradient.numel() > _LARGE else None
         if key is None:
-            return statistics.reduce(gradient, index=index, histogram=self._histograms, small=self._small)
+            return statistics.reduce(
+                gradient, index=index, samples=samples, histogram=self._histograms, small=self._small
+            )
         known = self._cache.get((index, key))
         if known is None:
             kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
-            reduced = statistics.reduce(gradient, index=index, histogram=self._histograms)
+            reduced = statistics.reduce(gradient, index=index, samples=samples, histogram=self._histograms)
             known = self._cache[index, key] = reduced, kept
         return known[0]

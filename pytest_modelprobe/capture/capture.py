@@ -97,6 +97,8 @@ class Capture:
         """Copies of the outputs of the layers in ``keep`` in the newest forward, one entry a call."""
         self.parameters: dict[str, ParameterReading] | None = None
         """Parameters and buffers by full name, as the first forward left them unless `read_parameters` came before."""
+        self.sample_inputs: Flat | None = None
+        """What tells the samples of the forwards apart; None: their own arguments."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
         self._on_forward = on_forward
@@ -319,7 +321,7 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
         self._training.forward_begins()
-        self._forwards.begin(kind)
+        self._forwards.begin(kind, [tensor for _, tensor in (self.sample_inputs or inputs).tensors])
         self._modules.stay_last()
         self._parameters.attach()
         self._recomputation.clear()

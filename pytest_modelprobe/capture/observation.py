@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
-from pytest_modelprobe.statistics import Reduced
+from pytest_modelprobe.statistics import Reduced, Samples
 
 from .costs import Costs
 from .tensors import ContentKey, plain_name, shape_of
@@ -225,9 +225,10 @@ class Forward:
 
     forwards = 1
 
-    def __init__(self, index: int, kind: ForwardKind) -> None:
+    def __init__(self, index: int, kind: ForwardKind, samples: Samples) -> None:
         self.index = index
         self.kind = kind
+        self.samples = samples
         self.calls: dict[tuple[str, int], CallObservation] = {}
         self.counts: dict[str, int] = {}
         self.backwards: set[int] = set()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
+
+from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Layers
@@ -98,7 +101,7 @@ class ObservedForwards:
         self._skipped = ObservedStep()
         self._others: Parts = {}
         self._undecided: list[DoneForward] = []
-        self._kinds: set[ForwardKind] = set()
+        self._kinds: Counter[ForwardKind] = Counter()
 
     @property
     def keeps_step(self) -> bool:
@@ -110,12 +113,12 @@ class ObservedForwards:
         """The steps that were kept, in order."""
         return [*self.steps, self.step] if self.step.taken and self.keeps_step else self.steps
 
-    def begin(self, kind: ForwardKind) -> None:
+    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor]) -> None:
         """Begin another forward; a step that was taken is over then."""
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
-            self._kinds.add(self.newest.kind)
-        self.newest = Forward(self.count, kind)
+        self.newest = Forward(self.count, kind, statistics.samples_of(inputs, self._kinds[kind]))
+        self._kinds[kind] += 1
         self.first = self.first or self.newest
         self.count += 1
         self.alive.add(self.newest)
@@ -125,7 +128,7 @@ class ObservedForwards:
 
     def is_new(self, kind: ForwardKind) -> bool:
         """Whether no forward before the newest is of that kind."""
-        return kind not in self._kinds
+        return self._kinds[kind] < 2
 
     def discard_step(self) -> None:
         """Note that the gradients of all passes before the one that runs were reset before a step was taken."""

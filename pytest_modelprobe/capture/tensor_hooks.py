@@ -86,7 +86,12 @@ class TensorObserver:
             return known.number, known.reduced
         number = forward.next_number()
         reduced = statistics.reduce(
-            tensor, axis=axis, index=forward.index, histogram=self._histograms, small=self._small
+            tensor,
+            axis=axis,
+            index=forward.index,
+            samples=forward.samples,
+            histogram=self._histograms,
+            small=self._small,
         )
         if key is not None:
             forward.reductions[key] = ReductionCacheEntry(tensor, number, reduced)

@@ -60,7 +60,7 @@ def removal_text(removal: Removal) -> str:
 
     >>> text = removal_text(Removal(frozenset({"a"}), "not used any more"))
     >>> text
-    '{\n "modelprobe": 1,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
+    '{\n "modelprobe": 2,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
     >>> removal_from(text, "test_a.removed.json").reason
     'not used any more'
     """

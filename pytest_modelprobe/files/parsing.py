@@ -29,7 +29,7 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
     """Return what a file of our schema holds; it has an object of this name.
 
     Raises:
-        SnapshotError: It is another file, damaged, or of a newer version.
+        SnapshotError: It is another file, damaged, or of another version.
     """
     if len(text) > MOST_BYTES:
         too_large(where, len(text))
@@ -67,6 +67,11 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
         raise SnapshotError(
             f"{where} was written by a newer pytest-modelprobe (schema {excerpt(schema)}; this one reads {SCHEMA}): "
             "upgrade pytest-modelprobe"
+        )
+    if schema < SCHEMA:
+        raise SnapshotError(
+            f"{where} was written by an older pytest-modelprobe (schema {schema}; this one reads {SCHEMA}): delete "
+            "it and the file beside it, and record the snapshot again with --snapshot-update"
         )
     return data
 

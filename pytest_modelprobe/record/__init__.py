@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .batches import batch_sizes
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
@@ -57,6 +58,7 @@ __all__ = [
     "connections",
     "containers",
     "elements",
+    "batch_sizes",
     "estimated_change",
     "estimated_share",
     "forward_of",

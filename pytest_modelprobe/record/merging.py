@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pytest_modelprobe.exceptions import UsageError
 
+from .batches import batch_sizes
 from .calls import Call, Dimension, Value
 from .layer import Layer, Parameter
-from .naming import qualified
+from .naming import address, qualified
 from .record import Record
-from .tensor_statistics import Histogram, Reading, Statistics, Units
+from .tensor_statistics import Histogram, Reading, Statistics, Units, has_nonfinite
 
 T = TypeVar("T")
 
@@ -37,6 +39,8 @@ def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
         layers[name] = merging.layer(have)
     return dataclasses.replace(
         records[0],
+        forwards=1 if merging.is_step else records[0].forwards,
+        backwards=min(records[0].backwards, 1) if merging.is_step else records[0].backwards,
         layers=layers,
         notes=(*dict.fromkeys(note for record in records for note in record.notes), *merging.notes()),
         profile=None,
@@ -49,11 +53,17 @@ class _Merging:
 
     def __init__(self, records: Sequence[Record], *, mean_loss: bool) -> None:
         self._mean_loss = mean_loss
-        self._batches = _batch_sizes(records)
+        self._batches = _batches(records)
         self._same_inputs = len(records) > 1 and _have_same_inputs(records)
+        self.is_step = records[0].step is not None
+        """Whether the forwards are those of one step: microbatches, that make up a batch."""
+        self._nonfinite: list[tuple[int, str]] = []
+        """What is not finite in some ranks alone, each with the place of its call in the order of computation."""
 
     def notes(self) -> Iterable[str]:
         """Yield remarks on the merging itself."""
+        if self._nonfinite:
+            yield min(self._nonfinite)[1]
         if self._same_inputs:
             yield "all ranks were given the same inputs, and not each its part of a batch"
 
@@ -77,7 +87,7 @@ class _Merging:
                 self._buffer([layer.buffers[i] for _, layer in have if i < len(layer.buffers)])
                 for i in range(len(first.buffers))
             ),
-            calls=tuple(self._call([call for _, call in found], scale) for found in calls.values()),
+            calls=tuple(self._call(first.name, found, scale) for found in calls.values()),
         )
 
     def _parameter(self, layer: Layer, have: list[tuple[int, Parameter]]) -> Parameter:
@@ -106,15 +116,28 @@ class _Merging:
             return have[0]
         return dataclasses.replace(have[0], reading=Reading(reason="each rank has its own"), after=None)
 
-    def _call(self, have: list[Call], scale: float) -> Call:
+    def _call(self, layer: str, numbered: list[tuple[int, Call]], scale: float) -> Call:
+        self._find_nonfinite(layer, numbered)
+        have = [call for _, call in numbered]
         return dataclasses.replace(
             have[0],
+            forwards=1 if self.is_step else have[0].forwards,
             inputs=self._values([v for call in have for v in call.inputs], scale),
             outputs=self._values([v for call in have for v in call.outputs], scale),
             attention=(),
             random=have[0].random if all(call.random == have[0].random for call in have) else None,
             response=None,
         )
+
+    def _find_nonfinite(self, layer: str, numbered: list[tuple[int, Call]]) -> None:
+        """Find an output of a call that is finite in some ranks and not in others."""
+        ranks = {True: [], False: []}  # type: dict[bool, list[int]]
+        for rank, call in numbered:
+            ranks[any(has_nonfinite(value.forward) for value in call.outputs)].append(rank)
+        if ranks[True] and ranks[False]:
+            where, call = address(layer, numbered[0][1], "output"), numbered[0][1]
+            text = f"{where} is not finite in [rank {ranks[True][0]}], and is finite in [rank {ranks[False][0]}]"
+            self._nonfinite.append((call.finished, text))
 
     def _values(self, of_all: Iterable[Value], scale: float) -> tuple[Value, ...]:
         by_path: dict[str, list[Value]] = {}
@@ -124,23 +147,27 @@ class _Merging:
 
     def _value(self, have: list[Value], scale: float) -> Value:
         first = have[0]
-        batch = not self._same_inputs and bool(first.shape) and all(
-            value.shape[:1] == (size,) for value, size in zip(have, self._batches, strict=False)
-        )  # fmt: skip
-        if not batch and all(value.forward == first.forward for value in have):
+        batch = not self._same_inputs and all(
+            bool(value.shape) and value.shape[0] in sizes for value, sizes in zip(have, self._batches, strict=False)
+        )
+        if not batch and all(value.forward.statistics == first.forward.statistics for value in have):
             return self._replicated(have)
+        together = functools.partial(_together, adds_up=batch, of_step=self.is_step)
         scaled = functools.partial(_scaled, factor=scale)
         return dataclasses.replace(
             first,
-            shape=_shape([value.shape for value in have]),
-            forward=_together([value.forward for value in have]) or first.forward,
-            backward=_map(scaled, _together([value.backward for value in have])),
-            backward_inner=_map(scaled, _together([value.backward_inner for value in have])),
+            shape=_shape([_shape_of_step(value) if self.is_step and batch else value.shape for value in have]),
+            forward=together([value.forward for value in have]) or first.forward,
+            backward=_map(scaled, together([value.backward for value in have])),
+            backward_inner=_map(scaled, together([value.backward_inner for value in have])),
             layout="batch",
         )
 
     def _replicated(self, have: list[Value]) -> Value:
         first = have[0]
+        if self.is_step:
+            first = dataclasses.replace(first, forward=_once(first.forward), backward=_map(_once, first.backward))
+            have = [dataclasses.replace(value, backward=_map(_once, value.backward)) for value in have]
         if any(value.backward != first.backward for value in have):
             reason = "gradient of a value that all ranks have: each has a term of it, and not the sum"
             first = dataclasses.replace(first, backward=Reading(reason=reason))
@@ -180,9 +207,15 @@ def _map(function: Callable[[Reading], Reading], reading: Reading | None) -> Rea
     return None if reading is None else function(reading)
 
 
-def _batch_sizes(records: Sequence[Record]) -> list[Dimension | None]:
-    """Return the first dimension of the first input of the outermost call, of each rank."""
-    return [next((value.shape[0] for value in _inputs(record) if value.shape), None) for record in records]
+def _batches(records: Sequence[Record]) -> list[frozenset[Dimension]]:
+    """Return which sizes of dimension 0 are the batch, of each rank: from the first input of the outermost call."""
+    shapes = (next((value.shape for value in _inputs(record) if value.shape), ()) for record in records)
+    return [_sizes(shape) for shape in shapes]
+
+
+def _sizes(shape: tuple[Dimension, ...]) -> frozenset[Dimension]:
+    whole = [size for size in shape if isinstance(size, int)]
+    return batch_sizes(whole[0], whole[1:]) if whole and len(whole) == len(shape) else frozenset(shape[:1])
 
 
 def _have_same_inputs(records: Sequence[Record]) -> bool:
@@ -194,8 +227,14 @@ def _inputs(record: Record) -> Sequence[Value]:
     return next((call.inputs for layer, call in record.calls if call.root == layer.name), ())
 
 
-def _together(readings: Sequence[Reading | None]) -> Reading | None:
-    """Return the reading of the parts of all ranks together; None where none has one."""
+def _together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_step: bool = False) -> Reading | None:
+    """Return the reading of the parts of all ranks together; None where none has one.
+
+    Args:
+        readings: Of each rank.
+        adds_up: Whether the parts are those of a batch, so that their fingerprints add up.
+        of_step: Whether microbatches count as one batch.
+    """
     have = [reading for reading in readings if reading is not None]
     if not have:
         return None
@@ -205,12 +244,42 @@ def _together(readings: Sequence[Reading | None]) -> Reading | None:
     statistics = [r.statistics for r in have if r.statistics is not None and r.statistics.count]
     histograms = [r.histogram for r in have if r.histogram is not None]
     return Reading(
-        tensors=have[0].tensors,
+        tensors=1 if of_step and adds_up else have[0].tensors,
         statistics=functools.reduce(Statistics.merge, statistics) if statistics else have[0].statistics,
+        fingerprint=_sum_of_fingerprints(have) if adds_up else None,
+        digest=_sum_of_digests(have) if adds_up else None,
         units=_units([r.units for r in have]),
         reason=next((r.reason for r in have if r.reason), None),
         histogram=functools.reduce(Histogram.merge, histograms) if histograms else None,
     )
+
+
+def _sum_of_fingerprints(readings: Sequence[Reading]) -> tuple[float, ...] | None:
+    all_have = [reading.fingerprint for reading in readings if reading.fingerprint is not None]
+    return tuple(map(math.fsum, zip(*all_have, strict=True))) if len(all_have) == len(readings) else None
+
+
+def _sum_of_digests(readings: Sequence[Reading]) -> str | None:
+    all_have = [int(reading.digest, 16) for reading in readings if reading.digest is not None]
+    return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(readings) else None
+
+
+def _once(reading: Reading) -> Reading:
+    """Return the reading of a value that every microbatch has, as if it had been read in one."""
+    s, times = reading.statistics, reading.tensors
+    if s is None or times == 1 or s.count % times:
+        return reading
+    counts = {name: getattr(s, name) // times for name in ("count", "zeros", "nan", "posinf", "neginf")}
+    return dataclasses.replace(
+        reading, tensors=1, statistics=dataclasses.replace(s, **counts, deviations=s.deviations / times)
+    )
+
+
+def _shape_of_step(value: Value) -> tuple[Dimension, ...]:
+    """Return the shape of a value of all microbatches of a step together."""
+    size, *inner = value.shape
+    times = value.forward.tensors
+    return (size * times, *inner) if isinstance(size, int) else value.shape
 
 
 def _units(units: Sequence[Units | None]) -> Units | None:
@@ -232,7 +301,8 @@ def _scaled(reading: Reading, factor: float) -> Reading:
         mean=s.mean * factor,
         deviations=s.deviations * factor * factor,
     )
-    return dataclasses.replace(reading, statistics=scaled, units=None, histogram=None)
+    fingerprint = None if reading.fingerprint is None else tuple(factor * x for x in reading.fingerprint)
+    return dataclasses.replace(reading, statistics=scaled, units=None, fingerprint=fingerprint, histogram=None)
 
 
 def _shape(shapes: Sequence[tuple[Dimension, ...]]) -> tuple[Dimension, ...]:

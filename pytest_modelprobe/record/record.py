@@ -247,7 +247,7 @@ class Record:
         Activations are of the batches of all ranks together, their gradients those of the mean of the ranks' losses.
         Shards of parameters are put together; replicas have to be equal. The parameters' gradients are those that an
         optimizer applied, so give records of a step. Layers that only some ranks have, as under pipeline parallelism,
-        come from these. Fingerprints of activations do not add up and are left out.
+        come from these. In the record of a step, microbatches count as one batch. What is no batch has no fingerprint.
 
         Args:
             records: One of each rank, in order.

@@ -21,6 +21,7 @@ from pytest_modelprobe.models import (
     autocast_states,
     changing_hooks,
     flatten,
+    flatten_call,
     has_lazy,
     map_tensors,
     preserved,
@@ -220,6 +221,7 @@ class Run:
             watch._capture.read_parameters()
             if move is not None:
                 move.parameters(self.model)
+                watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
             self._step(move)
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
             observed = watch._capture.observations()

@@ -28,10 +28,13 @@ from .fingerprint import project, read
 from .histogram import count, from_counts
 from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Reduced, merged_row
+from .samples import WHOLE, Samples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
+    "WHOLE",
     "Reduced",
+    "Samples",
     "SmallTensors",
     "collect",
     "merge",
@@ -39,6 +42,7 @@ __all__ = [
     "ambient_modes_disabled",
     "reduce",
     "reduce_on_device",
+    "samples_of",
 ]
 
 _FLOATING = FLOATS | NARROW
@@ -49,6 +53,7 @@ def reduce(
     *,
     axis: int | None = None,
     index: int = 0,
+    samples: Samples = WHOLE,
     fingerprint: bool = True,
     histogram: bool = False,
     small: SmallTensors | None = None,
@@ -61,6 +66,7 @@ def reduce(
         tensor: Any tensor; it and every global state stay as they are.
         axis: Axis of the units, counted from the end (-1 is the last); None for no units.
         index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
+        samples: Of the forward: where the tensor has the batch, the fingerprint is the sum of those of its samples.
         fingerprint: Whether to compute the fingerprint too.
         histogram: Whether to count the elements in bins too.
         small: Batch in which small tensors are reduced together, later; None: reduce it at once.
@@ -73,9 +79,9 @@ def reduce(
     """
     context = ambient_modes_disabled()
     if context is NO_CONTEXT:
-        return _reduced(tensor, axis, index, fingerprint, histogram, small)
+        return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
     with context:
-        return _reduced(tensor, axis, index, fingerprint, histogram, small)
+        return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
 
 
 def reduce_on_device(
@@ -83,6 +89,7 @@ def reduce_on_device(
     *,
     axis: int | None = None,
     index: int = 0,
+    samples: Samples = WHOLE,
     fingerprint: bool = True,
     histogram: bool = False,
 ) -> Reduced:
@@ -94,7 +101,7 @@ def reduce_on_device(
     torch.Size([3])
     """
     with ambient_modes_disabled():
-        return on_device(tensor.detach(), axis, index, fingerprint, histogram)
+        return on_device(tensor.detach(), axis, index, samples, fingerprint, histogram)
 
 
 def merge(a: Reduced, b: Reduced) -> Reduced:
@@ -206,22 +213,28 @@ def _statistics(row: Sequence[float]) -> Statistics:
 
 
 def _reduced(
-    tensor: Tensor, axis: int | None, index: int, fingerprint: bool, histogram: bool, small: SmallTensors | None
+    tensor: Tensor,
+    axis: int | None,
+    index: int,
+    samples: Samples,
+    fingerprint: bool,
+    histogram: bool,
+    small: SmallTensors | None,
 ) -> Reduced:
     plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
     if not plain.is_cpu:
-        return on_device(plain, axis, index, fingerprint, histogram)
+        return on_device(plain, axis, index, samples, fingerprint, histogram)
     reduced = None if fingerprint and plain.numel() <= SMALL else by_kernel(plain, axis, index)
     if reduced is None and 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
-        reduced = together.add(as_array(real(plain)).copy(), axis, index, fingerprint, histogram)
+        reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)
         return reduced.computed() if small is None else reduced
     if reduced is None:
         reduced = on_cpu(plain, axis, index)
     if fingerprint:
-        reduced.fingerprint = project(plain, index)
+        reduced.fingerprint = project(plain, samples)
     if histogram:
         reduced.histogram = count(plain, torch.float64)
     return reduced

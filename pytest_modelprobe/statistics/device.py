@@ -16,13 +16,19 @@ from .histogram import count
 from .memory_order import in_memory_order
 from .readable import real
 from .reduced import Array, Reduced
+from .samples import WHOLE, Samples
 
 _CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 holds counts up to here
 _WITH_FLOAT64 = {"cuda", "cpu", "meta"}
 
 
 def on_device(
-    tensor: Tensor, axis: int | None, index: int, fingerprint: bool = True, histogram: bool = False
+    tensor: Tensor,
+    axis: int | None,
+    index: int,
+    samples: Samples = WHOLE,
+    fingerprint: bool = True,
+    histogram: bool = False,
 ) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
     x, copies, units = in_memory_order(tensor, axis)
@@ -38,7 +44,7 @@ def on_device(
             reduced.low, reduced.high = _ranges_on_device(x, units, wide)
         if fingerprint:
             largest = torch.maximum(-rows[:, 8].amin(), rows[:, 9].amax())
-            reduced.remote_fingerprint = project_on_device(tensor, largest, index)
+            reduced.remote_fingerprint = project_on_device(tensor, largest, samples)
         if histogram:
             reduced.histogram = count(tensor, wide, _CHUNK)
         return reduced

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from .cpu import on_cpu
-from .fingerprint import project, project_rows
+from .fingerprint import K, project, project_rows
 from .histogram import count_rows
 from .readable import ambient_modes_disabled
 from .reduced import Array, Reduced, row_of_finite
+from .samples import WHOLE, Samples
 
 SMALL = 1 << 13
 _MOST = 1 << 18
@@ -31,14 +32,14 @@ _Layout = tuple[int, int, int]
 """Elements before, on and after the axis of the units."""
 _Form = tuple[int, bool, bool]
 """Size, whether with fingerprint, and with histogram: tensors that have it in common are reduced together."""
-_Copy = tuple[Reduced, Array, _Layout, int, _Form]
+_Copy = tuple[Reduced, Array, _Layout, int, Samples, _Form]
 
 
 class SmallTensors:
     """Copies of tensors that are reduced together, later. Several threads may add to it.
 
     >>> small = SmallTensors()
-    >>> ones, twos = (small.add(np.full((3, 4), n, np.float32), -1, 0, True) for n in (1, 2))
+    >>> ones, twos = (small.add(np.full((3, 4), n, np.float32), -1) for n in (1, 2))
     >>> small.flush()
     >>> ones.row == row_of_finite(12, 0, 1.0, 1.0, 1.0, 0.0), twos.low.tolist()
     (True, [2.0, 2.0, 2.0, 2.0])
@@ -49,7 +50,15 @@ class SmallTensors:
         self._elements = 0
         self._lock = threading.Lock()
 
-    def add(self, values: Array, axis: int | None, index: int, fingerprint: bool, histogram: bool = False) -> Reduced:
+    def add(
+        self,
+        values: Array,
+        axis: int | None,
+        index: int = 0,
+        samples: Samples = WHOLE,
+        fingerprint: bool = True,
+        histogram: bool = False,
+    ) -> Reduced:
         """Return a placeholder filled by `flush`. The array has floating elements, one at least, and is kept."""
         size = values.size
         if axis is None or -axis > values.ndim:
@@ -58,7 +67,7 @@ class SmallTensors:
             shape, unit = values.shape, values.ndim + axis
             layout = math.prod(shape[:unit]), shape[unit], math.prod(shape[unit + 1 :])
         reduced = Reduced(axis=axis, pending=self)
-        self._waiting.append((reduced, values, layout, index, (size, fingerprint, histogram)))
+        self._waiting.append((reduced, values, layout, index, samples, (size, fingerprint, histogram)))
         self._elements += size
         if self._elements > _MOST or len(self._waiting) > _COPIES:
             self.flush()
@@ -77,8 +86,13 @@ class SmallTensors:
             self._elements = 0
 
 
+def _samples_and_layout(copy: _Copy) -> tuple[int, _Layout]:
+    _, values, layout, _, samples, _ = copy
+    return samples.signs(values.shape).shape[1], layout
+
+
 def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool) -> None:
-    copies.sort(key=_layout_of)
+    copies.sort(key=_samples_and_layout)
     x = np.concatenate([values for _, values, *_ in copies], axis=None, dtype=np.float64).reshape(-1, count)
     low: list[Array] = []  # of the units of each tensor
     high: list[Array] = []
@@ -92,12 +106,12 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
     mean = np.where(bottom == top, bottom, np.add.reduce(x, axis=1) / count)
     certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
     zeros = count - np.count_nonzero(x, axis=1)
-    numbers = project_rows(x, [index for *_, index, _ in copies]) if fingerprint else None
+    numbers = _projected(x, [of.signs(values.shape) for _, values, _, _, of, _ in copies]) if fingerprint else None
     counts = count_rows(torch.from_numpy(x)) if histogram else None
     x = x - mean[:, None]  # not in place: ranges may be views
     deviations = np.einsum("kn,kn->k", x, x)
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
-    for i, ((reduced, values, _, index, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
+    for i, ((reduced, values, _, index, of, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
             reduced.row = row_of_finite(count, *row)
             if reduced.axis is not None:
@@ -107,9 +121,20 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
             tensor = torch.from_numpy(values)
             careful = on_cpu(tensor, reduced.axis, index)
             reduced.row, reduced.low, reduced.high = careful.row, careful.low, careful.high
-            reduced.fingerprint = project(tensor, index) if fingerprint else None
+            reduced.fingerprint = project(tensor, of) if fingerprint else None
         reduced.histogram = None if counts is None else counts[i].clone()
         reduced.pending = None
+
+
+def _projected(x: Array, signs: list[Array]) -> Array:
+    """Return the fingerprint of each row, given the signs of its samples; rows with as many are next to each other."""
+    numbers = np.empty((len(x), K))
+    end = 0
+    for _, group in itertools.groupby(signs, key=np.shape):
+        alike = list(group)
+        start, end = end, end + len(alike)
+        numbers[start:end] = project_rows(x[start:end], np.stack(alike))
+    return numbers
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:

@@ -537,7 +537,7 @@ def test_sizes_that_vary_come_back() -> None:
 def test_the_architecture_file_reads_well() -> None:
     assert encode(small()).architecture == (
         "{\n"
-        '"modelprobe": 1,\n'
+        '"modelprobe": 2,\n'
         '"model": "Net",\n'
         '"mode": "eval",\n'
         '"seed": 0,\n'
@@ -1043,10 +1043,11 @@ ARCH, PROBE = 0, 1
 @pytest.mark.parametrize(
     ("which", "old", "new", "message"),
     [
-        (ARCH, '"modelprobe": 1', '"modelprobe": 2', r"arch.json was written by a newer .*\(schema 2; .*1\): upgrade"),
-        (PROBE, '"modelprobe": 1', '"modelprobe": 9', r"probe.json was written by a newer"),
-        (ARCH, '"modelprobe": 1', '"modelprobe": true', "its schema is True"),
-        (ARCH, '"modelprobe": 1', '"else": 1', "its schema is None"),
+        (ARCH, '"modelprobe": 2', '"modelprobe": 3', r"arch.json was written by a newer .*\(schema 3; .*2\): upgrade"),
+        (PROBE, '"modelprobe": 2', '"modelprobe": 9', r"probe.json was written by a newer"),
+        (ARCH, '"modelprobe": 2', '"modelprobe": 1', r"was written by an older .*\(schema 1; .*2\): delete it"),
+        (ARCH, '"modelprobe": 2', '"modelprobe": true', "its schema is True"),
+        (ARCH, '"modelprobe": 2', '"else": 1', "its schema is None"),
         (ARCH, '"seed": 0', '"seed": "x"', r"'seed' is 'x', which is of the wrong type"),
         (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
         (ARCH, '"seed": 0', '"seed": -Infinity', "Infinity is no number"),
@@ -1144,7 +1145,7 @@ def test_a_file_that_was_cut_off_is_told_from_one_that_was_edited() -> None:
 
 @pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
 @pytest.mark.parametrize(
-    ("which", "old"), [(ARCH, '"modelprobe": 1'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
+    ("which", "old"), [(ARCH, '"modelprobe": 2'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
 )
 def test_nesting_where_none_belongs_is_told(which: int, old: str, depth: int) -> None:
     new = old.rpartition(" ")[0] * (": " in old) + " " + "[" * depth + "]" * depth

@@ -269,7 +269,7 @@ FAMILIES: dict[str, list[Attack]] = {
                "they name the structure that they belong to"),
     ],
     "Files that cannot be read": [
-        Attack("a schema of the future", in_architecture(('"modelprobe": 1', '"modelprobe": 9')), "error",
+        Attack("a schema of the future", in_architecture(('"modelprobe": 2', '"modelprobe": 9')), "error",
                "a newer version wrote it"),
         Attack("a field that there is not", in_architecture(('"seed": 0', '"color": 0')), "error",
                "every field is known"),

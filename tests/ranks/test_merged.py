@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import multiprocessing.forkserver
 import multiprocessing.popen_forkserver  # noqa: F401 - one fork server for all runs
 import os
@@ -10,16 +12,19 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 # pytester forgets what its runs import.
 import pytest_modelprobe.probe
 import pytest_modelprobe.ranks  # noqa: F401
+from pytest_modelprobe import ModelProbe
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
 slow = pytest.mark.skipif("MODELPROBE_RANKS" not in os.environ, reason="starts many processes: tox -e ranks")
 
 STEP = """
-import json, os, pathlib
+import json, math, os, pathlib
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -66,6 +71,8 @@ def numbers(record: dict[str, Any] | list[Any], where: str = "") -> dict[str, tu
             rms = (square + part["mean"] ** 2) ** 0.5
             found |= {f"{path}.{name}": (part[name], rms or 1.0) for name in ("count", "mean", "min", "max")}
             found[f"{path}.rms"] = (rms, rms or 1.0)
+        elif key == "fingerprint":
+            found |= {f"{path}.{k}": (x, math.hypot(*part) or 1.0) for k, x in enumerate(part)}
         elif isinstance(part, (dict, list)):
             found |= numbers(part, path)
     return found
@@ -94,24 +101,52 @@ def test_step(modelprobe):
     one = records[0]
     assert len(one) > 300
     for several in records[1:]:
-        assert several.keys() == one.keys()
-        worst = max((abs(several[path][0] - x) / rms, path) for path, (x, rms) in one.items())
-        assert worst[0] < 2e-6, worst
+        assert_same(several, one)
+
+
+def assert_same(several: dict[str, tuple[float, float]], one: dict[str, tuple[float, float]]) -> None:
+    assert several.keys() == one.keys()
+    worst = max((abs(several[path][0] - x) / scale, path) for path, (x, scale) in one.items())
+    assert worst[0] < 2e-6, worst
+
+
+def test_the_record_of_microbatches_is_that_of_the_batch(modelprobe: ModelProbe) -> None:
+    ids, found = modelprobe.randint(0, 50, (8, 6)), []
+    for parts in (1, 2, 4):
+        attention = functools.partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
+        model = modelprobe.build(lambda: nn.Sequential(nn.Embedding(50, 16), attention(), nn.Linear(16, 50)))  # noqa: B023
+        watch = modelprobe.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for part in ids.chunk(parts):
+            loss = nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten())
+            (loss / parts).backward()
+        optimizer.step()
+        found.append(numbers(modelprobe.merged(watch).to_dict()))
+    assert sum("fingerprint" in path for path in found[0]) > 200
+    for several in found[1:]:
+        assert_same(several, found[0])
 
 
 @slow
-def test_a_snapshot_of_two_ranks_is_that_of_one(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_snapshot_of_two_ranks_is_that_of_one_and_of_four(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     pytester.makepyfile(
         STEP
-        + """
+        + f"""
 @ranks
 def test_step(modelprobe, modelprobe_snapshot):
-    assert modelprobe.merged(step(modelprobe)) == modelprobe_snapshot
+    merged = modelprobe.merged(step(modelprobe, {kind!r}))
+    assert merged["3"].output.forward.fingerprint
+    assert merged["3"].output.backward.fingerprint
+    assert merged == modelprobe_snapshot
 """
     )
     pytester.runpytest(*QUIET, "--snapshot-update").assert_outcomes(passed=1)
-    monkeypatch.setenv("RANKS", "1")
-    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
+    for world_size in ("1", "4"):
+        monkeypatch.setenv("RANKS", world_size)
+        pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
 @slow
@@ -151,6 +186,42 @@ def test_step(modelprobe):
     result.assert_outcomes(failed=1)
     disagree = "ranks disagree: 2.weight has another requires_grad in [[]rank 1] than in [[]rank 0]: False, not True."
     result.stdout.fnmatch_lines([f"E *AssertionError: {disagree}*"])
+
+
+@slow
+def test_weights_of_another_seed_on_one_rank_are_named_with_the_rank(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        STEP
+        + """
+@ranks
+def test_step(modelprobe):
+    torch.manual_seed(dist.get_rank())
+    modelprobe.merged(modelprobe.run(net(), modelprobe.randint(0, 50, (4, 6))))
+"""
+    )
+    result = pytester.runpytest(*QUIET)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *AssertionError: ranks disagree: 0.weight has another mean in [[]rank 1] than in [[]rank 0]: *"]
+    )
+
+
+@slow
+def test_a_nan_on_one_rank_is_named_with_the_layer_and_the_rank(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        STEP
+        + """
+@ranks
+def test_step(modelprobe):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    watch = modelprobe.watch(nn.parallel.DistributedDataParallel(model))
+    with torch.no_grad():
+        watch.model(torch.full((3, 4), [1.0, math.nan][dist.get_rank()]))
+    note = "0 output is not finite in [rank 1], and is finite in [rank 0]"
+    assert note in modelprobe.merged(watch).notes
+"""
+    )
+    pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
 @slow

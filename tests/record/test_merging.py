@@ -42,7 +42,7 @@ def test_batches_are_put_together_and_gradients_are_those_of_the_mean_loss() -> 
     out = layer.output
     assert (out.shape, out.layout, out.statistics.mean, out.statistics.count) == ((4, 1), "batch", 4.0, 4)
     assert (out.gradient.mean, out.gradient.min, out.gradient.max) == (2.5, 1.0, 4.0)
-    assert out.forward.fingerprint is None
+    assert out.forward.fingerprint == (2.0,) * 16
     assert layer.parameters[0].gradient == reading(0.5, 0.5)
     assert Record.merge([one, other], mean_loss=False)["fc"].output.gradient.mean == 5.0
 
@@ -67,8 +67,58 @@ def test_the_gradients_of_a_stage_that_one_rank_has_are_those_of_its_batch() -> 
 
 def test_a_record_of_one_rank_merges_to_what_several_do() -> None:
     alone = record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))
-    assert Record.merge([alone])["fc"].output.forward.fingerprint is None
+    assert Record.merge([alone])["fc"].output.forward.fingerprint == (1.0,) * 16
     assert Record.merge([alone])["fc"].output.layout == "batch"
+
+
+def test_fingerprints_of_gradients_are_those_of_the_mean_loss_and_digests_add_up() -> None:
+    one = record((1.0,), value("output", 1.0, backward=reading(2.0, fingerprint=(6.0,) * 16)), weight(reading(1.0)))
+    other = record((2.0,), value("output", 3.0, backward=reading(4.0, fingerprint=(2.0,) * 16)), weight(reading(1.0)))
+    assert Record.merge([one, other])["fc"].output.backward.fingerprint == (4.0,) * 16
+    ids = [
+        record((x,), value("output", x, digest=digest), weight(reading(1.0)))
+        for x, digest in ((1.0, "f" * 16), (2.0, "2"))
+    ]
+    assert Record.merge(ids)["fc"].output.forward.digest == "0000000000000001"
+
+
+def test_what_is_no_batch_has_no_fingerprint() -> None:
+    records = []
+    for x in (1.0, 2.0):
+        mask = dataclasses.replace(value("output", x, x, x), shape=(3, 1))
+        records.append(record((x, x), mask, weight(reading(1.0))))
+    assert Record.merge(records)["fc"].output.forward.fingerprint is None
+
+
+def test_the_microbatches_of_a_step_are_one_batch() -> None:
+    parts = reading(1.0, 3.0, 5.0, 7.0, tensors=2, fingerprint=(1.0,) * 16)
+    out = dataclasses.replace(value("output", 1.0, 3.0), forward=parts)
+    step = dataclasses.replace(record((1.0, 2.0), out, weight(reading(1.0))), forwards=2, backwards=2)
+    merged = Record.merge([step])
+    assert (merged.forwards, merged.backwards) == (1, 1)
+    assert merged["fc"].output.shape == (4, 1)
+    assert merged["fc"].output.forward == dataclasses.replace(parts, tensors=1)
+
+
+def test_what_each_microbatch_has_counts_once() -> None:
+    mask = dataclasses.replace(value("output", 1.0, 3.0, 5.0, 1.0, 3.0, 5.0), shape=(3, 1))
+    mask = dataclasses.replace(mask, forward=dataclasses.replace(mask.forward, tensors=2))
+    merged = Record.merge([record((1.0, 2.0), mask, weight(reading(1.0)))])["fc"].output
+    assert (merged.layout, merged.shape, merged.forward.tensors) == ("replicated", (3, 1), 1)
+    assert merged.forward.statistics == reading(1.0, 3.0, 5.0).statistics
+
+
+def test_the_rank_whose_output_is_not_finite_is_named_at_the_first_layer() -> None:
+    good, bad = (value("output", x) for x in (1.0, 2.0))
+    broken = dataclasses.replace(bad.forward, statistics=Statistics(count=2, nan=1, min=2.0, max=2.0, mean=2.0))
+    records = []
+    for out in (good, dataclasses.replace(bad, forward=broken)):
+        one = record((1.0,), out, weight(reading(1.0)))
+        call = dataclasses.replace(one["fc"].calls[0], finished=3)
+        root = Layer(name="(root)", type="Net", calls=(dataclasses.replace(call, finished=9),))
+        fc = dataclasses.replace(one["fc"], calls=(call,))
+        records.append(dataclasses.replace(one, layers={"(root)": root, "fc": fc}))
+    assert Record.merge(records).notes[0] == "fc output is not finite in [rank 1], and is finite in [rank 0]"
 
 
 def test_units_have_the_range_of_all_ranks() -> None:

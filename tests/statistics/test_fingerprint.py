@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import estimated_share
-from pytest_modelprobe.statistics import collect, fingerprint, merge, reduce, reduce_on_device
+from pytest_modelprobe.statistics import WHOLE, Samples, collect, fingerprint, merge, reduce, reduce_on_device, signs
 from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, project, read
 
 SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
@@ -27,13 +27,13 @@ def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def reading(tensor, index=0):
-    (one,) = collect([reduce(tensor, index=index)])
+def reading(tensor, samples=WHOLE):
+    (one,) = collect([reduce(tensor, samples=samples)])
     return one
 
 
-def on_device(tensor, index=0):
-    (one,) = collect([reduce_on_device(tensor, index=index)])
+def on_device(tensor, samples=WHOLE):
+    (one,) = collect([reduce_on_device(tensor, samples=samples)])
     return one
 
 
@@ -45,14 +45,13 @@ def true_change(x, y):
     return ((x.double() - y.double()).norm() / y.double().norm()).item()
 
 
-def signs(count):
-    """The sign of each element in each projection, element by element from the definition."""
-    rows = fingerprint._rows(np.dtype(np.float64)).transpose(0, 2, 1).reshape(-1, 8)
+def signs_of_elements(count):
+    """The sign of each element of a sample in each projection, element by element from the definition."""
     found = np.empty((count, K))
     for i in range(count):
         row, column = divmod(i, 256)
-        period, place = divmod(row, len(rows))
-        found[i] = (fingerprint._periods()[period] * rows[place]).repeat(2) * fingerprint._columns()[:, column]
+        period, place = divmod(row, 4096)
+        found[i] = (signs.periods()[period] * signs.row_signs()[place]).repeat(2) * signs.columns()[:, column]
     return found
 
 
@@ -68,14 +67,14 @@ def test_the_generator_is_splitmix64():
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         found.append(z ^ (z >> 31))
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the reference in C
-    assert fingerprint._hashes(0, 1)[0] == 0xE220A8397B1DCDAF
+    assert signs.hashes(0, 1)[0] == 0xE220A8397B1DCDAF
 
 
 def test_fingerprints_stay_what_they_are():
     x = torch.arange(1000, dtype=torch.float64) / 8
     assert (project(x) * 32).tolist() == [
-        -31868, -34754, 6176, 6144, -10220, -26492, -18420, -8272,
-        -32266, -35304, 18430, 8270, 22482, 20468, -18760, -15482,
+        -18036, -21474, -7332, -7856, 18412, 34684, 13264, 6448,
+        20202, 22768, 4978, 14970, 31694, 28332, 10568, 7290,
     ]  # fmt: skip
     assert reading(torch.arange(20_000)).digest == "e3439ca7f79dafd3"
 
@@ -83,15 +82,27 @@ def test_fingerprints_stay_what_they_are():
 @pytest.mark.parametrize("size", [1, 300, 512, 513, 40_000, 2**18 + 300])
 def test_a_fingerprint_is_the_sum_of_signed_elements(size):
     x = draw(size, dtype=torch.float64)
-    expected = x.numpy() @ signs(size) / math.sqrt(K)
+    expected = x.numpy() @ signs_of_elements(size) / math.sqrt(K)
     np.testing.assert_allclose(project(x), expected, rtol=0, atol=1e-12 * math.sqrt(size))
 
 
 def test_signs_differ_from_period_to_period():
     x = torch.zeros(2 * 2**20 + 7)
     x[2**20 + 5] = 1
-    expected = (fingerprint._periods()[1] * fingerprint._rows(np.dtype(np.float64))[0, :, 0]).repeat(2)
-    np.testing.assert_array_equal(project(x), expected * fingerprint._columns()[:, 5] / math.sqrt(K))
+    expected = (signs.periods()[1] * signs.row_signs()[0]).repeat(2)
+    np.testing.assert_array_equal(project(x), expected * signs.columns()[:, 5] / math.sqrt(K))
+
+
+def test_a_walsh_hadamard_transform_of_eight_rows_gives_all_sums():
+    j, flip = signs.row_structure()
+    rows = draw(8 * 5, dtype=torch.float64).numpy().reshape(5, 8)
+    for group in range(5):
+        values = rows[group] * [1, 1, 1, -1, 1, 1, 1, -1]
+        for width in (1, 2, 4):
+            pairs = values.reshape(-1, 2, width)
+            values = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).reshape(-1)
+        expected = rows[group] @ signs.row_signs()[8 * group : 8 * group + 8]
+        np.testing.assert_allclose(values[np.arange(8) ^ j[group]] * flip[group], expected, rtol=1e-12)
 
 
 # --- how far off estimates are ----------------------------------------------------------------------------------------
@@ -105,13 +116,13 @@ def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
 
 
 def test_the_signs_keep_every_constant_shift_in_sight():
-    columns, rows = fingerprint._columns(), fingerprint._rows(np.dtype(np.float64)).transpose(0, 2, 1).reshape(-1, 8)
+    columns, rows = signs.columns(), signs.row_signs()
     assert set(columns.sum(1)) == {16}
 
     sums = np.zeros(8)
     worst = []
     for period in range(64):  # 67 million elements
-        signed = fingerprint._periods()[period] * rows
+        signed = signs.periods()[period] * rows
         before = sums + np.vstack([np.zeros(8), signed.cumsum(0)[:-1]])
         sums = sums + signed.sum(0)
         counts = (np.arange(len(rows)) + period * len(rows)) * 256
@@ -323,19 +334,19 @@ def test_lazy_negation_is_done():
 
 
 @pytest.mark.parametrize("size", [0, *SIZES, *LARGE])
-@pytest.mark.parametrize("index", [0, 3])
-def test_every_device_gives_the_same(size, index):
+@pytest.mark.parametrize("turn", [0, 3])
+def test_every_device_gives_the_same(size, turn):
     x = draw(size)
-    a, b = reading(x, index), on_device(x, index)
+    a, b = reading(x, Samples(turn)), on_device(x, Samples(turn))
     assert math.dist(a.fingerprint, b.fingerprint) <= 3e-7 * x.norm().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.uint16], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 20_000, 2**18 + 77])
-@pytest.mark.parametrize("index", [0, 3])
-def test_every_device_gives_the_same_digest(dtype, size, index):
+@pytest.mark.parametrize("turn", [0, 3])
+def test_every_device_gives_the_same_digest(dtype, size, turn):
     x = torch.randint(-100, 100, (size,)).to(dtype) if dtype != torch.bool else torch.rand(size) < 0.5
-    a, b = reading(x, index), on_device(x, index)
+    a, b = reading(x, Samples(turn)), on_device(x, Samples(turn))
     assert a.digest == b.digest
     assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
 
@@ -490,7 +501,7 @@ def test_masks_of_zeros_and_ones_differ_where_they_do():
 def over(tensors, way=reduce):
     total = None
     for index, tensor in enumerate(tensors):
-        one = way(tensor, index=index)
+        one = way(tensor, samples=Samples(index))
         total = one if total is None else merge(total, one)
     return collect([total])[0]
 
@@ -512,17 +523,21 @@ def test_batches_in_another_order_are_seen(kind, way):
 def test_merging_is_the_same_on_every_device():
     for batches in ([draw(10, seed=s) for s in range(3)], [torch.arange(10) * s for s in range(3)]):
         a, b = over(batches), over(batches, reduce_on_device)
-        mixed = merge(reduce(batches[0]), merge(reduce_on_device(batches[1], index=1), reduce(batches[2], index=2)))
+        later = reduce_on_device(batches[1], samples=Samples(1)), reduce(batches[2], samples=Samples(2))
+        mixed = merge(reduce(batches[0]), merge(*later))
         (c,) = collect([mixed])
         assert a.digest == b.digest == c.digest
         assert max(estimated_change(one.fingerprint, a.fingerprint) for one in (b, c)) < 1e-6
 
 
 def test_any_two_of_the_first_forwards_differ_in_many_signs():
-    signs = fingerprint._forwards()[:32]
-    assert (signs[0] == 1).all()
-    different = (K - signs @ signs.T) / 2
-    assert different[np.triu_indices(32, 1)].min() >= 4
+    of_forwards = signs.forwards()[:32]
+    assert (of_forwards[0] == 1).all()
+    different = (8 - of_forwards @ of_forwards.T) / 2
+    for count, least in ((8, 2), (32, 1)):
+        among_the_first = different[:count, :count][np.triu_indices(count, 1)]
+        assert among_the_first.min() >= least
+        assert among_the_first.max() <= 8 - least  # else equal values of two forwards would cancel
 
 
 def test_integers_and_floats_merge_to_no_fingerprint():

@@ -1,0 +1,226 @@
+"""The samples of a batch, each with signs of its own, so that the fingerprints of the parts of a batch add up.
+
+A sample is known by what the model was given for it: it has the same signs at any world size, in any order and in any
+microbatch. Its hash is of integers as they are, and of floating elements by what rounding hardly ever changes: the
+exponent of their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the
+signs as they are. Samples that are equal in every bit are numbered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.models import as_array
+from pytest_modelprobe.record import batch_sizes
+
+from .readable import ambient_modes_disabled, as_plain_tensor
+from .signs import (
+    GAMMA,
+    STEPS,
+    SUMS,
+    Array,
+    forwards,
+    hash_of_forward,
+    hashes,
+    highest_bits,
+    mixed,
+    places,
+)
+
+_READ = 256  # elements of a sample that are looked at, evenly spaced; up to twice as many
+_PROJECTIONS = 4
+_SALT = 7
+_TINY = 1e-30
+
+
+class Samples:
+    """The samples of a forward.
+
+    Args:
+        turn: Number of the forward among those of its kind, from 0: it has the signs of values without a batch.
+        hashes: Of the samples, int64; None: there is no batch.
+        sizes: Of dimension 0 of the values that have the batch there.
+    """
+
+    def __init__(self, turn: int = 0, hashes: Tensor | None = None, sizes: Collection[int] = ()) -> None:
+        self.whole = self if hashes is None else Samples(turn)
+        """Without the batch: for what has none."""
+        self._turn = turn
+        self._hashes = hashes
+        self._sizes = frozenset(sizes)
+        self._signs: Array | None = None
+
+    def signs(self, shape: Sequence[int]) -> Array:
+        """Return the signs of the samples of a value, shape (8, n).
+
+        There are as many as in the batch if that is dimension 0 of the value, else one.
+        """
+        if self.whole is not self and not (shape and shape[0] in self._sizes):
+            return self.whole.signs(shape)
+        if self._signs is None:
+            if self._hashes is None:
+                self._signs = forwards()[self._turn % len(forwards())][:, None]
+            else:
+                self._signs = np.ascontiguousarray(highest_bits(self.hashes(shape)).T)
+        return self._signs
+
+    def hashes(self, shape: Sequence[int]) -> Array:
+        """Return the hashes of the samples of a value, shape (n,), uint64."""
+        if self._hashes is None or not (shape and shape[0] in self._sizes):
+            return np.array([hash_of_forward(self._turn)], np.uint64)
+        return as_array(self._hashes.cpu()).view(np.uint64)
+
+    def signs_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the same on a device, the hashes in int64; nothing waits for it if the inputs were there."""
+        if self._hashes is not None and shape and shape[0] in self._sizes and self._hashes.device == device:
+            bits = torch.arange(64 - SUMS, 64, device=device)[:, None]
+            return ((self._hashes >> bits & 1) * 2 - 1).to(dtype), self._hashes
+        signs, hashes = self.signs(shape), self.hashes(shape).copy()
+        signs_there = torch.from_numpy(signs).to(dtype).to(device, non_blocking=True)
+        return signs_there, torch.from_numpy(hashes.view(np.int64)).to(device, non_blocking=True)
+
+
+WHOLE = Samples()
+"""For a tensor without a batch."""
+
+
+def samples_of(inputs: Iterable[Tensor], turn: int = 0) -> Samples:
+    """Return the samples of a forward, given its arguments; nothing waits for another device.
+
+    The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
+
+    >>> x = torch.randn(3, 5)
+    >>> signs, reordered = samples_of([x]).signs((3, 7)), samples_of([x.flip(0)]).signs((3, 7))
+    >>> signs.shape, bool((signs[:, ::-1] == reordered).all())
+    ((8, 3), True)
+    """
+    with ambient_modes_disabled():
+        batch: list[Tensor] = []
+        for tensor in inputs:
+            plain, reason = as_plain_tensor(tensor)
+            if reason is None and plain.dim() and plain.numel():
+                first = batch[0] if batch else plain
+                if len(plain) == len(first) and plain.device == first.device:
+                    batch.append(plain)
+        if not batch:
+            return Samples(turn)
+        size, *inner = batch[0].shape
+        try:
+            return Samples(turn, _hashes(batch), batch_sizes(size, inner))
+        except NotImplementedError:  # the device cannot do it
+            return Samples(turn)
+
+
+def _hashes(batch: Sequence[Tensor]) -> Tensor:
+    """Return a hash of each sample, int64."""
+    read = [_elements_read(tensor) for tensor in batch]
+    if read[0].is_cpu:
+        quick = _hashes_by_numpy([as_array(x) for x in read])
+        if quick is not None:
+            return torch.from_numpy(quick.view(np.int64))
+    found = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
+    return found ^ mix(_occurrences(_row_hashes([_bits(x) for x in read])) * signed(GAMMA))  # 0 stays 0
+
+
+def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
+    """Return the same in a tenth of the time; None where samples are equal, or not finite."""
+    with np.errstate(all="ignore"):
+        norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
+        if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
+            return None
+        parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
+        found = _row_hashes_by_numpy(parts)
+        # Equal samples have equal norms.
+        return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
+
+
+def _summaries_by_numpy(x: Array, norm: Array) -> Array:
+    shares = x.dot(_patterns_by_numpy()[: x.shape[1]]) / np.maximum(norm, _TINY)[:, None]
+    summaries = np.empty((len(x), 1 + _PROJECTIONS), np.int64)
+    summaries[:, 0] = np.frexp(1.1 * norm)[1]
+    summaries[:, 1:] = np.floor(2 * shares + 0.3)
+    return summaries
+
+
+def _row_hashes_by_numpy(parts: Sequence[Array]) -> Array:
+    numbers = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    hashed = mixed(numbers.view(np.uint64) + places()[: numbers.shape[1]])
+    return mixed(np.add.reduce(hashed, axis=1))
+
+
+def _are_distinct(found: Array) -> bool:
+    return len(set(found.tolist())) == len(found)
+
+
+def _elements_read(tensor: Tensor) -> Tensor:
+    """Return elements of each sample, float64 where the device has it, or int64."""
+    x = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    x = x.reshape(len(x), -1)
+    x = x[:, :: x.shape[1] // _READ | 1]
+    if not x.is_floating_point():
+        return x.to(torch.int64)
+    return x.to(torch.float64 if x.device.type in ("cpu", "cuda", "meta") else torch.float32)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return numbers as integers with the same bits."""
+    if not x.is_floating_point():
+        return x
+    return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).long()
+
+
+def _summaries(x: Tensor) -> Tensor:
+    """Return five integers for each sample that rounding hardly ever changes."""
+    x = torch.nan_to_num(x, 0.0, 0.0, 0.0)
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    patterns = _patterns(x.device, x.dtype)[: x.shape[1]]
+    shares = (x @ patterns if x.dtype == torch.float64 else (x[:, :, None] * patterns).sum(1)) / norm.clamp(min=_TINY)
+    # A one-hot sample has the norm 1 and the shares +-1, and one that cancels has the share 0: no step is near these.
+    return torch.cat([torch.frexp(1.1 * norm).exponent, (2 * shares + 0.3).floor()], 1).to(torch.int64)
+
+
+@functools.cache
+def _patterns(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(_patterns_by_numpy()).to(device, dtype)
+
+
+@functools.cache
+def _patterns_by_numpy() -> Array:
+    return highest_bits(hashes(_SALT, 2 * _READ), _PROJECTIONS)
+
+
+def _row_hashes(parts: Sequence[Tensor]) -> Tensor:
+    numbers = torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
+    of_places = torch.arange(1, numbers.shape[1] + 1, device=numbers.device) * signed(GAMMA)
+    return mix(mix(numbers + of_places).sum(1))
+
+
+def _occurrences(found: Tensor) -> Tensor:
+    """Return how many equal hashes are before each."""
+    ordered, order = found.sort(stable=True)
+    numbers = torch.arange(len(found), device=found.device)
+    new = torch.cat([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])
+    first = torch.where(new, numbers, 0).cummax(0).values
+    return torch.empty_like(numbers).scatter_(0, order, numbers - first)
+
+
+def mix(z: Tensor) -> Tensor:
+    """Return the output function of splitmix64, of int64, which wraps as uint64 does."""
+    for shift, factor in STEPS:
+        z = (z ^ shifted(z, shift)) * signed(factor)
+    return z
+
+
+def shifted(z: Tensor, shift: int) -> Tensor:
+    """Return int64 shifted right as uint64 is."""
+    return (z >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def signed(number: int) -> int:
+    """Return a number below 2**64 as the int64 with its bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -1,0 +1,226 @@
+"""Fingerprints of a batch: the sum of those of its samples, each with signs of its own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pytest_modelprobe.record import estimated_change
+from pytest_modelprobe.statistics import WHOLE, collect, merge, reduce, reduce_on_device, samples_of, signs
+from pytest_modelprobe.statistics.fingerprint import K
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def fingerprint(tensor, samples, way=reduce):
+    (one,) = collect([way(tensor, samples=samples)])
+    return one.fingerprint
+
+
+def signs_of(*inputs):
+    return samples_of(inputs).signs((len(inputs[0]),))
+
+
+SIZES = [(3, 1), (5, 40), (6, 3, 100), (4, 300), (7, 4096), (40, 700), (3, 300_000), (2, 2**20 + 300)]
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("way", [reduce, reduce_on_device])
+def test_the_fingerprint_of_a_batch_is_the_signed_sum_of_those_of_its_samples(shape, way):
+    x = draw(*shape)
+    samples = samples_of([draw(shape[0], 9, seed=1)])
+    each = np.array([fingerprint(sample, WHOLE) for sample in x])
+    expected = (samples.signs(shape).repeat(2, 0).T * each).sum(0)
+    assert math.dist(fingerprint(x, samples, way), expected) < 1e-6 * x.norm().item()
+
+
+@pytest.mark.parametrize("way", [reduce, reduce_on_device])
+@pytest.mark.parametrize("shape", [(8, 20), (8, 700), (8, 20_000)], ids=str)
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_those_of_the_parts_of_a_batch_add_up_in_any_order(shape, kind, way):
+    given = torch.randint(0, 50, (8, 9), generator=torch.Generator().manual_seed(1))
+    x = draw(*shape) if kind == "float" else (draw(*shape) * 1000).long()
+    (whole,) = collect([way(x, samples=samples_of([given]))])
+    order = torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])
+    parts = zip(x[order].split([3, 1, 4]), given[order].split([3, 1, 4]), strict=True)
+    first, *others = (way(part, samples=samples_of([ids])) for part, ids in parts)
+    (summed,) = collect([merge(merge(first, others[0]), others[1])])
+    assert estimated_change(summed.fingerprint, whole.fingerprint) < 1e-6
+    assert summed.digest == whole.digest
+
+
+def test_a_batch_that_is_flattened_with_the_next_dimension_has_the_fingerprint_that_it_had():
+    samples, x = samples_of([draw(4, 6, 3)]), draw(4, 6, 500)
+    assert fingerprint(x.flatten(0, 1), samples) == fingerprint(x, samples)
+
+
+def test_a_value_without_the_batch_has_the_signs_of_its_forward():
+    samples = samples_of([draw(4, 3)], 5)
+    for shape in ((), (3,), (1, 4), (5, 4)):
+        assert samples.signs(shape).tolist() == signs.forwards()[5][:, None].tolist()
+
+
+def test_the_digest_of_a_batch_knows_the_place_within_the_sample_and_the_sample():
+    given = draw(3, 4)
+    ids = torch.arange(3 * 20_000).view(3, 20_000)
+    digests = {collect([reduce(ids, samples=samples_of([given]))])[0].digest}
+    for sample, place in ((0, 0), (1, 16_383), (2, 16_384), (2, 19_999)):
+        other = ids.clone()
+        other[sample, place] += 1
+        digests.add(collect([reduce(other, samples=samples_of([given]))])[0].digest)
+    for other in (ids[[1, 0, 2]], ids.roll(2**14, 1)):
+        digests.add(collect([reduce(other, samples=samples_of([given]))])[0].digest)
+    assert len(digests) == 7
+
+
+# --- what a sample is known by ----------------------------------------------------------------------------------------
+
+
+def test_samples_of_one_batch_have_different_signs():
+    ids, images, waves = torch.randint(0, 100, (64, 5)), draw(64, 1, 8, 8).relu(), draw(64, 3, dtype=torch.cfloat)
+    for given in (draw(64, 8), ids, images, waves):
+        assert len({tuple(column) for column in signs_of(given).T}) > 40
+
+
+def test_every_argument_with_the_batch_counts():
+    x, lengths = torch.ones(4, 3), torch.tensor([1, 2, 3, 4])
+    assert (signs_of(x, lengths, torch.ones(2)) == signs_of(x, lengths)).all()
+    assert (signs_of(x, lengths) != signs_of(x, lengths.flip(0))).any()
+
+
+@pytest.mark.parametrize("x", [draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()])
+def test_rounding_leaves_the_signs_of_floating_samples(x):
+    assert (signs_of(x) == signs_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
+    assert (signs_of(x) == signs_of(x.double())).all()
+
+
+def test_a_narrower_dtype_leaves_the_signs_of_nearly_all_samples():
+    x = draw(500, 64)
+    assert np.mean((signs_of(x) == signs_of(x.bfloat16())).all(0)) > 0.97
+
+
+def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
+    for given in (torch.ones(64, 5), torch.zeros(64, 5).long()):
+        y = torch.ones(64, 100)
+        assert 0.4 < math.hypot(*fingerprint(y, samples_of([given]))) / y.norm().item() < 2
+
+
+def test_inputs_that_cannot_be_read_have_no_batch():
+    for inputs in ([], [torch.tensor(3.0)], [torch.ones(3, device="meta")], [torch.ones(0, 3)]):
+        assert samples_of(inputs).signs((3, 4)).shape == (8, 1)
+
+
+@pytest.mark.parametrize("given", [draw(6, 700), torch.arange(60).view(6, 10), torch.ones(6, 4)])
+def test_every_device_gives_samples_the_same_signs(given):
+    samples = samples_of([given])
+    found = samples.signs_on(torch.device("cpu"), (6,), torch.float64)
+    np.testing.assert_array_equal(found[0], samples.signs((6,)))
+    np.testing.assert_array_equal(found[1].tolist(), samples.hashes((6,)).view(np.int64))
+
+
+# --- how far off estimates are ----------------------------------------------------------------------------------------
+
+GIVEN = draw(32, 12, 16, seed=7)
+HIDDEN = GIVEN @ draw(16, 64, seed=8) / 4
+FIRST = HIDDEN[:, 0]
+
+
+def batch_norm(x, eps):
+    return F.batch_norm(x, None, None, training=True, eps=eps)
+
+
+CASES = {
+    "the epsilon of a LayerNorm": (F.layer_norm(HIDDEN, (64,), eps=1e-3), F.layer_norm(HIDDEN, (64,))),
+    "the epsilon of a BatchNorm": (batch_norm(FIRST, 1e-3), batch_norm(FIRST, 1e-5)),
+    "the epsilon of a BatchNorm of sequences": (batch_norm(HIDDEN.mT, 1e-3), batch_norm(HIDDEN.mT, 1e-5)),
+    "another GELU": (F.gelu(HIDDEN, approximate="tanh"), F.gelu(HIDDEN)),
+    "a shift that all samples share": (HIDDEN + 0.01, HIDDEN),
+    "a unit scaled": (torch.cat([HIDDEN[..., :1] * 1.01, HIDDEN[..., 1:]], -1), HIDDEN),
+    "noise": (HIDDEN + 1e-3 * draw(32, 12, 64, seed=9), HIDDEN),
+    "samples permuted": (HIDDEN[torch.randperm(32, generator=torch.Generator().manual_seed(1))], HIDDEN),
+    "two samples swapped": (HIDDEN[[1, 0, *range(2, 32)]], HIDDEN),
+    "the mean of the batch subtracted more than once": (FIRST - FIRST.mean(0) * 1.5, FIRST - FIRST.mean(0)),
+    "what is centered over the batch scaled": ((FIRST - FIRST.mean(0)) * 1.001, FIRST - FIRST.mean(0)),
+    "a softmax over the batch": (torch.softmax(FIRST * 1.01, 0), torch.softmax(FIRST, 0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_kind_of_change_is_missed(case):
+    now, then = CASES[case]
+    samples = samples_of([GIVEN])
+    found = estimated_change(fingerprint(now, samples), fingerprint(then, samples), then.norm().item())
+    assert 0.3 < found / ((now - then).norm() / then.norm()).item() < 1.6
+
+
+def test_a_generic_difference_within_a_batch_is_estimated_to_eighteen_percent():
+    found = []
+    for seed in range(100):
+        x = draw(16, 80, seed=seed)
+        found.append(math.hypot(*fingerprint(x, samples_of([draw(16, 5, seed=seed + 1000)]))) / x.norm().item())
+    assert np.mean(found) == pytest.approx(1, abs=0.06)
+    assert 0.12 < np.std(found) < 0.24
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 32])
+def test_a_shift_that_all_samples_share_is_estimated_to_a_third(size):
+    x = torch.ones(size, 300)
+    lengths = [math.hypot(*fingerprint(x, samples_of([draw(size, 6, seed=seed)]))) for seed in range(60)]
+    found = np.array(lengths) / x.norm().item()
+    assert np.mean(found**2) == pytest.approx(1, abs=0.15)
+    assert np.std(found) < 0.33
+
+
+# --- in a watch -------------------------------------------------------------------------------------------------------
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def step(watch, model, optimizer, x):
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+def test_an_evaluation_before_the_training_leaves_the_fingerprints_of_the_first_step(modelprobe):
+    found = []
+    for evaluations in (0, 2):
+        model = net()
+        watch = modelprobe.watch(model)
+        for seed in range(evaluations):
+            model.eval()(draw(4, 6, seed=seed))
+        step(watch, model.train(), torch.optim.SGD(model.parameters(), 0.1), draw(4, 6, seed=9))
+        values = [value for _, value in watch.first_step["0"].outputs]
+        found.append([(value.forward.fingerprint, value.backward.fingerprint) for value in values])
+        found[-1].append(watch.first_step["0"].parameters[0].gradient.fingerprint)
+    assert found[0] == found[1]
+
+
+def test_microbatches_add_up_to_the_batch(modelprobe):
+    x, found = draw(8, 6, seed=9), []
+    for parts in (1, 2, 4):
+        model = net()
+        watch = modelprobe.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for part in x.chunk(parts):
+            model(part).square().sum().backward()
+        optimizer.step()
+        ((_, value),) = watch.first_step["1"].outputs
+        found.append((value.forward, value.backward))
+    for several in found[1:]:
+        for one, other in zip(found[0], several, strict=True):
+            assert len(one.fingerprint) == K
+            assert estimated_change(other.fingerprint, one.fingerprint) < 1e-6
