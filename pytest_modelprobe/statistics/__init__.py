@@ -226,13 +226,15 @@ def _reduced(
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
-    reduced = None if fingerprint and plain.numel() <= SMALL else by_kernel(plain, axis, index)
-    if reduced is None and 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
+    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None)
+    if by_one_read is not None:
+        by_one_read.histogram = count(plain, torch.float64) if histogram else None
+        return by_one_read
+    if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)
         return reduced.computed() if small is None else reduced
-    if reduced is None:
-        reduced = on_cpu(plain, axis, index)
+    reduced = on_cpu(plain, axis, index)
     if fingerprint:
         reduced.fingerprint = project(plain, samples)
     if histogram:
