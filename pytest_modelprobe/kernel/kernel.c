@@ -49,7 +49,7 @@ enum {
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
     SPAN = 1 << 15,   /* elements brought into order at once */
     AHEAD = 32,       /* rows that are fetched before they are transposed */
-    TURNED = 1 << 16, /* the same, where they are transposed */
+    TURNED = 1 << 16, /* the same, at least, where they are transposed */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
     NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
     SMALL = 1 << 13,  /* elements up to which all is done in float64 */
@@ -74,7 +74,8 @@ typedef struct {
 } View;
 
 typedef struct {
-    int kind, same_order, turned;
+    int kind, same_order;
+    int64_t turned;        /* rows of the last dimension that are transposed at once, or 0 */
     int64_t elements;      /* of the tensor */
     int64_t count, copies; /* elements that are read, and how often each counts */
     int64_t units, apart;  /* of the tensor, and those of them that lie apart */
@@ -307,8 +308,13 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
             plan->same_order &= memory->size[d] == logical->size[d] && memory->stride[d] == logical->stride[d];
     }
     int last = logical->dims - 1;
-    plan->turned = !plan->same_order && last > 0 && logical->stride[last] != itemsize &&
-                   logical->stride[last - 1] == itemsize && logical->size[last - 1] >= 8 && plan->count > SPAN;
+    plan->turned = 0;
+    if (!plan->same_order && last > 0 && plan->count > SPAN && logical->size[last] <= TURNED &&
+        logical->size[last - 1] >= 8 && logical->stride[last] != itemsize && logical->stride[last - 1] == itemsize) {
+        int64_t most = TURNED / logical->size[last] / 16 * 16;
+        plan->turned = most > 16 ? most : 16;
+        if (plan->turned > logical->size[last - 1]) plan->turned = logical->size[last - 1];
+    }
 }
 
 /* --- what Python calls -------------------------------------------------------------------------------------------- */
@@ -436,8 +442,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (plan.ranges) room.ranges = malloc((size_t)plan.ranges * 2 * (size_t)itemsize);
     int ordered = plan.memory.direct && (!folded || plan.same_order || plan.logical.direct);
     int64_t most = folded ? elements : plan.count;
-    int64_t largest = plan.turned ? TURNED : SPAN;
-    if (!ordered) room.buffer = malloc((size_t)(most < largest ? most : largest) * (size_t)itemsize);
+    int64_t largest = plan.turned ? SPAN + plan.turned * plan.logical.size[plan.logical.dims - 1] : SPAN;
+    if (!ordered) room.buffer = malloc((size_t)(most < largest && !plan.turned ? most : largest) * (size_t)itemsize);
     if (!room.parts || !room.numbers || (plan.ranges && !room.ranges) || (!ordered && most && !room.buffer)) {
         PyErr_NoMemory();
         goto done;

@@ -496,25 +496,31 @@ static INLINE void NAME(turn)(const char *from, int64_t stride, int kind, int64_
         }
 }
 
-/* Adds all elements where those that lie together are not those of the last dimension, but of the one before. */
-static INLINE void NAME(fold_turned)(const Plan *plan, Fold *fold, T *sums, T *buffer) {
+/* Adds all elements where those that lie together are not those of the last dimension, but of the one before: whole rows
+   of the last, many at once, and then in the spans and chunks of all other tensors, for the same bits. */
+static INLINE void NAME(fold_turned)(const Plan *plan, Fold *fold, T *sums, double *numbers, T *buffer) {
     const View *view = &plan->logical;
     int last = view->dims - 1;
     int64_t rows = view->size[last], columns = view->size[last - 1], itemsize = WIDE ? 8 : plan->kind == FLOAT32 ? 4 : 2;
-    int64_t tall = rows <= TURNED / 16 ? rows : TURNED / 16, wide = TURNED / tall / 16 * 16;
-    int64_t at[MOST_DIMS] = {0}, place = 0;
+    int64_t at[MOST_DIMS] = {0}, done = 0, held = 0;
     const char *from = view->data;
+    NAME(begin)(fold, sums);
     for (;;) {
-        for (int64_t c = 0; c < columns; c += wide)
-            for (int64_t r = 0; r < rows; r += tall) {
-                int64_t n = columns - c < wide ? columns - c : wide, some = rows - r < tall ? rows - r : tall;
-                NAME(turn)(from + c * itemsize + r * view->stride[last], view->stride[last], plan->kind, some, n, buffer, some);
-                if (some == rows) NAME(fold_span)(fold, sums, buffer, place + c * rows, n * rows);
-                else
-                    for (int64_t j = 0; j < n; j++)
-                        NAME(fold_span)(fold, sums, buffer + j * some, place + (c + j) * rows + r, some);
+        for (int64_t c = 0; c < columns; c += plan->turned) {
+            int64_t n = columns - c < plan->turned ? columns - c : plan->turned, start = 0;
+            NAME(turn)(from + c * itemsize, view->stride[last], plan->kind, rows, n, buffer + held, rows);
+            held += n * rows;
+            for (; held >= SPAN; held -= SPAN) {
+                NAME(fold_span)(fold, sums, buffer + start, done, SPAN);
+                start += SPAN;
+                done += SPAN;
+                if (done % CHUNK == 0 && done < plan->elements) {
+                    NAME(finish)(fold, sums, numbers + NUMBERS * (done / CHUNK - 1));
+                    NAME(begin)(fold, sums);
+                }
             }
-        place += rows * columns;
+            if (start) memmove(buffer, buffer + start, (size_t)held * sizeof(T));
+        }
         int d = last - 2;
         for (; d >= 0; d--) {
             from += view->stride[d];
@@ -522,8 +528,10 @@ static INLINE void NAME(fold_turned)(const Plan *plan, Fold *fold, T *sums, T *b
             from -= view->size[d] * view->stride[d];
             at[d] = 0;
         }
-        if (d < 0) return;
+        if (d < 0) break;
     }
+    NAME(fold_span)(fold, sums, buffer, done, held);
+    NAME(finish)(fold, sums, numbers + NUMBERS * ((plan->elements - 1) / CHUNK));
 }
 
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
@@ -542,7 +550,7 @@ static void NAME(work)(const Plan *plan, int64_t first, int64_t stop, Fold *fold
         int64_t end = (chunk + 1) * CHUNK < plan->count ? (chunk + 1) * CHUNK : plan->count;
         T shift = 0;
         Part all = NOTHING;
-        if (fold) NAME(begin)(fold, sums);
+        if (fold && !plan->turned) NAME(begin)(fold, sums);
         for (int64_t start = chunk * CHUNK; start < end; start += SPAN) {
             int64_t n = end - start < SPAN ? end - start : SPAN;
             const T *x = NAME(span)(&plan->memory, plan->kind, start, n, buffer);
@@ -560,15 +568,14 @@ static void NAME(work)(const Plan *plan, int64_t first, int64_t stop, Fold *fold
         }
         parts[chunk] = all;
         end = (chunk + 1) * CHUNK < plan->elements ? (chunk + 1) * CHUNK : plan->elements;
-        if (fold && plan->turned) {
-            if (!chunk) NAME(fold_turned)(plan, fold, sums, buffer);
-        } else if (fold && !plan->same_order)
+        if (fold && !plan->turned && !plan->same_order)
             for (int64_t start = chunk * CHUNK; start < end; start += SPAN) {
                 int64_t n = end - start < SPAN ? end - start : SPAN;
                 NAME(fold_span)(fold, sums, NAME(span)(&plan->logical, plan->kind, start, n, buffer), start, n);
             }
-        if (fold) NAME(finish)(fold, sums, numbers + NUMBERS * chunk);
+        if (fold && !plan->turned) NAME(finish)(fold, sums, numbers + NUMBERS * chunk);
     }
+    if (fold && plan->turned) NAME(fold_turned)(plan, fold, sums, numbers, buffer);
 }
 
 /* The range of each of the units, from that of columns: `inner` of each unit, and all of them `repeats` times. */
