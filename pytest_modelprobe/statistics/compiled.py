@@ -37,7 +37,7 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
         axis = None
     if samples is not None:
         set_tables()
-        signs = samples.signs(shape).T.astype(np.int8).tobytes()
+        signs = samples.packed(shape)
     found = kernel.active.reduce(x.data_ptr(), kind, shape, x.stride(), axis, index, signs)
     if found is None:
         return None
