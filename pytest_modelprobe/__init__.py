@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .interventions import ablation, assert_layer_matters, faults, intervene
-    from .probe import ModelProbe, Watch
+    from .probe import ModelProbe, Watch, watched
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
 
@@ -94,10 +94,11 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
+    "watched",
 ]
 
 _MODULES = {
-    **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
+    **dict.fromkeys(["ModelProbe", "Watch", "watched"], "probe"),
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},

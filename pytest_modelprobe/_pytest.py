@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Mapping
-from typing import Any
+import pkgutil
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import pytest
 
@@ -17,8 +20,8 @@ def fixtures_of(item: pytest.Item) -> set[Any]:
     return {definition for found in definitions.values() for definition in found}
 
 
-def tear_down_before(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Tear down what earlier tests set up and the next one does not need, after a test that set nothing up here."""
+def tear_down_before(item: pytest.Item, nextitem: pytest.Item | pytest.Collector | None) -> None:
+    """Tear down what earlier tests set up and the next one, or those of a module, do not need."""
     state = getattr(item.session, "_setupstate", None)
     if state is not None:
         state.teardown_exact(nextitem)
@@ -39,3 +42,56 @@ def _is_picklable(value: object) -> bool:
     except Exception:  # noqa: BLE001 - an object may raise whatever it likes
         return False
     return True
+
+
+def run_again(item: pytest.Item) -> list[pytest.TestReport]:
+    """Run a test that has run before once more, and return its reports, which no plugin is told of.
+
+    What it shares with other tests, such as fixtures of wider scope, stays set up. Its warnings are filtered as usual
+    and not reported.
+    """
+    test: Any = item
+    hook, properties = item.ihook, len(item.user_properties)
+    if hasattr(test, "_initrequest"):
+        test._initrequest()
+    reports: list[pytest.TestReport] = []
+
+    def phase(when: Literal["setup", "call", "teardown"], run: Callable[[], object]) -> bool:
+        call = pytest.CallInfo.from_call(run, when=when, reraise=(KeyboardInterrupt, pytest.exit.Exception))
+        report = hook.pytest_runtest_makereport(item=item, call=call)
+        reports.append(report)
+        return bool(report.passed)
+
+    with _warnings_filtered(item):
+        try:
+            if phase("setup", lambda: hook.pytest_runtest_setup(item=item)):
+                phase("call", lambda: hook.pytest_runtest_call(item=item))
+        finally:
+            phase("teardown", lambda: hook.pytest_runtest_teardown(item=item, nextitem=item.parent))
+            if hasattr(test, "_request"):
+                test._request = False
+                test.funcargs = None
+            getattr(test, "_report_sections", []).clear()
+            del item.user_properties[properties:]
+    return reports
+
+
+class _Nobody:
+    """Is told of warnings in place of the hooks."""
+
+    class pytest_warning_recorded:
+        @staticmethod
+        def call_historic(**_: object) -> None:
+            """Do nothing."""
+
+
+def _warnings_filtered(item: pytest.Item) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which warnings are filtered as in a run of the test."""
+    if not item.config.pluginmanager.hasplugin("warnings"):
+        return contextlib.nullcontext()
+    try:
+        caught: Any = pkgutil.resolve_name("_pytest.warnings:catch_warnings_for_item")
+    except (ImportError, AttributeError):
+        return warnings.catch_warnings()
+    context: contextlib.AbstractContextManager[object] = caught(item.config, _Nobody, "runtest", item)
+    return context

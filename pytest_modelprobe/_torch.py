@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import operator
 import pkgutil
@@ -432,12 +433,22 @@ class CompiledCalls:
         if original is None:
             return callback
         # Contexts that switch compilation off ask too, and contexts without a function.
-        asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= call.keys()
+        asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= set(call)
         if not asks or not self._is_eager(call["fn"], call["args"], call["kwargs"]):
             return original(callback)
         if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
             cast(Any, sys.modules[_DYNAMO]).set_fullgraph_compiled_frame_count(-1)
         return None
+
+
+def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:
+    """Let dynamo trace functions where it compiles what calls them, and not compile a call of one on its own.
+
+    Without the function for it, such a call is compiled to a graph of its own.
+    """
+    skip: Callable[[Any], object] = getattr(importlib.import_module(_DYNAMO), "skip_code", lambda code: None)
+    for function in functions:
+        skip(function.__code__)
 
 
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")

@@ -15,7 +15,20 @@ from .exceptions import NothingObservedError, UsageError
 from .interventions import Ablation, Change, Intervention, Metric, Swap, ablation, faults, intervene
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
-from .runs import Loss, Mode, Run, StopOn, Target, Watch, WeakRerun, check_loss, is_same_device, merged
+from .runs import (
+    Compiled,
+    Loss,
+    Mode,
+    Run,
+    StopOn,
+    Target,
+    Watch,
+    WeakRerun,
+    check_loss,
+    is_same_device,
+    merged,
+    watched,
+)
 from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
@@ -24,7 +37,7 @@ if TYPE_CHECKING:
 
     from .figures import Figures
 
-__all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
+__all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -173,6 +186,7 @@ class ModelProbe:
         histograms: bool | None = None,
         steps: int = 1,
         stop_on: StopOn | None = None,
+        compiled: Compiled = "eager",
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -193,6 +207,10 @@ class ModelProbe:
                 watch is closed then, and its record has what was seen before. Each number is read as it arrives, which
                 on CUDA waits for the device each time. Layers meant to return infinities, such as masks, are left out
                 with ``layers=``. Under a `GradScaler` a step that it would skip stops too.
+            compiled: ``"eager"``: compiled code that holds the model runs eagerly while it is watched. ``"inside"``: it
+                stays compiled, and its graphs reduce the outputs of layers and their gradients as they run. The record
+                then has moments, ranges, zeros and non-finite values of outputs and of gradients; no inputs, no
+                fingerprints and no single forwards. Everything compiled so far is compiled again.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
@@ -220,9 +238,10 @@ class ModelProbe:
             attention=attention,
             profile=profile,
             isolate=isolate,
-            histograms=self._histograms if histograms is None else histograms,
+            histograms=(self._histograms and compiled == "eager") if histograms is None else histograms,
             steps=steps,
             stop_on=stop_on,
+            compiled=compiled,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

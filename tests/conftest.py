@@ -17,13 +17,6 @@ from _pytest import pytester
 pytest_plugins = ["pytester"]
 
 
-def _is_installed(name: str) -> bool:
-    """Whether a module is none of those that a test wrote into its own folder, which is the current one."""
-    top = sys.modules.get(name.partition(".")[0])
-    files = [getattr(top, "__file__", None) or "", *getattr(top, "__path__", ())]
-    return not any(file.startswith(str(Path.cwd())) for file in files)
-
-
 class _Modules(pytester.SysModulesSnapshot):
     """Forgets, after a run of pytest inside a test, the modules of its folder alone.
 
@@ -32,7 +25,18 @@ class _Modules(pytester.SysModulesSnapshot):
     """
 
     def __init__(self, preserve: Callable[[str], bool] | None = None) -> None:
-        super().__init__(_is_installed)
+        super().__init__(preserve)
+        self._before = dict(sys.modules)
+
+    def restore(self) -> None:
+        here = str(Path.cwd())
+        after = dict(sys.modules)
+        for name in after.keys() - self._before.keys():
+            top = after.get(name.partition(".")[0])
+            files = [getattr(top, "__file__", None) or "", *getattr(top, "__path__", ())]
+            if any(file.startswith(here) for file in files):
+                del sys.modules[name]
+        sys.modules.update(self._before)
 
 
 pytester.SysModulesSnapshot = _Modules  # type: ignore[misc]

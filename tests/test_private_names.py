@@ -171,6 +171,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch, without: str | None = None) -> Any:
     return importlib.import_module(PACKAGE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> None:
+    """Exempt what other tests left: `outcomes` collects garbage for each name."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def complete() -> Iterator[dict[str, Any]]:
     """What comes of everything in this torch."""
@@ -235,7 +242,7 @@ def test_a_watch_that_is_refused_leaves_no_hook(path: str, monkeypatch: pytest.M
     assert not any(tables)
 
 
-# --- of pytest and of syrupy ------------------------------------------------------------------------------------------
+# --- of pytest --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_plugin_alone")
@@ -270,19 +277,3 @@ def test_fixtures_are_known_by_name_where_pytest_does_not_tell_more(pytester: py
         """
     )
     pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
-
-
-@pytest.mark.usefixtures("_plugin_alone")
-def test_a_syrupy_that_tells_less_still_compares_and_writes(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from syrupy.assertion import SnapshotAssertion\ndel SnapshotAssertion.num_executions")
-    pytester.makepyfile(
-        """
-        from torch import nn
-
-        def test_model(modelprobe, modelprobe_snapshot):
-            model = modelprobe.build(lambda: nn.Linear(2, 2))
-            assert modelprobe.run(model, modelprobe.randn(3, 2)) == modelprobe_snapshot
-        """
-    )
-    pytester.runpytest_subprocess("--snapshot-update", "--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
-    pytester.runpytest_subprocess().assert_outcomes(passed=1)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import doctest
 import importlib.metadata
-import os
+import io
 import re
 import shlex
 import subprocess
@@ -86,7 +87,7 @@ RUN = {
 def test_the_code_of_a_page_does_what_it_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    shell = Shell(pytester)
+    shell = Shell(pytester, monkeypatch)
     for block in RUN[name]:
         if block.language == "python" and block.title is None:
             pytester.makepyfile(test_model=block.text)
@@ -123,13 +124,11 @@ def apply(diff: str, path: Path) -> None:
 class Shell:
     """Runs the commands of a page in the folder of a test."""
 
-    def __init__(self, pytester: pytest.Pytester) -> None:
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
-        who = {"NAME": "you", "EMAIL": "you@example.com"}
-        self.environment = {
-            **os.environ,
-            **{f"GIT_{role}_{what}": text for role in ("AUTHOR", "COMMITTER") for what, text in who.items()},
-        }
+        for role in ("AUTHOR", "COMMITTER"):
+            monkeypatch.setenv(f"GIT_{role}_NAME", "you")
+            monkeypatch.setenv(f"GIT_{role}_EMAIL", "you@example.com")
 
     def run(self, command: str, *, fails: bool | None) -> list[str]:
         """Return the lines that a command prints, and assert whether it fails if that is known."""
@@ -138,13 +137,15 @@ class Shell:
             arguments = [*words[1:], "-p", "no:randomly", "-p", "no:cacheprovider"]
             done = self.pytester.runpytest(*arguments)
             code, lines = int(done.ret), [line.removeprefix("E       ") for line in done.outlines]
+        elif words[0] == "modelprobe":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                code = cli.main(words[1:])
+            lines = printed.getvalue().splitlines()
         else:
-            if words[0] in ("modelprobe", "python"):
-                module = ["-m", "pytest_modelprobe"] if words[0] == "modelprobe" else []
-                words[:1] = [sys.executable, *module]
-            one = subprocess.run(
-                words, cwd=self.pytester.path, env=self.environment, text=True, capture_output=True, check=False
-            )
+            if words[0] == "python":
+                words[0] = sys.executable
+            one = subprocess.run(words, cwd=self.pytester.path, text=True, capture_output=True, check=False)
             code, lines = one.returncode, (one.stdout + one.stderr).splitlines()
         if fails is not None:
             assert code == fails, "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
+    COMPILED_INSIDE,
     Layer,
     Parameter,
     Reading,
@@ -526,7 +527,8 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
             "watch = modelprobe.watch(model)"
         )
     source.reread()
-    now, before = record_of(source), source.first
+    now = record_of(source)
+    before = source.steps[0] if COMPILED_INSIDE in now.notes and source.steps else source.first
     names = {layer.name for layer in selected(now, layers)}
     found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
     if not may_be_unchanged and not any(one.change for one in found):

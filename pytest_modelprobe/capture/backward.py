@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,6 +51,8 @@ class BackwardPasses:
         self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
+        self.on_pass: Callable[[], None] | None = None
+        """Called as a pass begins."""
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
@@ -64,6 +66,8 @@ class BackwardPasses:
             if self.recomputed is None:  # else it is the backward of a segment, inside that of the whole
                 self._current = task
                 if not inner:
+                    if self.on_pass is not None:
+                        self.on_pass()
                     self.count += 1
                     self._views.mark_overwritten()
         return inner
@@ -94,6 +98,8 @@ class BackwardPasses:
     def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``."""
         first, newest = self._forwards.first, self._forwards.newest
+        if self._forwards.take is not None and not self._forwards.keeps_step:
+            return  # reading every parameter would cost more than all that is traced
         index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
         reduced = self._reduced(gradient, index, samples)
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached

@@ -56,6 +56,7 @@ from .steps import Steps
 from .stop import Judge, StopCheck
 from .tensor_hooks import TensorObserver
 from .tensors import describe
+from .traced import TracedHooks
 from .training_steps import TrainingSteps
 from .views import HookedViews
 
@@ -74,6 +75,7 @@ class Capture:
         steps: How many steps of training to keep, each apart.
         on_forward: Called before each forward with its kind and its arguments.
         judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
+        traced: Whether compiled code stays compiled, and hooks are traced into it: see `TracedHooks`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Capture:
         steps: int = 0,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
         judge: Judge | None = None,
+        traced: bool = False,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(selected)
@@ -128,6 +131,11 @@ class Capture:
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
         self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
+        self._traced = TracedHooks(layers, self.selected) if traced else None
+        if self._traced is not None:
+            self._forwards.take = self._traced.take
+            self._backward.on_pass = self._forwards.pass_begins
+            self.notes = {note: None for note in self.notes if not note.endswith(RUN_EAGERLY)}
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._exit = contextlib.ExitStack()
@@ -145,6 +153,9 @@ class Capture:
     @property
     def changes(self) -> int:
         """A number that changes with whatever is seen: a record made at another number is out of date."""
+        if self._traced is not None:
+            self._forwards.take_traced()
+            return self.guard.entered + self._forwards.taken_traced
         return self.guard.entered
 
     def observations(self) -> Observations:
@@ -154,6 +165,9 @@ class Capture:
             ModelProbeError: A hook failed, or was removed.
         """
         self.check()
+        self._forwards.take_traced()
+        if self._traced is not None:
+            self.notes.update(dict.fromkeys(self._traced.notes()))
         return Observations(
             layers=self.layers,
             selected=self.selected,
@@ -187,10 +201,14 @@ class Capture:
             count_dispatch_modes()
         try:
             with gc_paused(), without_torch_function():
-                self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
+                if self._traced is None:
+                    self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
+                else:
+                    self._exit.callback(self._traced.detach)
+                    self._traced.attach()
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
-                    if name == root or name in self.selected or name in self.keep:
+                    if self._traced is None and (name == root or name in self.selected or name in self.keep):
                         self._modules.attach(name, module)
                     if name in self.selected:
                         self._parameters.add_layer(name, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -96,6 +96,10 @@ class ObservedForwards:
         """The step that is not over."""
         self.skipped = 0
         """Passes with gradients that were not finite, and that were reset before a step was taken."""
+        self.take: Callable[[int], list[Forward]] | None = None
+        """Returns the forwards that traced hooks saw since it was called; None: there are none."""
+        self.taken_traced = 0
+        """How often it returned some."""
         self._most_steps = most_steps
         self._later = ObservedStep()
         self._skipped = ObservedStep()
@@ -123,6 +127,20 @@ class ObservedForwards:
         self.count += 1
         self.alive.add(self.newest)
         self._decide()
+        if self.step.taken:
+            self._end_step()
+
+    def take_traced(self) -> None:
+        """Add what traced hooks saw: what a backward pass reached to the step, all else to the evaluations."""
+        for forward in self.take(self.count) if self.take is not None else ():
+            if forward.trained_by and self.step.taken:
+                self._end_step()
+            merge_into(self.step.parts if forward.trained_by else self._others, forward)
+            self.count += forward.forwards
+            self.taken_traced += 1
+
+    def pass_begins(self) -> None:
+        """End the step that was taken: no traced hook says when a forward begins."""
         if self.step.taken:
             self._end_step()
 

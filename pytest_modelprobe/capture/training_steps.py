@@ -72,6 +72,8 @@ class TrainingSteps:
     def step_ends(self, parameters: Named, *, early: bool) -> None:
         """Read what the optimizer left."""
         step = self._forwards.step
+        if self._forwards.keeps_step:
+            self._forwards.take_traced()
         step.taken = True
         if self._forwards.keeps_step:
             step.before = step.before or self._before  # a forward in a closure began the step

@@ -1,13 +1,13 @@
 """Checks that run a model again, in variations, and name the first layer at which a property breaks."""
 
 from .batch import any_batch_size, batch_independent
-from .battery import STANDARD, Case, Outcomes, parametrize_with_checks, standard
+from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .check import Check
 from .finite import finite
 from .incremental import incremental
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
-from .outcome import Outcome
+from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
@@ -18,9 +18,11 @@ from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_co
 __all__ = [
     "Case",
     "Check",
+    "NotApplicableError",
     "Outcome",
     "Outcomes",
     "STANDARD",
+    "add_standard",
     "any_batch_size",
     "batch_independent",
     "causal",

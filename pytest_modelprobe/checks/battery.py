@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss
 
 from .batch import any_batch_size, batch_independent
-from .check import Check, in_order
+from .check import Check, from_assertion, in_order
 from .finite import finite
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
@@ -29,7 +30,7 @@ from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
 from .trial import Trial
 
-STANDARD: Mapping[str, Check] = {
+_standard: dict[str, Check] = {
     check.__name__: check
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
@@ -39,6 +40,7 @@ STANDARD: Mapping[str, Check] = {
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
     )
 }  # fmt: skip
+STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 """Name → check, of those that `standard` runs: what a model is expected to be unless it is meant to be otherwise."""
 
 APART: Mapping[str, str] = {
@@ -54,6 +56,44 @@ APART: Mapping[str, str] = {
     "ema_tracks": "as it needs the average",
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""
+
+
+def add_standard(functions: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Add checks to the standard ones, and return a function that removes them.
+
+    A plugin of pytest implements the hook ``pytest_modelprobe_checks`` instead.
+
+    Args:
+        functions: By name, what asserts a property: called with the probe, the model and its inputs. It raises
+            `NotApplicableError` if the property means nothing for the model; text that it returns is shown where it
+            holds.
+
+    Raises:
+        UsageError: There is a check of that name already, or a value is no function.
+
+    >>> from pytest_modelprobe import assert_param_count, checks
+    >>> def small(probe, model, *inputs, **kwargs):
+    ...     assert_param_count(model, (0, 100))
+    >>> remove = checks.add_standard({"small": small})
+    >>> print(checks.standard(ModelProbe(), nn.Linear(2, 2), only="small"))
+    0 checks of 1 broken; 1 hold, 0 are not applicable
+    >>> remove()
+    """
+    for name, function in functions.items():
+        if name in _standard or name in APART:
+            raise UsageError(f"there is a check {name!r} already: give yours another name")
+        if not callable(function) or isinstance(function, type | nn.Module):
+            raise UsageError(
+                f"the check {name!r} is a function of probe, model and inputs; got {type(function).__name__}"
+            )
+    _standard.update({name: from_assertion(name, function) for name, function in functions.items()})
+
+    def remove() -> None:
+        for name in functions:
+            _standard.pop(name, None)
+
+    return remove
+
 
 Inputs = Any
 """A tensor, a tuple of positional arguments, or a mapping of keyword arguments."""

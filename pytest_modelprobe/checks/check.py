@@ -15,6 +15,7 @@ from torch import nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
+from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.report.text import listed
 from pytest_modelprobe.runs import Loss
 
@@ -219,3 +220,21 @@ def check_unmodified(function: Property) -> Check:
 def check_nonfinite(function: Property) -> Check:
     """Make a check on the unmodified model that accepts outputs that are not finite."""
     return Check(function, randomize_zeros=False, check_reference=None)
+
+
+def from_assertion(name: str, function: Callable[..., Any]) -> Check:
+    """Make a check from a function that takes probe, model and inputs, and raises AssertionError."""
+
+    def asserted(trial: Trial) -> Break | str:
+        __tracebackhide__ = True
+        args, kwargs = trial.copied_inputs()
+        try:
+            said = function(trial.probe, trial.model, *args, **kwargs)
+        except AssertionError as error:
+            line, _, rest = (str(error).strip() or "AssertionError").partition("\n")
+            named = (layer for layer in trial.layers.modules if line.startswith((f"{layer} ", f"{label_of(layer)} ")))
+            return Break(layer=max(named, key=len, default=ROOT), line=line, advice=rest.strip("\n"))
+        return said if isinstance(said, str) else ""
+
+    asserted.__name__, asserted.__doc__ = name, function.__doc__
+    return check_unmodified(asserted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, Layer, Record, Statistics
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
+from pytest_modelprobe.runs import Watch
 
 from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_order, limit, negligible, relative_error
 from .check import check
@@ -30,6 +32,9 @@ _Found = TypeVar("_Found", bound="Break | str | None")
 
 _ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
+
+_MOMENTS = 1.0
+"""Largest difference of a mean, deviation or extreme by another order of summation, in `TOLERANCE` times the rms."""
 
 _DEVICE = "Look for code that depends on the device, and for tensors that are created without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
@@ -259,7 +264,9 @@ def compile_parity(
 ) -> Break | str:
     """Check that the compiled model returns the same, and the same gradients.
 
-    Layers inside compiled regions cannot be observed: the break names the first gradient, or the output.
+    Where an output differs, both models run again, the compiled one with hooks in its graphs (``compiled="inside"``):
+    the break names the first layer whose output has other numbers, or the model where none has. Of gradients it names
+    the parameter.
 
     Args:
         trial: The model and its inputs.
@@ -291,9 +298,65 @@ def compile_parity(
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-    return _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED)) or (
-        f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
+    found = _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED))
+    if found is not None and found.layer == ROOT:
+        found = _inside_graph(trial, backend, found)
+    return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
+
+
+def _inside_graph(trial: Trial, backend: str | Callable[..., Any], found: Break) -> Break:
+    """Return the break with the first layer whose output has other numbers, as the graph computes it."""
+    eager, other = trial.copied(), trial.copied()
+    with Watch(eager, isolate=False) as one, Watch(other, isolate=False, compiled="inside") as two:
+        trial.run(mode="eval", model=eager, traced=False)
+        compiled: Any = torch.compile(other, backend=backend)
+        with warnings.catch_warnings(), torch.compiler.set_stance("default"):
+            warnings.simplefilter("ignore")
+            trial.run(mode="eval", model=compiled, traced=False)
+        rows = _other_moments(one.record, two.record)
+    torch.compiler.reset()
+    if not rows or rows[0][0].name == ROOT:
+        return found
+    layer, path, was, now = rows[0]
+    return Break(
+        layer=layer.name,
+        line=f"{layer.label} returns another {path} when compiled: its rms is {now:.4g}, and {was:.4g} run eagerly",
+        columns=("output", "rms compiled", "run eagerly"),
+        rows=tuple((f"{one.name} {path}", f"{now:.4g}", f"{was:.4g}") for one, path, was, now in rows),
+        advice=f"{found.advice} It may stand before the layer, in the code that computes its inputs.",
     )
+
+
+def _other_moments(one: Record, two: Record) -> list[tuple[Layer, str, float, float]]:
+    """Return the outputs that have other moments or ranges, in the order of computation, each with its two rms."""
+    found = []
+    order = {layer.name: layer for layer, _ in sorted(one.calls, key=lambda pair: pair[1].finished)}
+    for name, layer in order.items():
+        if name not in two:
+            continue
+        there = _by_path(two[name])
+        for path, (dtype, a) in _by_path(layer).items():
+            b = there.get(path, (dtype, a))[1]
+            if a.rms is None or b.rms is None:
+                differs = a.finite != b.finite
+            else:
+                pairs = ((a.mean, b.mean), (a.std, b.std), (a.min, b.min), (a.max, b.max))
+                far = max(abs((x or 0.0) - (y or 0.0)) for x, y in pairs)
+                differs = far > _MOMENTS * TOLERANCE.get(getattr(torch, dtype), _ELSEWHERE) * (a.rms or 1.0)
+            if differs or a.nonfinite != b.nonfinite:
+                found.append((layer, path, a.rms or math.nan, b.rms or math.nan))
+    return found
+
+
+def _by_path(layer: Layer) -> dict[str, tuple[str, Statistics]]:
+    """Return the numbers of a layer's outputs, those of its calls together, each with its dtype."""
+    found: dict[str, tuple[str, Statistics]] = {}
+    for _, value in layer.outputs:
+        if value.forward.statistics is not None and value.dtype.startswith(("float", "bfloat")):
+            known = found.get(value.path)
+            numbers = value.forward.statistics
+            found[value.path] = value.dtype, numbers if known is None else known[1].merge(numbers)
+    return found
 
 
 @check

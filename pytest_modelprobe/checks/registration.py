@@ -235,18 +235,17 @@ def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
 
 
 def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
-    was = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms would import the compiler
     memory.fill_uninitialized_memory = True
     try:
         model = factory()
     except Exception as error:
         raise UsageError(f"factory= raised {line_of(error)}") from error
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(was)
         memory.fill_uninitialized_memory = filled
     if not isinstance(model, nn.Module):
         raise UsageError(f"factory= returns a torch.nn.Module; got {type(model).__name__}")

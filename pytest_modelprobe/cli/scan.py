@@ -32,10 +32,10 @@ def run_scan(options: argparse.Namespace) -> int:
     with ModelProbe(options.device) as probe:
         try:
             scanned = ScannedModel(load(options.model), probe, inputs)
+            findings = _show_record(scanned)
+            outcomes = list(_shown(scanned.outcomes()))
         except SystemExit as error:  # with code 0 it would read as a model that was scanned
             raise ModelProbeError(f"{options.model} ends the process: it calls sys.exit({error.code!r})") from error
-        findings = _show_record(scanned)
-        outcomes = list(_shown(scanned.outcomes()))
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
         for outcome in broken:
             print(f"\n--- {outcome.check} ---\n{printable_lines(str(outcome))}")
@@ -51,8 +51,9 @@ def _show_record(scanned: ScannedModel) -> Sequence[str]:
     """Print the inputs, the table of layers and the findings, and return these."""
     from pytest_modelprobe.assertions.findings import findings
 
-    guessed = " (guessed; --input gives others)" if scanned.is_guessed else ""
-    print(printable(f"Inputs: {' '.join(map(str, scanned.inputs))}{guessed}") + "\n")
+    given = " ".join(map(str, scanned.inputs))
+    guessed = " (guessed; --input gives others)" if scanned.is_guessed and given else ""
+    print(printable(f"Inputs: {given or 'none'}{guessed}") + "\n")
     print(scanned.record)
     found = findings(scanned.record)
     print("\nFindings:" if found else "\nFindings: none")

@@ -95,6 +95,8 @@ def ablation(
     >>> len(result.rows), result.rows[0].change > 0
     (3, True)
     """
+    if heads is not None and not isinstance(heads, Mapping):
+        raise UsageError(f'heads= maps layers to their number of heads, {{"blocks.*.proj": 8}}; got {heads!r}')
     found = Layers(model)
     root = type(next(iter(found.modules.values()))).__name__
     if heads is None:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from . import hookspecs
 from .annotations import Annotations
 from .devices import as_list, resolve
 from .marker import is_rank, marker_arguments, marker_error, marker_location
+from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
 from .settings import SETTINGS, add_options, settings_of
@@ -51,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser, group)
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the hooks for other plugins."""
+    pluginmanager.add_hookspecs(hookspecs)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options and register the marker and the snapshots of the run."""
     config.addinivalue_line(
@@ -74,6 +81,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
+    if config.stash[SETTINGS].mutate is not None:
+        from .mutation import mutation_session
+
+        config.pluginmanager.register(mutation_session(config, snapshots), "modelprobe-mutation")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -103,6 +114,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     if ProgressLine.is_wanted(config):
         config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
+    add_checks(config)
 
 
 # --- collection -------------------------------------------------------------------------------------------------------
@@ -280,6 +292,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Keep what shared probes recorded in the test, before the last test closes them."""
+    failure = None
+    try:
+        for probe in item.config.stash[SETTINGS].shared_probes:
+            _keep_observed(item, probe)
+    except Exception as error:  # noqa: BLE001 - of a hook of another plugin: fixtures are torn down nevertheless
+        failure = error
+    result = yield
+    if failure is not None:
+        raise failure
+    return result
+
+
 def _fail_unasserted(item: pytest.Item) -> None:
     __tracebackhide__ = True
     text = _unasserted(item)
@@ -299,6 +326,8 @@ def _unasserted(item: pytest.Item) -> str | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Put the message on a failed comparison, and the results on the report of the teardown, which xdist transfers."""
+    if item.config.stash[SETTINGS].unreported:
+        return (yield)
     comparer = item.stash.get(_COMPARER, None)
     if comparer is not None:
         comparer.explain(call)
@@ -309,8 +338,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if notes:
             report.sections.append(("modelprobe", "\n".join(notes)))
     elif report.when == "teardown":
-        for probe in item.config.stash[SETTINGS].shared_probes:
-            _keep_observed(item, probe)
         found = _summaries_of(item)
         if found:
             report.modelprobe = found
@@ -335,11 +362,15 @@ def _notes_of(item: pytest.Item) -> list[str]:
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     """Keep what the reports of a test need of the runs, watches and figures of a probe."""
-    observed = named_records(probe)
+    if item.config.stash[SETTINGS].unreported:
+        return
+    observed = [told_to_plugins(one, item) for one in named_records(probe)]
     if observed:
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
-        item.stash.setdefault(_OBSERVED, []).extend(observed)
+        # The steps now: fixtures that are torn down later may still change the model.
+        kept = [one._replace(steps=one.steps[:] if len(one.steps) > 1 else ()) for one in observed]
+        item.stash.setdefault(_OBSERVED, []).extend(kept)
         item.stash.setdefault(_FIGURES, []).extend(probe.take_figures())
 
 

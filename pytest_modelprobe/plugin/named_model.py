@@ -23,10 +23,13 @@ def load_named(settings: Settings) -> tuple[Target, list[Input]]:
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does
     assert settings.model is not None
+    option = "--modelprobe-input"
     try:
-        return scan.load(settings.model), [scan.parse_input(text) for text in settings.inputs]
+        inputs = [scan.parse_input(text) for text in settings.inputs]
+        option = "--modelprobe-model"
+        return scan.load(settings.model), inputs
     except UsageError as error:
-        raise pytest.UsageError(f"--modelprobe-model: {error}") from None
+        raise pytest.UsageError(f"{option}: {error}") from None
 
 
 def tests_of_named_model(session: pytest.Session, settings: Settings) -> Iterator[pytest.Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from pathlib import Path
@@ -32,6 +33,14 @@ class Settings:
     """What makes a model to be tested without a file: ``package.module:make_model``."""
     inputs: list[str] = dataclasses.field(default_factory=list)
     """The inputs of that model."""
+    mutate: int | None = None
+    """Most mutants; 0: all; None: mutation testing was not asked for."""
+    mutate_min: float | None = None
+    """Score in percent below which the run fails."""
+    mutate_time: float = 300.0
+    """Seconds of the runs with faults."""
+    unreported: bool = False
+    """Whether tests run again now, for another purpose than their reports."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
     """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
@@ -82,9 +91,59 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         metavar="[NAME=]SHAPE[:BELOW]",
         help="an input of that model, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated",
     )
+    group.addoption(
+        "--modelprobe-mutate",
+        nargs="?",
+        const=0,
+        default=None,
+        type=_mutants,
+        metavar="N",
+        help="after the tests, run them again with faults planted in their models, N faults or all, and report those "
+        "that no test notices",
+    )
+    group.addoption(
+        "--modelprobe-mutate-min",
+        type=float,
+        default=None,
+        metavar="PERCENT",
+        help="fail if the tests notice fewer of the faults that --modelprobe-mutate plants",
+    )
+    group.addoption(
+        "--modelprobe-mutate-time",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="plant no more faults after so many seconds (300); the next run goes on there",
+    )
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
+
+
+def _mutants(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        said = f"{text!r} is no number of faults; name tests before the option, or write --modelprobe-mutate=N"
+        raise argparse.ArgumentTypeError(said) from None
+
+
+def _check_mutate(config: pytest.Config) -> None:
+    """Raise UsageError for options that do not go with each other."""
+    option = config.option
+    mutate, seconds = option.modelprobe_mutate, option.modelprobe_mutate_time
+    if mutate is None:
+        if option.modelprobe_mutate_min is not None:
+            raise pytest.UsageError(
+                "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants: add it"
+            )
+        return
+    if mutate < 0 or not seconds > 0:
+        raise pytest.UsageError("--modelprobe-mutate and --modelprobe-mutate-time take numbers of 1 or more")
+    if getattr(option, "update_snapshots", False):
+        raise pytest.UsageError("--modelprobe-mutate compares with snapshots: update them first, in another run")
+    if getattr(option, "usepdb", False):
+        raise pytest.UsageError("--modelprobe-mutate makes tests fail on purpose: leave out --pdb")
 
 
 def settings_of(config: pytest.Config) -> Settings:
@@ -98,6 +157,7 @@ def settings_of(config: pytest.Config) -> Settings:
     json, html = _path(config, "--modelprobe-json"), _path(config, "--modelprobe-html")
     if json is not None and html is not None and json.resolve() == html.resolve():
         raise pytest.UsageError(f"--modelprobe-json and --modelprobe-html both write {html}: name two files")
+    _check_mutate(config)
     seed = _seed(config)
     verbose = config.getoption("--modelprobe-verbose")
     return Settings(
@@ -109,6 +169,9 @@ def settings_of(config: pytest.Config) -> Settings:
         html=html,
         model=config.getoption("--modelprobe-model"),
         inputs=config.getoption("--modelprobe-input"),
+        mutate=config.getoption("--modelprobe-mutate"),
+        mutate_min=config.getoption("--modelprobe-mutate-min"),
+        mutate_time=config.getoption("--modelprobe-mutate-time"),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
@@ -27,19 +27,24 @@ class NamedRecord(NamedTuple):
     """None: it could not be made."""
     error: str = ""
     """Why."""
+    steps: Sequence[Record] = ()
+    """Those of a watch; each is made when it is read."""
+    findings: tuple[str, ...] = ()
+    """Those of other plugins."""
 
 
 def named_records(probe: ModelProbe) -> list[NamedRecord]:
     """Return each run and watch of a probe that was not reported before."""
     from pytest_modelprobe.exceptions import ModelProbeError
+    from pytest_modelprobe.record import Record
 
     found = []
     for name, source in probe.take_unreported():
-        if not hasattr(source, "record"):
+        if isinstance(source, Record):
             found.append(NamedRecord(name, "run", source))
             continue
         try:
-            found.append(NamedRecord(name, "watch", source.record))
+            found.append(NamedRecord(name, "watch", source.record, steps=source.steps))
         except ModelProbeError as error:
             found.append(NamedRecord(name, "watch", None, str(error)))
     return found
@@ -53,7 +58,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
     found = []
-    for name, _, record, error in observed:
+    for name, _, record, error, _, others in observed:
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
@@ -63,7 +68,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "layers": len(record.layers),
                 "calls": sum(len(layer.calls) for layer in record.layers.values()),
                 "forwards": record.forwards,
-                "findings": findings(record),
+                "findings": [*findings(record), *others],
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record) if with_table and record.forwards else [],
                 **(properties.of_record(record) if properties.is_asked(config) else {}),

@@ -9,7 +9,7 @@ from .garbage import gc_paused
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
-from .record import Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
+from .record import COMPILED_INSIDE, Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
 from .tensor_statistics import (
@@ -25,6 +25,7 @@ from .tensor_statistics import (
 )
 
 __all__ = [
+    "COMPILED_INSIDE",
     "Attention",
     "Call",
     "CallTree",

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 
+COMPILED_INSIDE = (
+    "compiled code ran as it is: outputs and their gradients have moments, ranges, zeros and non-finite values, all "
+    "calls of a layer together; there are no inputs, no fingerprints and no ranges of units, and parameters have "
+    "gradients in the steps that are kept"
+)
+"""Note of a record of a watch with ``compiled="inside"``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

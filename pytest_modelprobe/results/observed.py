@@ -25,6 +25,10 @@ class Observed:
     """None: it could not be made."""
     error: str = ""
     """Why."""
+    steps: Sequence[Record] = ()
+    """Of a watch: the records of its steps of training, where it keeps several."""
+    findings: Sequence[str] = ()
+    """Those of other plugins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +80,13 @@ def observed_data(
         try:
             runs.append(
                 run_data(
-                    source.record, name=source.name, kind=source.kind, diagnosis=one.diagnosis, expected=one.expected
+                    source.record,
+                    name=source.name,
+                    kind=source.kind,
+                    diagnosis=one.diagnosis,
+                    expected=one.expected,
+                    steps=source.steps,
+                    others=source.findings,
                 )
             )
         except Exception as error:  # noqa: BLE001 - a record that cannot be shown must not end the run of pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pytest_modelprobe.assertions.activations import find_dead
@@ -10,6 +11,7 @@ from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record, elements
 
 from .layers import costs, layers_data
+from .steps import steps_data
 from .values import text
 
 Kind = Literal["run", "watch"]
@@ -22,6 +24,8 @@ def run_data(
     kind: Kind = "run",
     diagnosis: Diagnosis | None = None,
     expected: Record | None = None,
+    steps: Iterable[Record] = (),
+    others: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return what was recorded in one run or watch, in builtin types.
 
@@ -31,6 +35,8 @@ def run_data(
         kind: Whether it is of a run or of a watch.
         diagnosis: Of its comparison with a snapshot, if they differ.
         expected: The record in that snapshot, with the current names of layers.
+        steps: The records of its steps of training.
+        others: Findings of other plugins.
 
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'
@@ -48,10 +54,11 @@ def run_data(
         "parameters": elements(record.parameters),
         "trainable": elements(parameter for parameter in record.parameters if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
-        "findings": [text(finding) for finding in findings(record, dead)],
+        "findings": [text(finding) for finding in (*findings(record, dead), *others)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},
+        "steps": steps_data(steps),
         "layers": layers_data(record, dead, diagnosis, expected),
     }
 

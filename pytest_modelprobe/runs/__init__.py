@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import maps
+from .compiled import Compiled
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
@@ -11,8 +12,10 @@ from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
 from .watch import Watch
+from .watched import watched
 
 __all__ = [
+    "Compiled",
     "Loss",
     "Mode",
     "NoGradientError",
@@ -22,6 +25,7 @@ __all__ = [
     "SourceMode",
     "Target",
     "Watch",
+    "watched",
     "WeakRerun",
     "check_loss",
     "find_gradient_origin",

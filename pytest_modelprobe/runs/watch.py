@@ -17,6 +17,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, Usa
 from pytest_modelprobe.models import Layers, original_class
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
+from .compiled import Compiled, is_inside
 from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
 from .rerun import (
     IsolationRequest,
@@ -49,6 +50,7 @@ class Watch:
         histograms: Whether to record the histogram of each value and gradient.
         steps: How many steps of training to keep, each in a record of its own.
         stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
+        compiled: ``"eager"`` or ``"inside"``, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -75,9 +77,19 @@ class Watch:
         histograms: bool = False,
         steps: int = 1,
         stop_on: StopOn | None = None,
+        compiled: Compiled = "eager",
         seed: int | None = None,
     ) -> None:
         check_stop_on(stop_on)
+        inside = is_inside(
+            compiled,
+            keep=not _is_empty(keep),
+            functionals=functionals,
+            attention=attention,
+            profile=profile,
+            histograms=histograms,
+            stop_on=stop_on is not None,
+        )
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")
         found = Layers(model)
@@ -88,7 +100,8 @@ class Watch:
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}
-        self._forwards = KeptForwards(found) if isolate else None
+        self._inside = inside
+        self._forwards = KeptForwards(found) if isolate and not inside else None
         self._capture = Capture(
             found,
             select(found.modules, layers),
@@ -100,6 +113,7 @@ class Watch:
             steps=steps,
             on_forward=self._forwards.begins if self._forwards else None,
             judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
+            traced=inside,
         )
         self._capture.attach()
         self._finalizer = weakref.finalize(self, self._capture.detach)
@@ -121,12 +135,18 @@ class Watch:
 
     @property
     def first(self) -> Record:
-        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them."""
+        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
+
+        Raises:
+            UsageError: With ``compiled="inside"``, as for `last`: there are only sums over forwards.
+        """
+        self._check_apart("first")
         return self._record("first")
 
     @property
     def last(self) -> Record:
         """The newest forward alone, with the gradients that reached it."""
+        self._check_apart("last")
         return self._record("last")
 
     @property
@@ -184,6 +204,13 @@ class Watch:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
+
+    def _check_apart(self, name: str) -> None:
+        if self._inside:
+            raise UsageError(
+                f'{self.name} has no {name} forward alone: inside compiled code (compiled="inside") forwards are added '
+                "up. Take watch.record, watch.first_step or watch.steps"
+            )
 
     def _record(self, which: Which) -> Record:
         # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.

@@ -99,6 +99,8 @@ def guesses(model: nn.Module) -> list[list[Input]]:
     >>> [str(one) for [one] in guesses(nn.Sequential(nn.Flatten(), nn.Linear(8, 2)))]
     ['4x8', '4x16x8']
     """
+    if not inspect.signature(model.forward).parameters:
+        return [[]]
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         return _of_transformers(model)
     shipped = getattr(model, "pretrained_cfg", None)

@@ -129,4 +129,4 @@ def applicable_assertions(record: Record) -> list[str]:
 
 def shown(inputs: Sequence[Input]) -> str:
     """Return inputs as the command line takes them."""
-    return " ".join(map(str, inputs))
+    return " ".join(map(str, inputs)) or "no inputs"

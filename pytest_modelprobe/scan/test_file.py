@@ -24,7 +24,7 @@ def as_test_file(scanned: ScannedModel, outcomes: Sequence[Outcome]) -> str:
     names = ", ".join(sorted([*assertions, "checks"]))
     broken = {outcome.check: outcome.text.partition("\n")[0] for outcome in outcomes if outcome.verdict == "broken"}
     xfail = "".join(f"\n        {_quoted(check)}: {_quoted(line)}," for check, line in broken.items())
-    given = "**inputs(modelprobe)" if inputs[0].name else "*inputs(modelprobe)"
+    given = "**inputs(modelprobe)" if _are_named(inputs) else "*inputs(modelprobe)"
     is_called_alone = target.expression == f"{target.attribute}()"
     factory = target.attribute if is_called_alone else "make_model"
     wrapper = "" if is_called_alone else f"def make_model():\n    return {target.expression}\n\n\n"
@@ -63,9 +63,15 @@ def test_standard(modelprobe, check):
 
 def _returned(inputs: Sequence[Input]) -> str:
     tensors = [(one.name, one.code(position)) for position, one in enumerate(inputs)]
-    opening, closing = ("{", "}") if inputs[0].name else ("(", ")")
+    if not inputs:
+        return "    return ()"
+    opening, closing = ("{", "}") if _are_named(inputs) else ("(", ")")
     lines = "".join(f"        {f'{_quoted(name)}: ' if name else ''}{code},\n" for name, code in tensors)
     return f"    return {opening}\n{lines}    {closing}"
+
+
+def _are_named(inputs: Sequence[Input]) -> bool:
+    return bool(inputs) and inputs[0].name is not None
 
 
 def _quoted(text: str) -> str:

@@ -5,6 +5,8 @@ Private names of syrupy are used in this module alone.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -98,6 +100,18 @@ def syrupy_assertion(request: pytest.FixtureRequest) -> SnapshotAssertion:
             "rename it, or disable its plugin with -p no:..."
         )
     return found.use_extension(ModelProbeExtension)
+
+
+@contextlib.contextmanager
+def assertions_forgotten(config: pytest.Config) -> Iterator[None]:
+    """Let syrupy forget, at the end of the block, which snapshots were compared in it."""
+    made: list[Any] | None = getattr(getattr(config, "_syrupy", None), "_assertions", None)
+    before = 0 if made is None else len(made)
+    try:
+        yield
+    finally:
+        if made is not None:
+            del made[before:]
 
 
 def compare_and_count(

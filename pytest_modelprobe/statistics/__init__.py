@@ -32,6 +32,7 @@ from .samples import WHOLE, Samples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
+    "NO_ELEMENT",
     "WHOLE",
     "Reduced",
     "Samples",

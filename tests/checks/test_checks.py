@@ -265,7 +265,7 @@ def test_a_compiled_model_that_writes_in_place_is_deterministic(probe: ModelProb
 
 def test_code_for_the_compiler_alone_is_seen_in_a_compiled_model_too(probe: ModelProbe, rows: Tensor) -> None:
     model = torch.compile(between(lambda x: x * 2 if torch.compiler.is_compiling() else x), backend="eager")
-    assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "2"
 
 
 def test_random_is_the_loss_that_a_check_takes_of_itself(probe: ModelProbe, rows: Tensor) -> None:
@@ -954,7 +954,37 @@ def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: T
 
 def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
-    assert named(checks.compile_parity.outcome(probe, model, rows)) == "(root)"
+    assert named(checks.compile_parity.outcome(probe, model, rows)) == "2"
+
+
+def test_the_first_layer_that_a_compiler_computes_otherwise_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act, self.head = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(self.fc(x)))
+
+    def without_relu(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is nn.functional.relu:
+                node.target, node.args, node.kwargs = torch.neg, node.args[:1], {}
+        graph.recompile()
+        return graph
+
+    model = Net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    found = checks.compile_parity.outcome(probe, model, torch.ones_like(rows), backend=without_relu)
+    assert found.text.startswith("""\
+act returns another output when compiled: its rms is 3.5, and 3.5 run eagerly
+
+output          rms compiled   run eagerly
+act output               3.5           3.5
+head output               10            11
+""")
 
 
 def test_a_gradient_that_the_compiler_alone_cuts_off_is_named(probe: ModelProbe, rows: Tensor) -> None:

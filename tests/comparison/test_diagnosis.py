@@ -1320,6 +1320,7 @@ def test_a_layer_that_uses_the_weights_of_another_is_not_blamed_for_these() -> N
     expected = noisy(PROBE.build(Tied))
     found = diagnose(compare(recorded(trained_again(PROBE.build(Tied)), PROBE.randn(4, 8), like=expected), expected))
     assert {cause.kind for cause in found.causes} == {"weights"}
+    assert found.possible == ()
 
 
 def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
@@ -1609,6 +1610,59 @@ def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_traine
 
     found = refactored(lambda: made("head"), lambda: trained_again(made("last")))
     assert [cause.what for cause in found.causes if cause.kind == "weights"] == ["all 3 layers"]
+
+
+def regularized(*, dropout: bool, detach: bool) -> nn.Module:
+    """Return two layers, of which the second may get its input detached, and perhaps a dropout that does nothing."""
+
+    class Regularized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+            if dropout:
+                self.drop = nn.Dropout(0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            x = self.two(x.detach() if detach else x)
+            return self.drop(x) if dropout else x
+
+    return nn.Sequential(Regularized())
+
+
+@pytest.mark.parametrize("train", [lambda model: model, trained_again], ids=["same weights", "trained again"])
+def test_a_gradient_that_is_cut_is_told_beside_a_removed_layer_that_did_nothing(train: Any) -> None:
+    old = functools.partial(regularized, dropout=True, detach=False)
+    cut = refactored(old, lambda: train(regularized(dropout=False, detach=True)))
+    kept = refactored(old, lambda: train(regularized(dropout=False, detach=False)))
+    assert cause_text(cut.causes[0]) == "0: gradient cut between one and two"
+    assert not any(cause.kind == "gradient" for cause in kept.causes)
+
+
+def activated(*, layer: bool, norm: bool) -> nn.Module:
+    """Return a layer that is activated, by a function or by a layer, and perhaps normalized."""
+
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+            if layer:
+                self.act = nn.GELU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.act(self.one(x)) if layer else nn.functional.gelu(self.one(x))
+            return self.norm(x) if norm else x
+
+    return nn.Sequential(Activated())
+
+
+@pytest.mark.parametrize("train", [lambda model: model, trained_again], ids=["same weights", "trained again"])
+def test_a_layer_that_is_no_longer_called_is_told_beside_an_added_one(train: Any) -> None:
+    old = functools.partial(activated, layer=False, norm=True)
+    missing = refactored(old, lambda: train(activated(layer=True, norm=False)))
+    kept = refactored(old, lambda: train(activated(layer=True, norm=True)))
+    assert "0: own code no longer calls norm" in map(cause_text, missing.causes)
+    assert not any(cause.kind == "computation" for cause in kept.causes)
 
 
 def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:

@@ -110,6 +110,7 @@ def test_heads_of_fused_attention_are_ablated_too():
             {"heads": {"used": 3}, "by": faults.drop_gradient},
             "used: by= returned NoneType: return the tensor to use instead",
         ),
+        ({"heads": 3}, r"heads= maps layers to their number of heads, \{\"blocks.\*.proj\": 8\}; got 3"),
         ({"heads": {"used": 2}}, "used: 3 is not a multiple of 2 heads"),
     ],
 )

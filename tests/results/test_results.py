@@ -29,6 +29,7 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
+from pytest_modelprobe.results.steps import update_ratio
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
 
@@ -221,6 +222,39 @@ def test_every_test_with_a_probe_has_its_outcome_and_what_it_recorded(run: Any) 
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
 
 
+def test_a_watch_that_keeps_several_steps_has_the_update_ratio_of_each_layer(run: Any) -> None:
+    results = run("""
+        import torch
+        from torch import nn
+
+        def test_train(modelprobe):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+            nn.init.zeros_(model[1].bias)
+            kept, newest = modelprobe.watch(model, steps=3), modelprobe.watch(model)
+            frozen = {"params": model[0].parameters(), "lr": 0.0}
+            optimizer = torch.optim.SGD([frozen, {"params": model[1].parameters(), "lr": 0.25}])
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                with torch.no_grad():
+                    model[1].weight.grad = model[1].weight.detach().clone()
+                optimizer.step()
+    """)
+    [kept, newest] = results["tests"][0]["runs"]
+    first, second = kept["steps"]
+    assert (first["step"], first["update_ratios"]) == (0, {"0": 0.0, "1": pytest.approx(0.25, rel=0.2)})
+    assert (second["step"], list(second["update_ratios"])) == (1, ["0", "1"])
+    assert newest["steps"] == []
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
+
+
+def test_a_parameter_that_is_not_finite_has_no_update_ratio() -> None:
+    good, bad = (Reading(statistics=Statistics(count=2, nan=n, mean=1.0), fingerprint=(1.0,) * 16) for n in (0, 1))
+    weight = Parameter(name="weight", shape=(2,), dtype="float32", device="cpu", reading=good, updated=bad)
+    assert update_ratio(Layer(name="fc", type="Linear", parameters=(weight,))) is None
+
+
 TWO = """
 import torch
 from torch import nn
@@ -268,6 +302,25 @@ def test_without_the_option_nothing_is_computed(pytester: pytest.Pytester) -> No
             assert not hasattr(report, "modelprobe_results")
     """)
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_without_a_report_nothing_of_reports_is_imported(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import torch
+        from torch import nn
+        def test_a(modelprobe): modelprobe.run(nn.Linear(2, 2), torch.ones(1, 2), loss="random")
+    """)
+    pytester.makeconftest("""
+        import sys
+        def pytest_unconfigure():
+            of_reports = ("results", "report.html", "report.formats", "report.profile", "exporters", "figures",
+                          "plugin.results")
+            print("imported:", [x for x in of_reports if f"pytest_modelprobe.{x}" in sys.modules])
+            print("others:", [x for x in ("matplotlib", "tensorboard", "mlflow") if x in sys.modules])
+    """)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.stdout.fnmatch_lines(["imported: []", "others: []"])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

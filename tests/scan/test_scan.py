@@ -42,6 +42,20 @@ def ends():
 def interrupted():
     raise KeyboardInterrupt
 
+class Ends(Net):
+    def forward(self, x):
+        if not self.training:
+            raise SystemExit(0)
+        return super().forward(x)
+
+class Prototypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self):
+        return self.weight.tanh()
+
 made = Net()
 """
 
@@ -131,13 +145,22 @@ def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pyte
         ("needs_a_file", "small_net:needs_a_file makes no model: OSError: no weights here (*small_net.py:22)"),
         ("ends", "small_net:ends ends the process: it calls sys.exit(0)"),
         ("interrupted", "interrupted"),
+        ("Ends", "small_net:Ends ends the process: it calls sys.exit(0)"),
     ],
 )
-def test_what_ends_before_a_model_is_scanned_is_no_success(
-    name: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_ends_a_scan_is_no_success(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scan", f"small_net:{name}"]) == 2
     assert fnmatch.fnmatchcase(capsys.readouterr().err, f"modelprobe: {message}\n")
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_a_model_without_inputs_is_scanned(pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["scan", "small_net:Prototypes", "--write", "test_prototypes.py"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Inputs: none\n\nPrototypes: 1 layer, 12 parameters; 1 forward on cpu, loss random\n")
+    assert "    return ()\n" in Path("test_prototypes.py").read_text("utf-8")
+    result = pytester.runpytest("--snapshot-update", "test_prototypes.py")
+    assert result.ret == 0
 
 
 @pytest.mark.usefixtures("_plugin_alone")
@@ -191,3 +214,10 @@ def test_a_name_of_no_model_ends_the_run_in_one_sentence(pytester: pytest.Pytest
     result = pytester.runpytest("--modelprobe-model=small_net:make_mode", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --modelprobe-model: small_net has no make_mode: is make_model meant?"])
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_a_wrong_input_is_an_error_of_its_option(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest("--modelprobe-model=small_net:make_model", "--modelprobe-input=8x")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --modelprobe-input: '8x' is no input: write a shape such as 8x3x32x32;*"])

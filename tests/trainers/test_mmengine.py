@@ -70,3 +70,63 @@ def test_a_runner(case: str, network: Any, samples: Any, holds: Any, tmp_path: A
 
     # Each batch passes through the data preprocessor first, a forward of its own.
     holds(Model, fit, forwards=2 if case == "accumulation" else 1, frozen="net.stem", evaluated=True)
+
+
+@pytest.fixture
+def runner(network: Any, samples: Any, tmp_path: Any) -> Any:
+    from mmengine.model import BaseModel
+    from mmengine.runner import Runner
+
+    class Model(BaseModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.batches: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor, mode: str = "tensor") -> Any:
+            self.batches.append(x.clone())
+            return {"loss": nn.functional.cross_entropy(self.net(x), y)}
+
+    def make(**options: Any) -> Any:
+        model = Model()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        data = {
+            "dataset": samples, "batch_size": 8, "sampler": {"type": "DefaultSampler", "shuffle": True},
+            "collate_fn": collated, "num_workers": 0,
+        }  # fmt: skip
+        return Runner(
+            model=model, work_dir=str(tmp_path / "work"), train_dataloader=data, optim_wrapper={"optimizer": optimizer},
+            train_cfg={"by_epoch": True, "max_epochs": 2}, randomness={"seed": 1}, log_level="ERROR",
+            experiment_name=uuid.uuid4().hex, **options,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_record_after_resuming_is_that_of_the_checkpoint(
+    runner: Any, modelprobe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # MMEngine's checkpoints hold objects of its own
+    x, y = torch.ones(4, 8), torch.zeros(4, dtype=torch.long)
+    hooks = {"custom_hooks": [{"type": "EMAHook"}]}
+    first = runner(default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}}, **hooks)
+    watch = modelprobe.watch(first.model)
+    first.train()
+    watch.close()
+    before = modelprobe.run(first.model, x, y, mode="eval")
+    resumed = runner(resume=True, load_from=str(tmp_path / "work" / "epoch_2.pth"), **hooks)
+    resumed.train()  # both epochs are done: it loads, and trains no step
+    assert modelprobe.run(resumed.model, x, y, mode="eval").layers == before.layers
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_seed_of_the_sampler_makes_epochs_that_differ_and_repeat(runner: Any, modelprobe: Any) -> None:
+    runs = [runner(), runner()]
+    modelprobe.watch(runs[1].model)
+    for one in runs:
+        one.train()
+    unwatched, watched = (one.model.batches for one in runs)
+    assert all(torch.equal(a, b) for a, b in zip(unwatched, watched, strict=True))
+    epochs = watched[: len(watched) // 2], watched[len(watched) // 2 :]
+    assert not all(torch.equal(a, b) for a, b in zip(*epochs, strict=True))

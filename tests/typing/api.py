@@ -30,6 +30,7 @@ from pytest_modelprobe import (
     assert_training_loop,
     checks,
     faults,
+    watched,
 )
 
 
@@ -72,10 +73,13 @@ def test_one_number(modelprobe: ModelProbe) -> None:
 
 def test_watch(modelprobe: ModelProbe) -> None:
     model = Net().to(modelprobe.device)
-    with modelprobe.watch(model, keep="fc1", functionals=True, isolate=False, stop_on="nonfinite") as watch:
+    with modelprobe.watch(
+        model, keep="fc1", functionals=True, isolate=False, stop_on="nonfinite", compiled="eager"
+    ) as watch:
         model(modelprobe.randn(2, 3))
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
+    assert_type(watched(model, steps=2), Watch)
     assert_grad_flow(watch)
     assert_training_loop(watch)
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
-from pytest_modelprobe.record import Step
+from pytest_modelprobe.record import Step, Value
 
 from .causes import Cause, cause_of, in_layer_order, worst_first
 from .index import ComparisonIndex, child_of
@@ -36,7 +36,13 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
                 evidence="isolated",
                 gradient="lost" if lost else None,
             )
-    seen = _first_on_the_way_back(index) if all(map(_changes_no_gradient, causes)) else None
+    seen = None
+    if all(map(_changes_no_gradient, causes)):
+        seen = _first_on_the_way_back(index)
+    elif all(_changes_no_gradient(cause) or _cuts_no_gradient(cause) for cause in causes) and all(
+        map(index.is_pass_through, (*index.added, *index.removed))
+    ):
+        seen = _first_on_the_way_back(index, lost=True)
     if seen is not None and seen.layer in found:
         found[seen.layer] = dataclasses.replace(found[seen.layer], evidence="both")
     elif seen is not None and not found:
@@ -48,6 +54,11 @@ def _changes_no_gradient(cause: Cause) -> bool:
     """Whether a cause of the forward leaves gradients as they are, as another name or class does."""
     structural = cause.kind in ("architecture", "attribute") and cause.what not in ("added", "removed", "path")
     return cause.change is None and (cause.is_call_change or (structural and "requires_grad" not in cause.what))
+
+
+def _cuts_no_gradient(cause: Cause) -> bool:
+    """Whether a cause of the forward, of values or of layers that only pass them on, leaves no place without one."""
+    return cause.kind in ("weights", "buffers") or (cause.kind == "architecture" and cause.what in ("added", "removed"))
 
 
 def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
@@ -63,22 +74,35 @@ def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Differ
     return [d for d in index.of_call(pair, "response gradient") if not of_another(d.what)]
 
 
-def _first_on_the_way_back(index: ComparisonIndex) -> Cause | None:
-    """Return the first gradient on the way back that differs, though the forward matches everywhere."""
-    if any(index.differences("input", "output", "weights", "buffer", "state", "parameter trainable", "context")):
+def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cause | None:
+    """Return the first gradient on the way back that differs, though the forward matches everywhere.
+
+    Args:
+        index: What differs.
+        lost: Only look for a gradient that is there no longer: it needs no forward with the same values.
+    """
+    values: tuple[DifferenceKind, ...] = () if lost else ("input", "output", "weights", "buffer", "state")
+    if any(index.differences("parameter trainable", "context", *values)):
         return None
     places: list[tuple[int, int, Step, str, str]] = []
     for step in index.steps:
-        places += [(step.call.finished, 1, step, "gradient", v.path) for v in step.call.outputs]
+        places += [(step.call.finished, 1, step, "gradient", v.path) for v in _computed_here(index, step)]
         places += [(step.call.finished, 0, step, "parameter gradient", p.name) for p in step.layer.parameters]
         places += [(step.call.started, 0, step, "input gradient", v.path) for v in step.call.inputs]
     for _, _, step, side, path in sorted(places, key=lambda place: place[:2], reverse=True):
         pair = index.pair_of(step)
         key = None if pair is None or side == "parameter gradient" else pair.key
         change = index.comparison.change(step.layer.name, key, side, path)
-        if change.differs:
+        if change == GONE if lost else change.differs:
             return _seen_at(index, step, side, path, change)
     return None
+
+
+def _computed_here(index: ComparisonIndex, step: Step) -> list[Value]:
+    """Return the outputs of a call that are not seen at a child already; all of the model's, which the loss gets."""
+    children = [] if step.outermost else [child for child in index.child_steps(step) if index.pair_of(child)]
+    inner = {value.tensor for child in children for value in child.call.outputs}
+    return [value for value in step.call.outputs if value.tensor not in inner]
 
 
 def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: ValueChange) -> Cause:

@@ -41,7 +41,7 @@ def computation_causes(
     possible: dict[str, Cause] = {}
     around = {index.caller(name) for name in (*index.added, *index.removed)}
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
-    for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index)):
+    for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index, explained)):
         if cause.layer not in altered:
             (possible if _DATA_DEPENDENT in cause.hints else certain).setdefault(cause.layer, cause)
     for pair in index.comparison.calls:
@@ -233,13 +233,14 @@ def _is_forwarded(index: ComparisonIndex, above: CallPair, difference: Differenc
     )
 
 
-def _changed_call_counts(index: ComparisonIndex) -> Iterator[Cause]:
+def _changed_call_counts(index: ComparisonIndex, explained: Collection[str]) -> Iterator[Cause]:
     """Yield the containers that call a child more or fewer times for the same inputs."""
     for difference in index.differences("calls"):
         caller = index.caller(difference.layer)
         pair = index.first_calls.get(caller)
         # An expert without tokens is not called.
-        told = pair is not None and (index.is_response_conclusive(pair) or not index.compare_inputs(pair).match)
+        judged = pair is not None and caller not in explained and index.is_response_conclusive(pair)
+        told = judged or (pair is not None and not index.compare_inputs(pair).match)
         if not told and not index.has(caller, "calls") and caller not in index.added:
             what = f"calls of {relative_name(difference.layer, caller)}"
             yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)

@@ -14,10 +14,12 @@ from pytest_modelprobe.comparison.pairing import children, comparable
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import (
     NOT_DEFAULT,
+    ROOT,
     Call,
     CallTree,
     IsolatedResponse,
     Layer,
+    Parameter,
     Record,
     Step,
     parent,
@@ -239,8 +241,15 @@ class ComparisonIndex:
         return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
 
     def has_same_layer(self, pair: CallPair) -> bool:
-        """Whether the layer has the same attributes, weights and number of calls."""
-        return _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+        """Whether the layer has the same attributes, weights, its own and tied ones, and number of calls."""
+        same = _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+        layer = self.comparison.actual.layers[pair.layer]
+        return same and not any(map(self._has_changed_owner, (*layer.parameters, *layer.buffers)))
+
+    def _has_changed_owner(self, parameter: Parameter) -> bool:
+        """Whether a parameter is tied to one that changed, which `compare` tells of its owner alone."""
+        owner, _, name = (parameter.tied_to or "").rpartition(".")
+        return any(d.what == name and d.kind in ("weights", "buffer") for d in self.of_layer.get(owner or ROOT, ()))
 
     def has_comparable_responses(self, pair: CallPair) -> bool:
         """Whether the isolated responses of a call were made from the same synthetic tensors and arguments."""

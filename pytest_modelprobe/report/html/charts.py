@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,7 +165,39 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
     return _figure("Scale of activations:", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
 
 
-_CELL_HEIGHT, _NAMES = 20.0, 200.0
+_MOST_POINTS = 1500
+"""Of the lines of single layers; above it the ends of their range are drawn."""
+
+
+def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
+    """Return the relative change of each layer's parameters over the steps of training."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    by_step: dict[int, list[tuple[float, str]]] = {}
+    for i, step in enumerate(steps):
+        for name, value in step["update_ratios"].items():
+            if ratio := finite(value):  # 0 in the first step of a warmup, as in a layer that is not trained
+                lines.setdefault(name, []).append((i, ratio))
+                by_step.setdefault(i, []).append((ratio, name))
+    if len(by_step) < 2:
+        return None
+    ranges = {i: sorted(found) for i, found in by_step.items()}
+    drawn, said = list(lines.values()), "each layer"
+    if sum(map(len, drawn)) > _MOST_POINTS:
+        drawn = [[(i, found[end][0]) for i, found in ranges.items()] for end in (0, -1)]
+        said = "the layers with the smallest and the largest"
+    plot = _Plot.of(len(steps), [found[end][0] for found in ranges.values() for end in (0, -1)])
+    parts = [tag("path", class_="line", d="".join(map(plot.line, drawn)))]
+    if len(lines) > 2:
+        middle = [(i, statistics.median(ratio for ratio, _ in found)) for i, found in ranges.items()]
+        parts.append(tag("path", class_="median", d=plot.line(middle)))
+        said += "; bold: the median"
+    if len(steps) < _MANY:
+        parts.append(tag("path", class_="dots", d="".join(map(plot.dots, drawn))))
+    (low, least), (high, most) = ranges[max(ranges)][0], ranges[max(ranges)][-1]
+    extremes: list[Child] = [" smallest ", link(least), f" {number(low)}, largest ", link(most), f" {number(high)}."]
+    svg = plot.drawn(parts, "Update ratio by step", "steps of training →")
+    how = f" relative change of the parameters in a step, of {said}; about 0.001 is usual. In the last step"
+    return _figure("Update ratio:", svg, how, *extremes)
 
 
 def attention_entropy(layers: Sequence[Layer], link: Link) -> Markup | None:

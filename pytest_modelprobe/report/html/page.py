@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_modelprobe.report.text import count
 
-from .charts import activation_scale, attention_entropy, gradient_flow
+from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
 from .elements import Child, Markup, finite, number, preformatted, tag
 from .graph import graph
 from .layer_table import layer_table, shown
@@ -365,7 +365,7 @@ def _run(prefix: str, run: Data) -> Markup:
         drawn = graph(run["layers"], anchors.get)
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
-        charts = _charts(layers, _linker(anchors))
+        charts = _charts(run, layers, _linker(anchors))
         pictures = [
             tag("figure", caption, box, legend(words), class_="layers-graph"),
             tag("div", charts, class_="charts") if charts else None,
@@ -394,14 +394,15 @@ _GRAPH = " a solid line is an output that the next takes as it is; dotted, the c
 
 
 def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:
-    def link(name: str) -> Markup:
-        return tag("a", name, href=f"#{anchors[name]}")
+    def link(name: str) -> Child:
+        return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
 
     return link
 
 
-def _charts(layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
-    charts = (make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy))
+def _charts(run: Data, layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
+    by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
+    charts = [*by_depth, update_ratios(run.get("steps", ()), link)]
     return [chart for chart in charts if chart]
 
 

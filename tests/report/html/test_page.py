@@ -192,6 +192,33 @@ def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
     assert "An image that cannot be shown." in page
 
 
+def steps(*ratios: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"step": n, "update_ratios": of} for n, of in enumerate(ratios)]
+
+
+def test_update_ratios_are_a_line_for_each_layer_over_the_steps() -> None:
+    taken = steps({"a": 0.1, "b": 0.01}, {"a": 0.1, "b": 0.001}, {"a": 0.0, "b": 1e-3, "gone": "nan"})
+    page = render_run(run(layer("a"), layer("b", "a"), steps=taken))
+    [drawn] = re.findall(r'class=line d="([^"]*)"', page[page.index("Update ratio") :])
+    assert [line.count("L") for line in drawn.split("M")[1:]] == [1, 2]
+    said = "of each layer; about 0.001 is usual. In the last step smallest b 0.001, largest b 0.001."
+    assert said in Page(page).text
+
+
+def test_of_many_update_ratios_the_range_and_the_median_are_drawn() -> None:
+    layers = [layer(str(i)) for i in range(40)]
+    taken = steps(*({str(i): 10.0 ** -(i % 4) for i in range(40)} for _ in range(50)))
+    page = render_run(run(*layers, steps=taken))
+    charts = page[page.index("Update ratio") :]
+    assert re.findall(r'class=line d="([^"]*)"', charts)[0].count("M") == 2
+    assert "of the layers with the smallest and the largest; bold: the median; about 0.001 is usual." in Page(page).text
+
+
+@pytest.mark.parametrize("taken", [[], steps({"a": 0.1}), steps({"a": 0.0}, {"a": 0.0}), steps({}, {})])
+def test_without_two_steps_that_change_something_there_is_no_chart_of_steps(taken: list[dict[str, Any]]) -> None:
+    assert "Update ratio" not in render_run(run(layer("a"), steps=taken))
+
+
 def test_links_lead_to_rows_that_exist() -> None:
     layers = [layer("conv"), layer("block.fc", "conv", status=["dead"]), layer("block", leaf=False, parameters=0)]
     layers += [layer("head", "block", attention=[0.5, None])]

@@ -1,0 +1,117 @@
+"""The section on mutants in the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from pytest_modelprobe.record import label_of
+from pytest_modelprobe.report.text import Cell, count, printable, table
+
+from .plan import Place, Results
+
+_HOW_THEY_ENDED = {
+    "failed": "failed without a fault",
+    "skipped": "skipped",
+    "xfailed": "expected to fail",
+    "xpassed": "expected to fail, and passed",
+    "rerun": "passed only when repeated",
+}
+
+
+def lines(results: Results, least: float | None = None, *, most: int | None = 20) -> Iterator[str]:
+    """Yield the lines of the section: score, survivors and what notices them, score by file, what was left out.
+
+    Args:
+        results: What was found.
+        least: The score that was asked for, in percent.
+        most: Rows of each table; None: all.
+    """
+    faults, survivors, score = results.faults(), results.survivors(), results.score
+    if score is None:
+        yield f"no fault was tried that has an effect{_why_none(results)}"
+    else:
+        noticed = len(faults) - len(survivors)
+        said = f"{score:.0f} % of the faults were noticed: {noticed:,} of {len(faults):,}"
+        yield f"{said}, in {results.seconds:.0f} s, with {count(results.runs, 'run')} of tests"
+    if least is not None and (score is None or score < least):
+        yield f"--modelprobe-mutate-min={least:g} asks for {least:g} %"
+    if survivors:
+        yield from _survivors(results, survivors, most)
+    if faults:
+        yield from _by_file(results, most)
+    yield from _left_out(results)
+
+
+def _why_none(results: Results) -> str:
+    if any(test.places for test in results.tests):
+        return ""
+    return ": no test runs a module of torch" if results.tests else ""
+
+
+def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int | None) -> Iterator[str]:
+    from .operators import OPERATORS
+
+    by_layer: dict[Place, list[str]] = defaultdict(list)
+    for place, operator in survivors:
+        by_layer[place].append(operator)
+    tests = Counter(place for test in results.tests if test.outcome == "passed" for place in test.places)
+    yield ""
+    yield f"{count(len(survivors), 'fault')} survived: the tests that run the layer passed"
+    ordered = sorted(by_layer.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    for place, operators in ordered[:most]:
+        label = f"{_model(place)} {label_of(place.layer, place.type)}"
+        text = f"{label}, {count(tests[place], 'test')}: {', '.join(sorted(operators))}"
+        yield from textwrap.wrap(printable(text), 110, subsequent_indent="    ", break_long_words=False)
+    if len(ordered) > (most or len(ordered)):
+        yield f"{count(len(ordered) - (most or 0), 'more layer')}: -v shows them"
+    tried, left = Counter(operator for _, operator in results.faults()), Counter(operator for _, operator in survivors)
+    yield ""
+    yield "What notices them"
+    yield from table(
+        ["fault", "survived", "tried", "noticed by"],
+        [
+            [name, n, tried[name], OPERATORS[name].noticed_by]
+            for name, n in sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))
+        ],
+        len(left),
+    )
+
+
+def _by_file(results: Results, most: int | None) -> Iterator[str]:
+    rows: list[list[Cell]] = []
+    for file in sorted({mutant.file for mutant in results.counted()}):
+        tried = results.counted(file).values()
+        noticed = sum(verdict.outcome == "noticed" for verdict in tried)
+        rows.append([file, len(tried), noticed, f"{100 * noticed / len(tried):.0f} %"])
+    yield ""
+    yield from table(["file", "faults", "noticed", "score"], rows, most or len(rows))
+
+
+def _left_out(results: Results) -> Iterator[str]:
+    said = []
+    without = sum(verdict.outcome == "no effect" for verdict in results.verdicts.values())
+    if without:
+        said.append(f"not counted: {count(without, 'fault')} that changed nothing")
+    ended = Counter(test.outcome for test in results.tests)
+    reasons = [f"{ended[outcome]:,} {words}" for outcome, words in _HOW_THEY_ENDED.items() if ended[outcome]]
+    idle = sum(test.outcome == "passed" and not test.places for test in results.tests)
+    reasons += [f"{idle:,} that run no model"] if idle else []
+    if reasons:
+        said.append(f"tests left out: {', '.join(reasons)}")
+    said += [f"left out: {test}, which when run again without a fault {why}" for test, why in results.left_out.items()]
+    if results.known:
+        said.append(f"{count(results.known, 'result')} from an earlier run: --cache-clear forgets them")
+    why, not_tried = results.stopped or "the run was interrupted", results.total - len(results.verdicts)
+    if not_tried > 0:
+        said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; the next run goes on there")
+    elif results.stopped:
+        said.append(f"no fault was tried: {why}")
+    if said:
+        yield ""
+        yield from map(printable, said)
+
+
+def _model(place: Place) -> str:
+    return place.model.partition(":")[2]

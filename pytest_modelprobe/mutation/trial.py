@@ -1,0 +1,231 @@
+"""Tries faults on tests: each test runs again, with all that it sets up."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_modelprobe._pytest import fixtures_of, run_again, tear_down_before
+from pytest_modelprobe.models import derive, preserved, seeded
+
+from .operators import OPERATORS
+from .plan import BaselineTest, Mutant, Planned, Verdict
+from .planting import Observer, Planted, Seen
+
+_TIMES, _MORE_SECONDS, _MORE_CALLS = 10, 10.0, 1000
+"""A test hangs if it takes so many times longer than without the fault, and so much more."""
+
+
+class TimeIsOver(Exception):
+    """No time is left for another run."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A test that ran again."""
+
+    failed: bool
+    skipped: bool
+    message: str
+    """First line of the failure."""
+    seconds: float
+    seen: dict[str, Seen]
+    """Of the test, under an empty name, and of the fixtures of wider scope that were set up for it."""
+
+
+@dataclass
+class _Reference:
+    """A test that ran again without a fault."""
+
+    seen: Seen
+    seconds: float
+    unusable: str = ""
+    """Why the test is left out."""
+    repeats: bool | None = None
+    """Whether models return the same bits in each run; None: not known."""
+
+
+class Trial:
+    """Tries mutants in this process.
+
+    Args:
+        observer: Installed.
+        items: The tests by node id.
+        baseline: What they did without faults.
+        until: Time at which no more runs begin, of `time.monotonic`.
+    """
+
+    def __init__(
+        self, observer: Observer, items: Mapping[str, pytest.Item], baseline: Mapping[str, BaselineTest], until: float
+    ) -> None:
+        self._observer, self._items, self._baseline, self._until = observer, items, baseline, until
+        self._references: dict[str, _Reference] = {}
+        self._of_fixtures: dict[str, Seen] = {}
+        """What fixtures of wider scope did without a fault."""
+        self._of_run: dict[str, Seen] = {}
+        self._set_up_with: Mutant | None = None
+        self._digests: dict[str, bytes] = {}
+        self._left_out: dict[str, str] = {}
+        self.runs = 0
+        """Of tests with a fault."""
+
+    def take_left_out(self) -> dict[str, str]:
+        """Return, once, the tests that are of no use, and why."""
+        found, self._left_out = self._left_out, {}
+        return found
+
+    def key(self, one: Planned) -> str:
+        """Return a digest of what is known to decide on a mutant.
+
+        That is the fault, the names of the tests, their files, each conftest.py above them, their snapshots, the files
+        of the classes of all modules of the model, and the version of torch.
+        """
+        digest = hashlib.sha256(f"{torch.__version__}|{one.mutant.key}".encode(errors="surrogatepass"))
+        for test in sorted(one.tests):
+            digest.update(f"|{test}".encode(errors="surrogatepass"))
+            path = self._items[test].path
+            beside = [path.parent / name / path.stem for name in ("__modelprobe__", "__snapshots__")]
+            files = [
+                path,
+                *(folder / "conftest.py" for folder in path.parents),
+                *map(Path, self._baseline[test].sources),
+            ]
+            files += [file for folder in beside for file in sorted(folder.rglob("*"))]
+            for file in files:
+                digest.update(self._digest(file))
+        return digest.hexdigest()[:32]
+
+    def _digest(self, file: Path) -> bytes:
+        name = str(file)
+        if name not in self._digests:
+            self._digests[name] = b""
+            with contextlib.suppress(OSError):
+                self._digests[name] = hashlib.sha256(file.read_bytes()).digest()
+        return self._digests[name]
+
+    # --- one mutant ---------------------------------------------------------------------------------------------------
+
+    def verdict(self, one: Planned) -> Verdict:
+        """Return what the tests say of a mutant: the first that fails ends the trial."""
+        effect = tried = False
+        try:
+            for test in one.tests:
+                reference = self._reference(test)
+                if reference.unusable:
+                    continue
+                if self._set_up_with != one.mutant and self._shares_models(test):
+                    tear_down_before(self._items[test], None)
+                self._set_up_with = one.mutant
+                planted = Planted(one.mutant.place, OPERATORS[one.mutant.operator])
+                run = self._run(test, planted, reference)
+                self.runs += 1
+                tried = True
+                if run.failed:
+                    return Verdict("noticed", test)
+                effect = effect or self._has_effect(test, run, planted, reference)
+        finally:
+            if self._set_up_with == one.mutant and any(map(self._shares_models, one.tests)):
+                tear_down_before(self._items[one.tests[0]], None)
+        return Verdict("survived" if effect else "no effect" if tried else "not tried")
+
+    def _reference(self, test: str) -> _Reference:
+        """Return how a test ran again without a fault, all its fixtures set up anew."""
+        found = self._references.get(test)
+        if found is None:
+            run = self._run_without_fault(test)
+            self._of_fixtures |= {key: seen for key, seen in run.seen.items() if key}
+            found = self._references[test] = _Reference(run.seen[""], run.seconds)
+            if run.failed or run.skipped:
+                self._leave_out(test, f"failed: {run.message}" if run.failed else "was skipped")
+        return found
+
+    def _leave_out(self, test: str, why: str) -> None:
+        self._references[test].unusable = self._left_out[test] = why
+
+    def _run_without_fault(self, test: str) -> _Run:
+        self._set_up_with = None
+        tear_down_before(self._items[test], None)
+        return self._run(test)
+
+    def _shares_models(self, test: str) -> bool:
+        """Whether a fixture of wider scope makes or runs a model: it is set up anew for each fault."""
+        found = (self._of_fixtures.get(key) for key in wide_fixtures(self._items[test]))
+        return any(seen.has_models for seen in found if seen is not None)
+
+    def _has_effect(self, test: str, run: _Run, planted: Planted, reference: _Reference) -> bool:
+        """Whether a fault that the test did not notice changed what models return, or a gradient that it computes."""
+        before = self._all_before(test, reference)
+        if planted.operator.of_gradient and planted.fired:
+            return any(planted.place.model in seen.backward for seen in before.values())
+        changed = any(seen.differs(before[key]) for key, seen in run.seen.items() if key in before)
+        if changed and reference.repeats is None:
+            again = self._run_without_fault(test)
+            reference.repeats = not (again.failed or again.seen[""].differs(reference.seen))
+            if not reference.repeats:
+                self._leave_out(test, "computed something else, so that no fault can be told from chance")
+        return changed and bool(reference.repeats)
+
+    def _all_before(self, test: str, reference: _Reference) -> dict[str, Seen]:
+        """Return what a test, under an empty name, and its fixtures of wider scope did without a fault."""
+        known = {key: self._of_fixtures[key] for key in wide_fixtures(self._items[test]) if key in self._of_fixtures}
+        return {"": reference.seen, **known}
+
+    # --- one run ------------------------------------------------------------------------------------------------------
+
+    def _run(self, test: str, planted: Planted | None = None, reference: _Reference | None = None) -> _Run:
+        """Run a test; of fixtures of wider scope, those that were torn down are set up for it."""
+        started = time.monotonic()
+        if started > self._until:
+            raise TimeIsOver
+        item, observer, own = self._items[test], self._observer, Seen()
+        self._of_run = {"": own}
+        with contextlib.ExitStack() as stack:
+            if not self._shares_models(test):  # those of a module of tests are made once
+                for model in observer.models(None if planted is None else planted.place.model):
+                    stack.enter_context(preserved(model))
+            stack.enter_context(seeded(derive(0, test)))
+            stack.enter_context(observer.observing(own, planted))
+            if reference is not None:
+                calls = sum(seen.calls for seen in self._all_before(test, reference).values())
+                observer.most_calls = calls * _TIMES + _MORE_CALLS
+                observer.deadline = started + reference.seconds * _TIMES + _MORE_SECONDS
+            tear_down_before(item, item.parent)
+            reports = run_again(item)
+        failed = next((report for report in reports if report.failed), None)
+        return _Run(
+            failed=failed is not None,
+            skipped=any(report.skipped for report in reports),
+            message="" if failed is None else _first_line(failed),
+            seconds=time.monotonic() - started,
+            seen=self._of_run,
+        )
+
+    def set_up(self, fixture: str) -> Generator[None, Any, Any]:
+        """Set up a fixture of wider scope, with random numbers of its own."""
+        self._of_run[fixture] = seen = Seen()
+        with self._observer.writing_to(seen), seeded(derive(0, fixture)):
+            return (yield)
+
+
+def wide_fixtures(item: pytest.Item) -> list[str]:
+    """Return the keys of the fixtures of wider scope than a test that it depends on."""
+    return sorted(key_of(one) for one in fixtures_of(item) if getattr(one, "scope", "function") != "function")
+
+
+def key_of(fixturedef: Any) -> str:
+    """Return what is the same for a fixture in all processes."""
+    return f"fixture {fixturedef.baseid}::{fixturedef.argname}"
+
+
+def _first_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else crash.message
+    return next(iter(text.strip().splitlines()), "")

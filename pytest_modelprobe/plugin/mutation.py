@@ -1,0 +1,46 @@
+"""The mutation session of a run, which changes nothing that the run reports."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .settings import SETTINGS
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.mutation import MutationSession
+    from pytest_modelprobe.snapshot.session import SnapshotSession
+
+
+def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession:
+    """Return the plugin that runs tests again with faults."""
+    from pytest_modelprobe.mutation import MutationSession, Options
+
+    settings = config.stash[SETTINGS]
+    options = Options(most=settings.mutate or None, least_score=settings.mutate_min, seconds=settings.mutate_time)
+
+    def tell(what: str) -> None:
+        shown: Callable[[str], None] | None = config.pluginmanager.getplugin("modelprobe-progress")
+        if shown is not None:
+            shown(what)
+
+    return MutationSession(config, options, lambda: _unreported(config, snapshots), tell)
+
+
+@contextlib.contextmanager
+def _unreported(config: pytest.Config, snapshots: SnapshotSession) -> Iterator[None]:
+    """Run tests within the block without a trace in reports and snapshots."""
+    from pytest_modelprobe.snapshot.extension import assertions_forgotten
+
+    settings, policy = config.stash[SETTINGS], snapshots.policy
+    settings.unreported = True
+    snapshots.policy = dataclasses.replace(policy, output=None, may_write=False)
+    try:
+        with assertions_forgotten(config):
+            yield
+    finally:
+        settings.unreported, snapshots.policy = False, policy

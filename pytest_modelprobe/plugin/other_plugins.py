@@ -1,0 +1,40 @@
+"""What other plugins are told, and what they add: the calls of the hooks in `hookspecs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from .terminal import NamedRecord
+
+
+def told_to_plugins(one: NamedRecord, item: pytest.Item) -> NamedRecord:
+    """Give the record of a run or watch to other plugins; return it with their findings."""
+    if one.record is None:
+        return one
+    item.ihook.pytest_modelprobe_record(record=one.record, item=item)
+    found = item.ihook.pytest_modelprobe_findings(record=one.record, item=item)
+    return one._replace(findings=tuple(line for lines in found for line in _lines(lines)))
+
+
+def _lines(found: Iterable[str]) -> list[str]:
+    lines = [found] if isinstance(found, str) else list(found)
+    wrong = next((line for line in lines if not isinstance(line, str)), None)
+    if wrong is not None:
+        raise pytest.UsageError(f"pytest_modelprobe_findings returns text, a line each; got {type(wrong).__name__}")
+    return lines
+
+
+def add_checks(config: pytest.Config) -> None:
+    """Add the checks of other plugins to the standard ones until the run ends. Without any, nothing is imported."""
+    if not config.hook.pytest_modelprobe_checks.get_hookimpls():
+        return
+    from pytest_modelprobe.checks import add_standard
+    from pytest_modelprobe.exceptions import UsageError
+
+    for checks in config.hook.pytest_modelprobe_checks(config=config):
+        try:
+            config.add_cleanup(add_standard(checks))
+        except UsageError as error:
+            raise pytest.UsageError(f"pytest_modelprobe_checks: {error}") from None

@@ -1,0 +1,116 @@
+"""The section on planted faults, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_modelprobe.mutation import BaselineTest, Mutant, Place, Results, Verdict, lines, planned
+from pytest_modelprobe.mutation.folder import Folder
+
+FC, NORM = Place("m:Net", "fc", "Linear"), Place("m:Net", "0", "LayerNorm")
+NOTICED, SURVIVED, WITHOUT = Verdict("noticed", "test_a.py::t"), Verdict("survived"), Verdict("no effect")
+
+
+def of_tests(**outcomes: str) -> list[BaselineTest]:
+    places = {FC: {"nan", "zero"}, NORM: {"nan", "detach"}}
+    return [BaselineTest(f"test_a.py::{name}", "test_a.py", outcome, 0.1, places) for name, outcome in outcomes.items()]
+
+
+def results() -> Results:
+    return Results(
+        tests=[
+            *of_tests(t="passed", u="passed", v="failed", w="xfailed"),
+            BaselineTest("c.py::x", "c.py", "passed", 0),
+        ],
+        verdicts={
+            Mutant("test_a.py", FC, "nan"): NOTICED,
+            Mutant("test_a.py", FC, "zero"): SURVIVED,
+            Mutant("test_b.py", FC, "zero"): NOTICED,
+            Mutant("test_a.py", NORM, "nan"): SURVIVED,
+            Mutant("test_a.py", NORM, "detach"): SURVIVED,
+            Mutant("test_a.py", NORM, "zero"): WITHOUT,
+        },
+        left_out={"test_a.py::y": "failed: AssertionError"},
+        known=2,
+        runs=1234,
+        seconds=17.2,
+        stopped="the run was interrupted",
+        total=9,
+    )
+
+
+def test_the_whole_section() -> None:
+    assert (
+        "\n".join(lines(results(), 80))
+        == """\
+50 % of the faults were noticed: 2 of 4, in 17 s, with 1,234 runs of tests
+--modelprobe-mutate-min=80 asks for 80 %
+
+2 faults survived: the tests that run the layer passed
+Net layer '0' (LayerNorm), 2 tests: detach, nan
+
+What notices them
+fault    survived   tried   noticed by
+detach          1       1   assert_all_params_have_grad
+nan             1       2   assert_finite
+
+file        faults   noticed   score
+test_a.py        4         1   25 %
+test_b.py        1         1   100 %
+
+not counted: 1 fault that changed nothing
+tests left out: 1 failed without a fault, 1 expected to fail, 1 that run no model
+left out: test_a.py::y, which when run again without a fault failed: AssertionError
+2 results from an earlier run: --cache-clear forgets them
+3 faults of 9 not tried: the run was interrupted; the next run goes on there"""
+    )
+
+
+def test_more_layers_than_fit_are_counted() -> None:
+    assert "1 more layer: -v shows them" in list(lines(many(), most=1))
+    assert "more layer" not in "\n".join(lines(many(), most=None))
+
+
+def many() -> Results:
+    verdicts = {Mutant("test_a.py", place, "nan"): SURVIVED for place in (FC, NORM)}
+    return Results(tests=of_tests(t="passed"), verdicts=verdicts)
+
+
+def test_without_a_model_that_is_all_that_is_said() -> None:
+    nothing = Results(tests=[BaselineTest("c.py::x", "c.py", "passed", 0)])
+    assert next(iter(lines(nothing))) == "no fault was tried that has an effect: no test runs a module of torch"
+
+
+def test_the_first_mutants_are_the_same_whichever_tests_are_fast() -> None:
+    slow, fast = of_tests(t="passed"), of_tests(t="passed")
+    slow[0].seconds = 100.0
+    assert {one.mutant for one in planned(slow, 2)} == {one.mutant for one in planned(fast, 2)}
+
+
+def test_tests_that_did_not_pass_are_not_planned() -> None:
+    (one, *_) = planned(of_tests(t="passed", u="failed", v="skipped"))
+    assert one.tests == ("test_a.py::t",)
+
+
+def test_what_processes_write_is_read_as_one(tmp_path: Path) -> None:
+    for number, verdict in enumerate((NOTICED, SURVIVED)):
+        folder = Folder(tmp_path, f"gw{number}")
+        folder.write_tests(of_tests(**{f"t{number}": "passed"}))
+        mutant = Mutant("test_a.py", FC, ("nan", "zero")[number])
+        folder.append(mutant=mutant, verdict=verdict, key=f"k{number}", known=False)
+        folder.append(total=4, runs=number, seconds=float(number), left_out={}, stopped="")
+    with (tmp_path / "mutants-gw1.jsonl").open("a") as file:
+        file.write('{"half')
+    found, keys = folder.results()
+    assert list(found.verdicts.values()) == [NOTICED, SURVIVED]
+    assert (len(found.tests), found.total, found.runs, found.score) == (2, 4, 1, 50.0)
+    assert keys == {"k0": list(NOTICED), "k1": list(SURVIVED)}
+
+
+@pytest.mark.parametrize("noticed", [0, 1, 2])
+def test_the_score_is_the_share_of_faults_that_were_noticed(noticed: int) -> None:
+    verdicts = [NOTICED] * noticed + [SURVIVED] * (2 - noticed)
+    mutants = [Mutant("test_a.py", FC, operator) for operator in ("nan", "zero")]
+    assert Results(verdicts=dict(zip(mutants, verdicts, strict=True))).score == 50 * noticed

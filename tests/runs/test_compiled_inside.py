@@ -1,0 +1,247 @@
+"""``watch(compiled="inside")``: what a compiled model computes, as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, UsageError, assert_finite, assert_frozen, assert_params_updated
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def graph_breaks() -> Callable[[], int]:
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    return lambda: sum(counters["graph_break"].values())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.act, self.head = nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.act(self.fc(x)))}
+
+
+def train(model: nn.Module, call: Callable[..., Any], steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        call(torch.randn(4, 8, generator=inputs))["logits"].square().mean().backward()
+        optimizer.step()
+
+
+def test_the_numbers_are_those_of_an_eager_watch_and_the_graph_is_whole(modelprobe, graph_breaks):
+    eager, compiled = Net(), Net()
+    expected = modelprobe.watch(eager, steps=2)
+    train(eager, eager)
+    watch = modelprobe.watch(compiled, steps=2, compiled="inside")
+    train(compiled, torch.compile(compiled, backend="aot_eager", fullgraph=True))
+    assert graph_breaks() == 0
+    for one, other in ((expected.record, watch.record), *zip(expected.steps, watch.steps, strict=True)):
+        assert (one.forwards, one.backwards) == (other.forwards, other.backwards)
+        for (layer, call), (same, seen) in zip(one.calls, other.calls, strict=True):
+            assert (layer.name, call.started, call.finished) == (same.name, seen.started, seen.finished)
+            for value, found in zip(call.outputs, seen.outputs, strict=True):
+                assert (value.path, value.shape, value.dtype) == (found.path, found.shape, found.dtype)
+                for a, b in ((value.statistics, found.statistics), (value.gradient, found.gradient)):
+                    assert (a.count, a.zeros) == (b.count, b.zeros)
+                    assert (a.mean, a.std, a.min, a.max) == pytest.approx(
+                        (b.mean, b.std, b.min, b.max), abs=1e-6 * a.rms
+                    )
+
+
+def test_a_watched_step_is_the_compiled_one_bit_for_bit(modelprobe):
+    unwatched, watched = Net(), Net()
+    train(unwatched, torch.compile(unwatched, backend="aot_eager"))
+    modelprobe.watch(watched, compiled="inside")
+    train(watched, torch.compile(watched, backend="aot_eager"))
+    for name, tensor in unwatched.state_dict().items():
+        assert torch.equal(tensor, watched.state_dict()[name]), name
+
+
+def test_nonfinite_elements_are_counted_apart(modelprobe):
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.log()
+
+    model = nn.Sequential(Log(), nn.Identity())
+    watch = modelprobe.watch(model, compiled="inside")
+    torch.compile(model, backend="eager")(torch.tensor([[-1.0, 0.0, 1.0, torch.inf]]))
+    numbers = watch.record["0"].output.statistics
+    assert (numbers.nan, numbers.neginf, numbers.posinf, numbers.zeros, numbers.finite) == (1, 1, 1, 1, 1)
+    assert (numbers.min, numbers.max, numbers.mean) == (0, 0, 0)
+    with pytest.raises(AssertionError, match="layer '0' \\(Log\\)"):
+        assert_finite(watch)
+
+
+def test_a_model_that_was_compiled_before_is_compiled_again_and_once_more_after_the_watch(modelprobe):
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(4, 8))
+    with modelprobe.watch(model, compiled="inside") as watch:
+        compiled(torch.ones(4, 8))
+    compiled(torch.ones(4, 8))
+    assert watch.record.forwards == 1
+    assert watch.record["fc"].output.statistics.count == 64
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# What torch warns of where a graph begins with a tensor that another graph computed.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_graph_break_of_the_user_loses_nothing(modelprobe, graph_breaks):
+    class Broken(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.fc(x)
+            torch._dynamo.graph_break()
+            return {"logits": self.head(self.act(x))}
+
+    model = Broken()
+    watch = modelprobe.watch(model, compiled="inside")
+    torch.compile(model, backend="eager")(torch.ones(4, 8))["logits"].sum().backward()
+    assert graph_breaks() == 1
+    gradients = {name: layer.output.gradient.count for name, layer in watch.record.layers.items()}
+    assert gradients == {"(root)": 12, "fc": 64, "act": 64, "head": 12}
+
+
+def test_an_error_of_the_user_arrives_and_the_next_forward_is_recorded(modelprobe):
+    class Fussy(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            if x.shape[0] == 3:
+                raise ValueError("three")
+            return out
+
+    model = Fussy()
+    watch = modelprobe.watch(model, compiled="inside")
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="three"):
+        compiled(torch.ones(3, 8))
+    compiled(torch.ones(4, 8))
+    assert watch.record["head"].output.shape == (4, 3)
+    assert watch.record.forwards == 1
+
+
+def test_batches_of_several_sizes_add_up(modelprobe):
+    model = Net()
+    watch = modelprobe.watch(model, compiled="inside")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for size in (4, 6, 9):
+        compiled(torch.ones(size, 8))
+    assert watch.record["fc"].output.statistics.count == (4 + 6 + 9) * 16
+    assert watch.record.forwards == 3
+
+
+def test_calls_of_a_layer_in_one_forward_are_one(modelprobe):
+    class Twice(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.head(self.act(self.fc(self.fc(x)[:, :8])))}
+
+    model = Twice()
+    watch = modelprobe.watch(model, compiled="inside")
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(4, 8))
+    (call,) = watch.record["fc"].calls
+    assert call.outputs[0].forward.tensors == 2
+    assert call.outputs[0].statistics.count == 128
+
+
+def test_steps_and_evaluations_are_apart(modelprobe):
+    model = Net()
+    watch = modelprobe.watch(model, steps=2, compiled="inside")
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        model.train()
+        train(model, compiled, steps=1)
+        model.eval()
+        with torch.no_grad():
+            compiled(torch.ones(5, 8))
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1), (1, 1)]
+    assert (watch.evaluations.forwards, watch.record.forwards, watch.record.backwards) == (3, 6, 3)
+    assert_params_updated(watch)
+    with pytest.raises(AssertionError, match="is not frozen"):
+        assert_frozen(watch, layers="fc")
+
+
+def test_forwards_of_accumulated_gradients_are_one_step(modelprobe):
+    model = Net()
+    watch = modelprobe.watch(model, compiled="inside")
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        compiled(torch.ones(4, 8))["logits"].sum().backward()
+    optimizer.step()
+    assert (watch.first_step.forwards, watch.first_step.backwards) == (2, 2)
+
+
+def test_a_layer_that_is_not_compiled_is_recorded_too(modelprobe):
+    model = Net()
+    watch = modelprobe.watch(model, compiled="inside")
+    model(torch.ones(4, 8))["logits"].sum().backward()
+    assert watch.record["fc"].output.gradient.count == 64
+
+
+def test_a_single_forward_is_refused(modelprobe):
+    model = Net()
+    watch = modelprobe.watch(model, compiled="inside")
+    model(torch.ones(4, 8))
+    with pytest.raises(UsageError) as error:
+        _ = watch.first
+    assert str(error.value) == (
+        'Net has no first forward alone: inside compiled code (compiled="inside") forwards are added up. Take '
+        "watch.record, watch.first_step or watch.steps"
+    )
+
+
+def test_what_needs_python_at_each_layer_is_refused(modelprobe):
+    with pytest.raises(UsageError) as error:
+        modelprobe.watch(Net(), compiled="inside", attention=True)
+    assert str(error.value) == (
+        'attention= needs Python at each layer, and compiled="inside" runs none there: leave one of them out'
+    )
+    with pytest.raises(UsageError, match="compiled is 'eager' or 'inside'; got 'yes'"):
+        modelprobe.watch(Net(), compiled="yes")
+
+
+def test_a_snapshot_of_it_is_refused(modelprobe, modelprobe_snapshot):
+    model = Net()
+    watch = modelprobe.watch(model, compiled="inside")
+    model(torch.ones(4, 8))
+    with pytest.raises(UsageError, match=r'the record of Net is of compiled code \(compiled="inside"\)'):
+        assert watch.record == modelprobe_snapshot
+
+
+def test_the_note_says_what_is_not_recorded():
+    model = Net()
+    with ModelProbe() as probe:
+        watch = probe.watch(model, compiled="inside")
+        torch.compile(model, backend="eager")(torch.ones(4, 8))
+        (note,) = watch.record.notes
+        assert note == (
+            "compiled code ran as it is: outputs and their gradients have moments, ranges, zeros and non-finite "
+            "values, all calls of a layer together; there are no inputs, no fingerprints and no ranges of units, and "
+            "parameters have gradients in the steps that are kept"
+        )
+
+
+def test_a_model_on_several_devices_is_refused(modelprobe):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError) as error:
+        modelprobe.watch(model, compiled="inside")
+    assert str(error.value) == (
+        'the model is on cpu and meta, and compiled="inside" adds up on one device: leave this option out, and the '
+        "model runs eagerly while it is watched"
+    )
