@@ -183,14 +183,25 @@ def _torch_problem() -> str:
 
 def _devices() -> Section:
     if _torch_problem():
-        return {"cpu": platform.machine(), "cuda": "unknown without torch", "mps": "unknown without torch"}
-    return {"cpu": _attempt(_cpu), "cuda": _attempt(_cuda), "mps": _attempt(_mps)}
+        found = {"cpu": platform.machine(), "cuda": "unknown without torch", "mps": "unknown without torch"}
+    else:
+        found = {"cpu": _attempt(_cpu), "cuda": _attempt(_cuda), "mps": _attempt(_mps)}
+    return {**found, "kernel": _kernel()}
 
 
 def _cpu() -> str:
     import torch
 
     return f"{platform.machine()}, {count(torch.get_num_threads(), 'thread')}"
+
+
+def _kernel() -> str:
+    def describe() -> str:
+        from . import kernel
+
+        return kernel.description()
+
+    return _attempt(describe)
 
 
 def _cuda() -> str:

@@ -30,7 +30,8 @@ NOT_IN_THE_SDIST = {".ci"}
 
 def called(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Run a command without the settings of this one's Python and pip; return what it printed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PIP_", "GIT_"))}
+    unwanted = ("PYTHONPATH", "PIP_", "GIT_", "MODELPROBE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False
     )
@@ -96,10 +97,26 @@ def test_the_wheel_has_the_package_and_its_license(wheel: Path) -> None:
         names = set(archive.namelist())
     parts = {".py", ".typed", ".css", ".js"}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pytest_modelprobe").rglob("*.*")}
-    assert {name for name in names if ".dist-info/" not in name} == {
+    compiled = {name for name in names if name.startswith("pytest_modelprobe/kernel/_kernel.")}
+    assert {name for name in names if ".dist-info/" not in name} - compiled == {
         name for name in package if Path(name).suffix in parts
     }
+    assert len(compiled) == (not wheel.name.endswith("-py3-none-any.whl"))
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there the compiler is no command")
+def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
+    hatchling("build", "-t", "wheel", "-d", tmp_path, CC="/nowhere/cc")
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not any("_kernel." in name for name in archive.namelist())
+
+
+def test_where_the_kernel_is_asked_for_a_build_without_a_compiler_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="/nowhere/cc"):
+        hatchling("build", "-t", "wheel", "-d", tmp_path, CC="/nowhere/cc", MODELPROBE_KERNEL="compiled")
 
 
 TEST = """
@@ -108,6 +125,7 @@ from pathlib import Path
 
 import pytest_modelprobe
 import torch
+from pytest_modelprobe import kernel
 
 
 def test_a_model(modelprobe):
@@ -115,6 +133,7 @@ def test_a_model(modelprobe):
     pytest_modelprobe.assert_shapes(record, {"(root)": "4 3"})
     assert Path(pytest_modelprobe.__file__).parent.parent == Path("installed").resolve()
     assert pytest_modelprobe.__version__ == Path("version").read_text("utf-8")
+    assert (kernel.active is None) == Path("pure").exists()
 """
 
 
@@ -130,6 +149,8 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     install(wheel, installed)
     (tmp_path / "test_it.py").write_text(TEST, "utf-8")
     (tmp_path / "version").write_text(wheel.name.split("-")[1], "utf-8")
+    if wheel.name.endswith("-py3-none-any.whl"):
+        (tmp_path / "pure").touch()
     without = ("-p", "no:xdist", "-p", "no:randomly", "-p", "no:cacheprovider")
     out = called(sys.executable, "-m", "pytest", "-q", *without, "test_it.py", cwd=tmp_path, PYTHONPATH=str(installed))
     assert "1 passed" in out

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_modelprobe import _torch, doctor
+from pytest_modelprobe import _torch, doctor, kernel
 from pytest_modelprobe.cli import main
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
@@ -44,9 +44,10 @@ versions
   git                2.39.5
 
 devices
-  cpu   x86_64, 4 threads
-  cuda  not available: this torch is built without CUDA
-  mps   not available
+  cpu     x86_64, 4 threads
+  cuda    not available: this torch is built without CUDA
+  mps     not available
+  kernel  compiled (avx2)
 
 pytest plugins
   hypothesis    6.170.15
@@ -86,6 +87,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.11.7")
     monkeypatch.setattr(doctor, "_git", lambda: "2.39.5")
     monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setattr(kernel, "description", lambda: "compiled (avx2)")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -136,7 +138,8 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [WithoutTorch(), *sys.meta_path])
     found = doctor.report()
-    assert found["devices"] == {"cpu": "x86_64", "cuda": "unknown without torch", "mps": "unknown without torch"}
+    unknown = "unknown without torch"
+    assert found["devices"] == {"cpu": "x86_64", "cuda": unknown, "mps": unknown, "kernel": "compiled (avx2)"}
     assert found["switched off"] == ["running models: torch is not installed"]
 
 

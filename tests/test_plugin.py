@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pytest_modelprobe.probe  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe import kernel
 
 MODELS = """
 import torch
@@ -183,7 +184,18 @@ def test_a_comparison_that_is_none_in_the_ini_file_is_a_usage_error(pytester: py
 def test_one_device_adds_no_id(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PASSING)
     result = pytester.runpytest(*QUIET, "-v", "--modelprobe-device=cpu", "--modelprobe-device=cpu")
-    result.stdout.fnmatch_lines(["modelprobe: device cpu", "*::test_tiny_net PASSED*"])
+    result.stdout.fnmatch_lines(["modelprobe: device cpu; kernel *", "*::test_tiny_net PASSED*"])
+
+
+def test_the_header_says_which_code_computes_the_numbers(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    monkeypatch.setattr(kernel, "active", None)
+    monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
+    result = pytester.runpytest("-p", "no:randomly", "-v")
+    result.stdout.fnmatch_lines(["modelprobe: kernel torch (MODELPROBE_KERNEL=torch)"])
+    pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("*kernel*")
 
 
 def test_several_devices_parametrize_and_group(pytester: pytest.Pytester) -> None:

@@ -88,13 +88,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Return the device and seed if they were given."""
+    """Return the device and seed if they were given; with ``-v`` also which code computes the numbers of tensors."""
     settings = config.stash[SETTINGS]
     parts = []
     if settings.devices_from:
         parts.append(f"device {', '.join(settings.devices)}")
     if settings.seed:
         parts.append(f"seed {settings.seed}")
+    if config.get_verbosity() > 0:
+        from pytest_modelprobe import kernel
+
+        parts.append(f"kernel {kernel.description()}")
     return f"modelprobe: {'; '.join(parts)}" if parts else None
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
+from .compiled import by_kernel
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
@@ -226,6 +227,10 @@ def _reduced(
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
+    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None)
+    if by_one_read is not None:
+        by_one_read.histogram = count(plain, torch.float64) if histogram else None
+        return by_one_read
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)

@@ -54,6 +54,7 @@ class Samples:
         self._hashes = hashes
         self._sizes = frozenset(sizes)
         self._signs: Array | None = None
+        self._packed: bytes | None = None
 
     def signs(self, shape: Sequence[int]) -> Array:
         """Return the signs of the samples of a value, shape (8, n).
@@ -68,6 +69,14 @@ class Samples:
             else:
                 self._signs = np.ascontiguousarray(highest_bits(self.hashes(shape)).T)
         return self._signs
+
+    def packed(self, shape: Sequence[int]) -> bytes:
+        """Return the same signs as bytes, eight for each sample."""
+        if self.whole is not self and not (shape and shape[0] in self._sizes):
+            return self.whole.packed(shape)
+        if self._packed is None:
+            self._packed = self.signs(shape).T.astype(np.int8).tobytes()
+        return self._packed
 
     def hashes(self, shape: Sequence[int]) -> Array:
         """Return the hashes of the samples of a value, shape (n,), uint64."""

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_modelprobe import statistics
+from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import Statistics
 from pytest_modelprobe.statistics import SmallTensors, ambient_modes_disabled, collect, merge, reduce, reduce_on_device
 from pytest_modelprobe.statistics.fingerprint import project
@@ -35,6 +35,15 @@ def _quiet_prototypes():
         warnings.filterwarnings("ignore", module="torch|tests")
         warnings.filterwarnings("ignore", message=".*(prototype|experimental|deprecated|Sparse).*")
         yield
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def _computed_by(request, monkeypatch):
+    """Each test runs with the compiled kernel, where there is one, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernel, "active", None)
+    elif kernel.active is None:
+        pytest.skip("the kernel is not compiled")
 
 
 def read(tensor, **options):
@@ -363,6 +372,8 @@ def test_what_waits_beside_a_small_tensor_changes_no_bit_of_it(size):
 
 
 def test_an_interrupt_leaves_small_tensors_waiting(monkeypatch):
+    monkeypatch.setattr(kernel, "active", None)  # with which none waits
+
     def interrupt(*args):
         raise KeyboardInterrupt
 

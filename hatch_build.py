@@ -1,0 +1,105 @@
+"""Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
+
+``python hatch_build.py`` compiles it beside its source, for runs from a checkout;
+``tox -e kernel-sanitized`` compiles a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("pytest_modelprobe", "kernel")
+VARIABLE = "MODELPROBE_KERNEL"  # "torch": leave it out; "compiled": fail without a compiler
+SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+def compile_kernel(root: Path, folder: Path, *, sanitized: bool = False) -> Path:
+    """Return the compiled module, in a folder."""
+    from setuptools import Distribution, Extension
+    from setuptools.command.build_ext import build_ext
+
+    arguments, link = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"], []
+    if sysconfig.get_platform().startswith("win"):
+        arguments = ["/O2", "/fp:precise"]
+    elif sanitized:
+        arguments, link = [*arguments, *SANITIZED], list(SANITIZED[-2:])
+    extension = Extension(
+        "_kernel",
+        [str(FOLDER / "kernel.c")],
+        depends=[str(FOLDER / name) for name in ("level.h", "passes.h")],
+        py_limited_api=True,
+        extra_compile_args=arguments,
+        extra_link_args=link,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        command = build_ext(Distribution({"name": "kernel", "ext_modules": [extension]}))
+        command.build_lib, command.build_temp, command.force = str(folder), scratch, True
+        command.ensure_finalized()
+        here = Path.cwd()
+        os.chdir(root)
+        try:
+            command.run()
+        finally:
+            os.chdir(here)
+        return Path(command.get_outputs()[0])
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script
+    pass
+else:
+
+    class KernelHook(BuildHookInterface):  # type: ignore[type-arg]
+        """Adds the compiled module to a wheel, whose tag then names the platform."""
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Compile."""
+            asked = os.environ.get(VARIABLE)
+            if self.target_name != "wheel" or asked == "torch" or sys.implementation.name != "cpython":
+                return
+            root = Path(self.root)
+            self._folder = tempfile.TemporaryDirectory()
+            into = root / FOLDER if version == "editable" else Path(self._folder.name)
+            try:
+                built = compile_kernel(root, into)
+            except BaseException as error:  # setuptools ends the process where it finds no compiler
+                if asked == "compiled" or isinstance(error, KeyboardInterrupt):
+                    raise
+                self.app.display_warning(f"the kernel is left out, torch computes instead: {error}")
+                return
+            if version == "editable":
+                return
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"cp311-abi3-{platform}"
+            build_data["force_include"][str(built)] = str(FOLDER / built.name)
+
+        def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+            """Remove what was compiled."""
+            if hasattr(self, "_folder"):
+                self._folder.cleanup()
+
+
+def main(arguments: list[str]) -> None:
+    """Compile beside the source, or with ``--sanitized FOLDER`` a copy of the package, checked as it runs."""
+    here = Path(__file__).resolve().parent
+    if not arguments:
+        print(compile_kernel(here, here / FOLDER))
+        return
+    option, folder = arguments
+    if option != "--sanitized":
+        raise SystemExit(f"unknown option {option}")
+    leave_out = shutil.ignore_patterns("_kernel.*", "__pycache__")
+    shutil.copytree(here / FOLDER.parent, Path(folder) / FOLDER.parent, ignore=leave_out, dirs_exist_ok=True)
+    print(compile_kernel(here, Path(folder).absolute() / FOLDER, sanitized=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

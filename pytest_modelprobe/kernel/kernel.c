@@ -1,0 +1,554 @@
+/* Statistics of a tensor, the range of each unit and the signed sums of its fingerprint, in one read of its memory.
+
+   `reduce` takes an address, sizes and strides: neither torch nor numpy is needed to compile it. The numbers have the
+   same bits on every instruction set and with any number of threads: elements are added in 16 lanes, lanes in blocks,
+   blocks in chunks, each in a fixed order, and no product is contracted with a sum. */
+
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define INLINE inline __attribute__((always_inline, unused))
+#define UNUSED __attribute__((unused))
+#ifndef VECTORS /* -DVECTORS=0: as without the vectors of these compilers */
+#define VECTORS 1
+#endif
+#else
+#define INLINE __forceinline
+#define UNUSED
+#define VECTORS 0
+#endif
+#if VECTORS && (defined(__x86_64__) || defined(__i386__)) && defined(__SSE2__)
+#define X86 1
+#include <immintrin.h>
+#else
+#define X86 0
+#endif
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+#if VECTORS
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address) (void)0
+#endif
+
+enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum { MOST_DIMS = 64 };
+enum {
+    ROW = 1024,       /* elements whose squares are added in float32 */
+    BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
+    SPAN = 1 << 15,   /* elements brought into order at once */
+    AHEAD = 32,       /* rows that are fetched before they are transposed */
+    TURNED = 1 << 16, /* the same, at least, where they are transposed */
+    CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
+    NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
+    SMALL = 1 << 13,  /* elements up to which all is done in float64 */
+    THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
+};
+enum { COLUMNS = 256, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+
+/* --- what all instruction sets share ------------------------------------------------------------------------------ */
+
+typedef struct {
+    int64_t finite, nan, posinf, neginf, zeros;
+    double sum, mean, deviations, low, high;
+} Part;
+
+static const Part NOTHING = {0, 0, 0, 0, 0, 0, 0, 0, INFINITY, -INFINITY};
+
+/* Elements in an order: `direct` where they lie one after another in the type of the computation. */
+typedef struct {
+    const char *data;
+    int dims, direct;
+    int64_t size[MOST_DIMS], stride[MOST_DIMS];
+} View;
+
+typedef struct {
+    int kind, same_order;
+    int64_t turned;        /* rows of the last dimension that are transposed at once, or 0 */
+    int64_t elements;      /* of the tensor */
+    int64_t count, copies; /* elements that are read, and how often each counts */
+    int64_t units, apart;  /* of the tensor, and those of them that lie apart */
+    int64_t ranges;        /* how many are kept: of each unit, or of each column of rows that hold all units */
+    int64_t inner;         /* elements one after another that are in one range */
+    int64_t within, repeats; /* columns of each unit, and units in a row by the number of them */
+    View memory, logical;
+} Plan;
+
+typedef struct {
+    int64_t length, columns, rows; /* of a sample; used ones; added since the last flush */
+    const int8_t *signs;           /* 8 for each sample, or NULL */
+    double totals[8 * COLUMNS];
+} Fold;
+
+/* Signs of rows: row 8g + i has the sign ROWS[i][s ^ GROUPS[g]] * FLIPS[g][s] in sum s. */
+static int8_t FLIPS[PERIOD][8], PERIODS[PERIOD_SIGNS][8], ROWS[8][8];
+static uint8_t GROUPS[PERIOD];
+static double COLUMN_SIGNS[NUMBERS][COLUMNS];
+static int tables_are_set = 0;
+
+static void merge(Part *a, const Part *b) {
+    a->nan += b->nan;
+    a->posinf += b->posinf;
+    a->neginf += b->neginf;
+    if (!b->finite) return;
+    if (!a->finite) {
+        a->mean = b->mean;
+        a->deviations = b->deviations;
+    } else { /* Chan, Golub and LeVeque 1979 */
+        double n = (double)a->finite, m = (double)b->finite, d = b->mean - a->mean;
+        a->mean += d * (m / (n + m));
+        a->deviations += b->deviations + d * d * (n * (m / (n + m)));
+    }
+    a->finite += b->finite;
+    a->zeros += b->zeros;
+    a->sum += b->sum;
+    if (b->low < a->low) a->low = b->low;
+    if (b->high > a->high) a->high = b->high;
+}
+
+static INLINE double total(const double *lanes) {
+    double eight[8], four[4];
+    for (int j = 0; j < 8; j++) eight[j] = lanes[j] + lanes[j + 8];
+    for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+static INLINE float of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static INLINE float of_bfloat16(const char *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return of_bits((uint32_t)half << 16);
+}
+
+/* Exact, also where subnormal numbers are flushed to zero. */
+static INLINE float of_float16(const char *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7FFF) << 13;
+    uint32_t exponent = rest & 0x0F800000;
+    uint32_t normal = rest + 0x38000000, other = rest + 0x70000000;
+    float small = of_bits(rest + 0x38800000) - of_bits(0x38800000);
+    uint32_t bits;
+    memcpy(&bits, &small, 4);
+    bits = exponent == 0x0F800000 ? other : exponent == 0 ? bits : normal;
+    return of_bits(bits | sign);
+}
+
+/* --- the passes, for each instruction set and type ---------------------------------------------------------------- */
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+#if VECTORS
+#define SPLAT(value) ((V){0} + (T)(value))
+#define DSPLAT(value) ((D){0} + (double)(value))
+#define NO_INTEGERS ((I){0})
+#define LOAD(from) (*(const U *)(const void *)(from))
+#define STORE(to, value) (*(U *)(void *)(to) = (value))
+#define DOUBLES(from) (*(const DU *)(const void *)(from))
+#define DSTORE(to, value) (*(DU *)(void *)(to) = (value))
+#define STORE_INTEGERS(to, value) (*(IU *)(void *)(to) = (value))
+#define COUNT_ZEROS(count, x) ((count) - (I)((x) == 0))
+#define VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes)))
+#define UNALIGNED(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
+#if !X86
+#define CHOSEN(test, a, b) ((V)(((I)(test) & (I)(a)) | (~(I)(test) & (I)(b))))
+#define LEAST(a, b) CHOSEN((a) < (b), a, b)
+#define MOST(a, b) CHOSEN((a) > (b), a, b)
+#endif
+#define BYTES 16
+#define SUFFIX _base
+#include "level.h"
+#else
+#define SPLAT(value) ((T)(value))
+#define DSPLAT(value) ((double)(value))
+#define NO_INTEGERS 0
+#define LOAD(from) (*(from))
+#define STORE(to, value) (*(to) = (value))
+#define DOUBLES(from) (*(from))
+#define DSTORE(to, value) (*(to) = (value))
+#define STORE_INTEGERS(to, value) (*(to) = (value))
+#define COUNT_ZEROS(count, x) ((count) + ((x) == 0))
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
+#define MOST(a, b) ((a) > (b) ? (a) : (b))
+#define BYTES 0
+#define SUFFIX _base
+#include "level.h"
+#endif
+
+#if X86
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#define BYTES 32
+#define SUFFIX _avx2
+#include "level.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+typedef void (*Work)(const Plan *, int64_t, int64_t, Fold *, Part *, double *, void *, void *);
+
+static const struct {
+    const char *name;
+    Work work[2];
+} LEVELS[] = {
+    {"base", {work_float_base, work_double_base}},
+#if X86
+    {"avx2", {work_float_avx2, work_double_avx2}},
+#endif
+};
+static int level = 0, levels = 1;
+
+/* --- how the elements lie ----------------------------------------------------------------------------------------- */
+
+static int64_t magnitude(int64_t n) { return n < 0 ? -n : n; }
+
+/* Joins dimensions that lie one after another, and notes whether all of them do. */
+static void join(View *view, int64_t itemsize, int typed) {
+    int to = 0;
+    for (int d = 0; d < view->dims; d++) {
+        if (view->size[d] == 1) continue;
+        if (to && view->stride[to - 1] == view->stride[d] * view->size[d]) {
+            view->size[to - 1] *= view->size[d];
+            view->stride[to - 1] = view->stride[d];
+        } else {
+            view->size[to] = view->size[d];
+            view->stride[to++] = view->stride[d];
+        }
+    }
+    if (!to) {
+        view->size[0] = 1;
+        view->stride[0] = itemsize;
+        to = 1;
+    }
+    view->dims = to;
+    view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
+}
+
+/* Fills a plan from the sizes and strides of a tensor, in elements; `axis` is that of the units, or negative. */
+static void lay_out(Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize) {
+    View *memory = &plan->memory, *logical = &plan->logical;
+    int unit = -1, typed = plan->kind == FLOAT32 || plan->kind == FLOAT64;
+    plan->copies = plan->count = plan->inner = 1;
+    plan->units = axis < 0 ? 0 : size[axis];
+    logical->data = data;
+    logical->dims = dims;
+    memory->data = data;
+    memory->dims = 0;
+    for (int d = 0; d < dims; d++) {
+        int64_t step = stride[d] * itemsize;
+        logical->size[d] = size[d];
+        logical->stride[d] = step;
+        if (step == 0) { /* read once: each element counts so often */
+            plan->copies *= size[d];
+            continue;
+        }
+        if (size[d] == 1 && d != axis) continue;
+        plan->count *= size[d];
+        int at = memory->dims++;
+        while (at && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
+            memory->size[at] = memory->size[at - 1];
+            memory->stride[at] = memory->stride[at - 1];
+            if (unit == at - 1) unit = at;
+            at--;
+        }
+        memory->size[at] = size[d];
+        memory->stride[at] = step;
+        if (d == axis) unit = at;
+    }
+    if (unit >= 0)
+        for (int d = unit + 1; d < memory->dims; d++) plan->inner *= memory->size[d];
+    plan->apart = unit >= 0 ? memory->size[unit] : plan->units > 0;
+    plan->within = plan->repeats = 1;
+    plan->ranges = plan->apart;
+    if (plan->apart == 1) plan->inner = plan->count;
+    else if (plan->apart) {
+        int64_t width = plan->apart * plan->inner, rows = width ? plan->count / width : 0;
+        if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= CHUNK / NARROW)) {
+            plan->within = plan->inner;
+            plan->inner = 1;
+            while (plan->repeats * 2 <= rows && plan->repeats * width < COLUMNS) plan->repeats *= 2;
+            plan->ranges = width * plan->repeats;
+        }
+    }
+    for (int d = 0; d < memory->dims; d++)
+        if (memory->stride[d] < 0 && d != unit) { /* from its other end */
+            memory->data += memory->stride[d] * (memory->size[d] - 1);
+            memory->stride[d] = -memory->stride[d];
+        }
+    join(memory, itemsize, typed);
+    join(logical, itemsize, typed);
+    plan->same_order = memory->direct && logical->direct;
+    if (!plan->same_order && plan->copies == 1 && memory->data == data && memory->dims == logical->dims) {
+        plan->same_order = 1;
+        for (int d = 0; d < memory->dims; d++)
+            plan->same_order &= memory->size[d] == logical->size[d] && memory->stride[d] == logical->stride[d];
+    }
+    int last = logical->dims - 1;
+    plan->turned = 0;
+    if (!plan->same_order && last > 0 && plan->count > SPAN && logical->size[last] <= TURNED &&
+        logical->size[last - 1] >= 8 && logical->stride[last] != itemsize && logical->stride[last - 1] == itemsize) {
+        int64_t most = TURNED / logical->size[last] / 16 * 16;
+        plan->turned = most > 16 ? most : 16;
+        if (plan->turned > logical->size[last - 1]) plan->turned = logical->size[last - 1];
+    }
+}
+
+/* --- what Python calls -------------------------------------------------------------------------------------------- */
+
+/* Reads a tuple of integers into `to`. Returns its length, or -1 with an error. */
+static int integers(PyObject *tuple, int64_t *to) {
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "sizes and strides are tuples");
+        return -1;
+    }
+    Py_ssize_t n = PyTuple_Size(tuple);
+    if (n > MOST_DIMS) {
+        PyErr_Format(PyExc_ValueError, "a tensor of %zd dimensions", n);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        to[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (to[i] == -1 && PyErr_Occurred()) return -1;
+    }
+    return (int)n;
+}
+
+static PyObject *row_of(const Part *all, int64_t copies, double index) {
+    double never = INFINITY, deviations = all->deviations, mean = 0;
+    if (all->finite) {
+        mean = all->sum / (double)all->finite;
+        if (all->low == all->high) {
+            mean = all->low;
+            deviations = 0;
+        }
+    }
+    return Py_BuildValue(
+        "LLLLLddddddd", (long long)(all->finite * copies), (long long)(all->nan * copies),
+        (long long)(all->posinf * copies), (long long)(all->neginf * copies), (long long)(all->zeros * copies),
+        all->nan ? index : never, all->posinf ? index : never, all->neginf ? index : never, all->low + 0.0,
+        all->high + 0.0, mean + 0.0, deviations * (double)copies);
+}
+
+/* Reads the tables of signs: groups, flips, periods, rows, columns. */
+static PyObject *set_tables(PyObject *module, PyObject *args) {
+    const char *groups, *flips, *periods, *rows, *columns;
+    Py_ssize_t g, f, p, r, c;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y#y#y#y#y#", &groups, &g, &flips, &f, &periods, &p, &rows, &r, &columns, &c)) return NULL;
+    if (g != sizeof GROUPS || f != sizeof FLIPS || p != sizeof PERIODS || r != sizeof ROWS || c != NUMBERS * COLUMNS) {
+        PyErr_SetString(PyExc_ValueError, "tables of signs of other sizes");
+        return NULL;
+    }
+    memcpy(GROUPS, groups, sizeof GROUPS);
+    for (int i = 0; i < PERIOD; i++) GROUPS[i] &= 7;
+    memcpy(FLIPS, flips, sizeof FLIPS);
+    memcpy(PERIODS, periods, sizeof PERIODS);
+    memcpy(ROWS, rows, sizeof ROWS);
+    for (int i = 0; i < NUMBERS * COLUMNS; i++) COLUMN_SIGNS[i / COLUMNS][i % COLUMNS] = ((const int8_t *)columns)[i];
+    tables_are_set = 1;
+    Py_RETURN_NONE;
+}
+
+/* What one call needs beside the plan. */
+typedef struct {
+    Part part, *parts;
+    double few[NUMBERS], *numbers;
+    void *ranges, *buffer;
+} Room;
+
+static void leave(Room *room) {
+    if (room->parts != &room->part) free(room->parts);
+    if (room->numbers != room->few) free(room->numbers);
+    free(room->ranges);
+    free(room->buffer);
+}
+
+/* reduce(address, kind, sizes, strides, axis, index, signs): the row, the bytes of the ranges of units or None, the 16
+   numbers or None. None where the elements are of a magnitude that has no squares in float64. */
+static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    static const int64_t itemsizes[] = {4, 8, 2, 2};
+    int64_t size[MOST_DIMS], stride[MOST_DIMS];
+    Plan plan;
+    Fold fold, *folded = NULL;
+    Room room = {.parts = &room.part, .numbers = room.few};
+    PyObject *row, *ranges = NULL, *numbers = NULL, *result = NULL;
+    (void)module;
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "reduce() takes 7 arguments");
+        return NULL;
+    }
+    const char *data = PyLong_AsVoidPtr(args[0]);
+    long kind = PyLong_AsLong(args[1]);
+    int dims = integers(args[2], size), others = dims < 0 ? -1 : integers(args[3], stride);
+    if (PyErr_Occurred()) return NULL;
+    long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
+    double index = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
+        PyErr_SetString(PyExc_ValueError, "no such type, strides or axis");
+        return NULL;
+    }
+    int wide = kind == FLOAT64;
+    int64_t itemsize = wide ? 8 : 4, elements = 1;
+    for (int d = 0; d < dims; d++) elements *= size[d];
+    plan.kind = (int)kind;
+    lay_out(&plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind]);
+    if (!elements) plan.count = 0;
+    plan.elements = elements;
+
+    Py_buffer signs = {0};
+    if (args[6] != Py_None) {
+        if (PyObject_GetBuffer(args[6], &signs, PyBUF_SIMPLE)) return NULL;
+        int64_t samples = signs.len / 8;
+        if (!tables_are_set || signs.len % 8 || !samples || elements % samples) {
+            PyErr_SetString(PyExc_ValueError, "signs that are not 8 for each sample");
+            goto done;
+        }
+        folded = &fold;
+        fold.signs = signs.buf;
+        fold.length = elements ? elements / samples : 1;
+        fold.columns = fold.length < COLUMNS ? (fold.length + 15) / 16 * 16 : COLUMNS;
+    }
+
+    int64_t chunks = ((folded ? elements : plan.count) + CHUNK - 1) / CHUNK;
+    if (chunks > 1) {
+        room.parts = malloc((size_t)chunks * sizeof(Part));
+        room.numbers = malloc((size_t)chunks * sizeof(double) * NUMBERS);
+    }
+    if (plan.ranges) room.ranges = malloc((size_t)plan.ranges * 2 * (size_t)itemsize);
+    int ordered = plan.memory.direct && (!folded || plan.same_order || plan.logical.direct);
+    int64_t most = folded ? elements : plan.count;
+    int64_t largest = plan.turned ? SPAN + plan.turned * plan.logical.size[plan.logical.dims - 1] : SPAN;
+    if (!ordered) room.buffer = malloc((size_t)(most < largest && !plan.turned ? most : largest) * (size_t)itemsize);
+    if (!room.parts || !room.numbers || (plan.ranges && !room.ranges) || (!ordered && most && !room.buffer)) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    room.part = NOTHING;
+    memset(room.few, 0, sizeof room.few);
+    if (most >= THREADED) {
+        Py_BEGIN_ALLOW_THREADS
+        LEVELS[level].work[wide](&plan, 0, chunks, folded, room.parts, room.numbers, room.ranges, room.buffer);
+        Py_END_ALLOW_THREADS
+    } else {
+        LEVELS[level].work[wide](&plan, 0, chunks, folded, room.parts, room.numbers, room.ranges, room.buffer);
+    }
+
+    Part all = room.parts[0];
+    for (int64_t i = 1; i < chunks; i++) merge(&all, room.parts + i);
+    if (wide && (all.high > 1e150 || all.low < -1e150) && all.finite) {
+        result = Py_None;
+        Py_INCREF(result);
+        goto done;
+    }
+    if (plan.ranges) {
+        ranges = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(plan.units * 2 * itemsize));
+        if (!ranges) goto done;
+        char *low = PyBytes_AsString(ranges), *high = low + plan.units * itemsize;
+        if (wide) range_of_units_double_base(room.ranges, plan.apart, plan.within, plan.repeats, (double *)(void *)low, (double *)(void *)high);
+        else range_of_units_float_base(room.ranges, plan.apart, plan.within, plan.repeats, (float *)(void *)low, (float *)(void *)high);
+        if (plan.apart == 1)
+            for (int64_t u = 1; u < plan.units; u++) {
+                memcpy(low + u * itemsize, low, (size_t)itemsize);
+                memcpy(high + u * itemsize, high, (size_t)itemsize);
+            }
+    }
+    if (folded) {
+        double last = 0;
+        for (int k = 0; k < NUMBERS; k++) {
+            for (int64_t i = 1; i < chunks; i++) room.numbers[k] += room.numbers[i * NUMBERS + k];
+            last += room.numbers[k] - room.numbers[k];
+        }
+        if (last == 0) {
+            numbers = PyBytes_FromStringAndSize((const char *)room.numbers, sizeof room.few);
+            if (!numbers) goto done;
+        }
+    }
+    row = row_of(&all, plan.copies, index);
+    if (row) result = Py_BuildValue("NOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None);
+done:
+    leave(&room);
+    Py_XDECREF(ranges);
+    Py_XDECREF(numbers);
+    if (signs.obj) PyBuffer_Release(&signs);
+    return result;
+}
+
+/* level(name): computes with this instruction set from now on. */
+static PyObject *choose(PyObject *module, PyObject *name) {
+    (void)module;
+    for (int i = 0; i < levels; i++) {
+        PyObject *other = PyUnicode_FromString(LEVELS[i].name);
+        if (!other) return NULL;
+        int same = PyUnicode_Compare(name, other) == 0;
+        Py_DECREF(other);
+        if (same) {
+            level = i;
+            Py_RETURN_NONE;
+        }
+    }
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no instruction set %R", name);
+    return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL, NULL},
+    {"set_tables", set_tables, METH_VARARGS, NULL},
+    {"choose", choose, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int fill(PyObject *module) {
+#if X86
+    __builtin_cpu_init();
+    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 2 : 1;
+#endif
+    level = levels - 1;
+    PyObject *names = PyTuple_New(levels);
+    if (!names) return -1;
+    for (int i = 0; i < levels; i++) {
+        PyObject *name = PyUnicode_FromString(LEVELS[i].name);
+        if (!name || PyTuple_SetItem(names, i, name)) {
+            Py_DECREF(names);
+            return -1;
+        }
+    }
+    if (PyModule_AddObjectRef(module, "LEVELS", names)) {
+        Py_DECREF(names);
+        return -1;
+    }
+    Py_DECREF(names);
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_kernel", "Numbers of a tensor, in one read.", 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,106 @@
+/* The passes for one instruction set: vectors of BYTES bytes, 0 for none; SUFFIX is that of the names. */
+
+#define NAME(x) JOIN(JOIN(x, TYPE), SUFFIX)
+#define V NAME(v)
+#define U NAME(u)
+#define I NAME(i)
+#define IU NAME(iu)
+#define D NAME(d)
+#define DU NAME(du)
+#define HU NAME(hu)
+
+#define T float
+#define TYPE _float
+#define WIDE 0
+#define COUNTER int32_t
+#if BYTES
+#define LANES (BYTES / 4)
+#define HALF (BYTES / 8)
+#define DLOAD(from) __builtin_convertvector(*(const HU *)(const void *)(from), D)
+VECTOR(V, float, BYTES);
+UNALIGNED(U, float, BYTES);
+VECTOR(I, int32_t, BYTES);
+UNALIGNED(IU, int32_t, BYTES);
+VECTOR(D, double, BYTES);
+UNALIGNED(DU, double, BYTES);
+UNALIGNED(HU, float, (BYTES / 2));
+#else
+#define LANES 1
+#define HALF 1
+#define DLOAD(from) ((double)*(from))
+typedef float V;
+typedef int32_t I;
+typedef double D;
+#endif
+#if X86 && BYTES == 16
+#define LEAST(a, b) ((V)_mm_min_ps((__m128)(a), (__m128)(b)))
+#define MOST(a, b) ((V)_mm_max_ps((__m128)(a), (__m128)(b)))
+#elif X86 && BYTES == 32
+#define LEAST(a, b) ((V)_mm256_min_ps((__m256)(a), (__m256)(b)))
+#define MOST(a, b) ((V)_mm256_max_ps((__m256)(a), (__m256)(b)))
+#endif
+#include "passes.h"
+#if X86 && BYTES
+#undef LEAST
+#undef MOST
+#endif
+#undef T
+#undef TYPE
+#undef WIDE
+#undef COUNTER
+#undef LANES
+#undef HALF
+#undef DLOAD
+
+#define T double
+#define TYPE _double
+#define WIDE 1
+#define COUNTER int64_t
+#if BYTES
+#define LANES (BYTES / 8)
+#define HALF (BYTES / 8)
+#define DLOAD(from) (*(const DU *)(const void *)(from))
+VECTOR(V, double, BYTES);
+UNALIGNED(U, double, BYTES);
+VECTOR(I, int64_t, BYTES);
+UNALIGNED(IU, int64_t, BYTES);
+VECTOR(D, double, BYTES);
+UNALIGNED(DU, double, BYTES);
+#else
+#define LANES 1
+#define HALF 1
+#define DLOAD(from) (*(from))
+typedef double V;
+typedef int64_t I;
+typedef double D;
+#endif
+#if X86 && BYTES == 16
+#define LEAST(a, b) ((V)_mm_min_pd((__m128d)(a), (__m128d)(b)))
+#define MOST(a, b) ((V)_mm_max_pd((__m128d)(a), (__m128d)(b)))
+#elif X86 && BYTES == 32
+#define LEAST(a, b) ((V)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
+#define MOST(a, b) ((V)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
+#endif
+#include "passes.h"
+#if X86 && BYTES
+#undef LEAST
+#undef MOST
+#endif
+#undef T
+#undef TYPE
+#undef WIDE
+#undef COUNTER
+#undef LANES
+#undef HALF
+#undef DLOAD
+
+#undef NAME
+#undef V
+#undef U
+#undef I
+#undef IU
+#undef D
+#undef DU
+#undef HU
+#undef BYTES
+#undef SUFFIX

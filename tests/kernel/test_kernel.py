@@ -1,0 +1,201 @@
+"""The compiled kernel alone: any memory, any instruction set, and which code runs."""
+
+import ctypes
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_modelprobe import kernel
+from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.statistics.compiled import set_tables
+
+compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
+
+KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+SIGNS = b"\1" * 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tables():
+    if kernel.active is not None:
+        set_tables()
+
+
+def drawn(kind, count, seed, scale=1.0, special=()):
+    """Return elements as they lie in memory, and as float64."""
+    values = np.random.default_rng(seed).standard_normal(count) * scale
+    for place, value in enumerate(special):
+        values[(place * 7919) % count] = value
+    if kind == "bfloat16":
+        wide = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return (wide >> np.uint32(16)).astype(np.uint16), wide.view(np.float32).astype(np.float64)
+    stored = values.astype(kind)
+    return stored, stored.astype(np.float64)
+
+
+def strided(array, start, shape, strides):
+    size = array.itemsize
+    return np.lib.stride_tricks.as_strided(array[start:], shape, [step * size for step in strides], writeable=False)
+
+
+def check(found, values, axis=None):
+    """Compare with numpy in float64."""
+    row, ranges, _ = found
+    finite = values[np.isfinite(values)]
+    assert row[:5] == (
+        finite.size,
+        np.isnan(values).sum(),
+        np.isposinf(values).sum(),
+        np.isneginf(values).sum(),
+        (values == 0).sum(),
+    )
+    if finite.size:
+        rms = math.sqrt((finite**2).mean())
+        assert row[8:10] == (finite.min(), finite.max())
+        assert row[10] == pytest.approx(finite.mean(), rel=0, abs=1e-6 * rms)
+        assert math.sqrt(row[11] / finite.size) == pytest.approx(finite.std(), rel=0, abs=1e-6 * rms)
+    if axis is not None:
+        by_unit = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
+        both = np.frombuffer(ranges, np.float64 if len(ranges) == 16 * len(by_unit) else np.float32)
+        low, high = both.reshape(2, -1)
+        np.testing.assert_array_equal(low, by_unit.min(1))
+        np.testing.assert_array_equal(high, by_unit.max(1))
+
+
+@st.composite
+def views(draw):
+    """Any strides within a buffer: zero, negative, overlapping."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 64, 130]), max_size=4)))
+    strides = tuple(draw(st.integers(-40, 90)) for _ in shape)
+    lowest = sum(min(0, (n - 1) * step) for n, step in zip(shape, strides, strict=True))
+    highest = sum(max(0, (n - 1) * step) for n, step in zip(shape, strides, strict=True))
+    return shape, strides, -lowest, highest - lowest + 1
+
+
+SPECIAL = st.lists(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 40.0]), max_size=5)
+
+
+@compiled
+@given(views(), st.sampled_from(list(KINDS)), st.integers(0, 99), st.data(), SPECIAL)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "150")), deadline=None)
+def test_any_strides(view, kind, seed, data, special):
+    shape, strides, start, size = view
+    stored, values = drawn(kind, size, seed, special=special)
+    axis = data.draw(st.integers(-len(shape), -1)) if shape else None
+    address = stored.ctypes.data + start * stored.itemsize
+    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, SIGNS)
+    with np.errstate(all="ignore"):
+        check(found, strided(values, start, shape, strides), axis)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
+def test_any_size(kind, size):
+    stored, values = drawn(kind, size, size, special=[0.0])
+    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, SIGNS), values)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_not_aligned_and_read_only(kind):
+    stored, values = drawn(kind, 10_000, 1)
+    data = b"x" + stored.tobytes()
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
+    check(kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, SIGNS), values.reshape(100, 100), -1)
+
+
+@compiled
+def test_no_element_is_read_where_there_is_none():
+    row, ranges, numbers = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS)
+    assert row[:5] == (0, 0, 0, 0, 0)
+    assert np.frombuffer(ranges, np.float32).tolist() == [math.inf] * 3 + [-math.inf] * 3
+    assert np.frombuffer(numbers).tolist() == [0.0] * 16
+
+
+@compiled
+def test_more_elements_than_32_bits_count():
+    one = np.ones(1, np.float32)
+    row, _, _ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None)
+    assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e3])
+def test_every_instruction_set_gives_the_same_bits(kind, scale):
+    stored, _ = drawn(kind, 60_000, 3, scale, special=[0.0] if scale == 1 else ())
+    results = []
+    try:
+        for level in kernel.active.LEVELS:
+            kernel.active.choose(level)
+            results += [
+                [
+                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, SIGNS)
+                    for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
+                ]
+            ]
+    finally:
+        kernel.active.choose(kernel.active.LEVELS[-1])
+    assert all(one == results[0] for one in results)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 9, (), (), None, 0, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, (2,), (), None, 0, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, [2], (1,), None, 0, None), "TypeError: sizes and strides are tuples"),
+        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None), "ValueError: a tensor of 65 dimensions"),
+        ((0, 0, (0,), (1,), None, 0, b"123"), "ValueError: signs that are not 8 for each sample"),
+        ((0, 0), "TypeError: reduce() takes 7 arguments"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error(arguments, error):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        kernel.active.reduce(*arguments)
+    assert f"{caught.type.__name__}: {caught.value}" == error
+
+
+# --- which code runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_variable_leaves_the_kernel_aside(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
+    assert kernel._load() is None
+
+
+def test_the_variable_makes_a_missing_kernel_an_error(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "compiled")
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe.kernel._kernel", None)
+    with pytest.raises(ModelProbeError, match=r"^MODELPROBE_KERNEL=compiled: there is no compiled module"):
+        kernel._load()
+
+
+def test_another_value_of_the_variable_is_an_error(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "c")
+    with pytest.raises(ModelProbeError, match=r"^MODELPROBE_KERNEL=c: it is 'torch' or 'compiled', or not set$"):
+        kernel._load()
+
+
+def test_without_the_compiled_module_torch_computes(monkeypatch):
+    monkeypatch.delenv("MODELPROBE_KERNEL", raising=False)
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe.kernel._kernel", None)
+    monkeypatch.setattr(kernel, "active", kernel._load())
+    assert kernel.description() == "torch (no compiled module)"
+
+
+def test_asking_which_code_runs_does_not_import_torch():
+    code = "import sys; from pytest_modelprobe import kernel; kernel.description(); print('torch' in sys.modules)"
+    package = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,65 @@
+"""The fingerprint by the compiled kernel, against that by numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pytest_modelprobe import kernel
+from pytest_modelprobe.statistics import collect, merge, reduce, samples_of
+from pytest_modelprobe.statistics.fingerprint import project
+
+pytestmark = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SHAPES = [(1,), (3, 4), (5, 256), (4, 700), (3, 2048), (7, 5000), (2, 70_000), (3, 40, 1100), (1, 1_200_000)]
+ORDERS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "channels_last": lambda x: (
+        x.reshape(len(x), 1, 1, -1).expand(len(x), 24, 3, -1).contiguous(memory_format=torch.channels_last)[..., :2048]
+    ),
+    "slices": lambda x: torch.cat([x, x], -1)[..., 1::2],
+    "expanded": lambda x: x.unsqueeze(1).expand(len(x), 3, *x.shape[1:]),
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_that_of_the_reference(dtype, shape, order):
+    x = ORDERS[order](draw(*shape).to(dtype))
+    of = samples_of([draw(len(x), 6)])
+    for samples in (of, of.whole):
+        found, reference = reduce(x, samples=samples).fingerprint, project(x, samples)
+        assert found == pytest.approx(reference, abs=2e-7 * float(x.double().norm()))
+
+
+def test_more_than_a_period_of_rows():
+    x = draw(2, 1_500_000)
+    of = samples_of([draw(2, 6)])
+    assert reduce(x, samples=of).fingerprint == pytest.approx(project(x, of), abs=2e-7 * float(x.norm()))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_where_it_is_not_finite_it_is_the_reference(value):
+    x = draw(300, 300)
+    x[7] = value
+    assert reduce(x).fingerprint.tolist() == project(x).tolist()
+
+
+def test_those_of_the_parts_of_a_batch_add_up():
+    x, inputs = draw(6, 5000), draw(6, 4)
+    parts = [reduce(x[rows], samples=samples_of([inputs[rows]])) for rows in (slice(2), slice(2, 6))]
+    (whole, merged) = collect([reduce(x, samples=samples_of([inputs])), merge(*parts)])
+    assert merged.fingerprint == pytest.approx(whole.fingerprint, abs=1e-5)
+
+
+def test_no_small_tensor_waits():
+    assert reduce(torch.ones(3)).pending is None
+    assert np.isfinite(reduce(torch.ones(3)).fingerprint).all()
