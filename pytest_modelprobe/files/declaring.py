@@ -26,9 +26,9 @@ def with_reason(text: str, reason: str, supersedes: str | None) -> str:
     Raises:
         SnapshotError: The file is laid out in another way.
 
-    >>> print(with_reason('{\n"modelprobe": 1,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
+    >>> print(with_reason('{\n"modelprobe": 2,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
     {
-    "modelprobe": 1,
+    "modelprobe": 2,
     "reason": "wider",
     "supersedes": "a b",
     "layers": {
