@@ -87,6 +87,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Set a test up with the same random numbers, in a torch that compiles, whatever ran before it."""
     assert not torch._C._len_torch_function_stack(), "a test that ran before this one left a function mode on"
+    assert not torch._C._len_torch_dispatch_stack(), "a test that ran before this one left a dispatch mode on"
     assert not torch.nn.modules.module._has_any_global_hook(), "a test that ran before this one left a global hook"
     _seed(0)
     assert _stance() == "default", "a test that ran before this one left torch.compile switched off"

@@ -116,7 +116,8 @@ def test_nothing_imports_the_plugin() -> None:
 def test_the_files_that_contributing_names_exist() -> None:
     named = re.findall(r"`(\w+/[\w./]+\.\w+)`", CONTRIBUTING.read_text("utf-8"))
     assert named
-    assert [name for name in named if not any((root / name).exists() for root in (CONTRIBUTING.parent, PACKAGE))] == []
+    roots = (CONTRIBUTING.parent, CONTRIBUTING.parent / "pytest_modelprobe")  # the installed package has no C
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
 
 
 # --- private names ----------------------------------------------------------------------------------------------------

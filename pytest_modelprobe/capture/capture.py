@@ -197,6 +197,7 @@ class Capture:
         graph_task()
         if self._modes:
             count_function_modes()
+            self._try_function_modes()
         if self._profiler is not None:
             count_dispatch_modes()
         try:
@@ -220,6 +221,14 @@ class Capture:
             self.detach()
             raise
         self.guard.active = True
+
+    def _try_function_modes(self) -> None:
+        enter(self._modes)
+        try:
+            with without_torch_function():
+                pass
+        finally:
+            leave(self._modes)
 
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
