@@ -1665,6 +1665,36 @@ def test_a_layer_that_is_no_longer_called_is_told_beside_an_added_one(train: Any
     assert not any(cause.kind == "computation" for cause in kept.causes)
 
 
+class Router(nn.Module):
+    """Gives each sample to one of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = self.router(x).argmax(-1)
+        y = torch.zeros_like(x)
+        for i in best.unique().tolist():
+            mine = (best == i).nonzero()[:, 0]
+            y = y.index_add(0, mine, self.experts[i](x[mine]))
+        return y
+
+
+@pytest.mark.parametrize(("before", "line"), [(0, "no longer calls experts.0"), (1, "calls experts.0 now")])
+def test_a_router_with_other_weights_may_choose_another_expert(before: int, line: str) -> None:
+    def choosing(expert: int) -> nn.Module:
+        model = Router()
+        with torch.no_grad():
+            model.router.bias.zero_()[expert] = 50.0
+        return model
+
+    found = refactored(lambda: choosing(before), lambda: choosing(1 - before))
+    assert [cause.layer for cause in found.causes] == ["router"]
+    assert [cause_text(cause) for cause in found.possible] == [f"(root): own code {line}"]
+    assert found.possible[0].hints == ("which of these layers it calls may depend on numbers that changed",)
+
+
 def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
     class Cut(Flagged):
         def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,6 +25,7 @@ _FAR = 1e4
 inputs lack much of what real ones have, such as a row of a mask that masks everything."""
 
 _DATA_DEPENDENT = "how many rows it chooses may depend on numbers that changed"
+_ROUTED = "which of these layers it calls may depend on numbers that changed"
 
 
 def computation_causes(
@@ -43,7 +44,7 @@ def computation_causes(
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
     for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index, explained)):
         if cause.layer not in altered:
-            (possible if _DATA_DEPENDENT in cause.hints else certain).setdefault(cause.layer, cause)
+            (possible if {_DATA_DEPENDENT, _ROUTED} & {*cause.hints} else certain).setdefault(cause.layer, cause)
     for pair in index.comparison.calls:
         found = _response_differences(index, pair)
         if pair.layer in explained:  # an added or removed child does not change masks and positions
@@ -242,8 +243,28 @@ def _changed_call_counts(index: ComparisonIndex, explained: Collection[str]) -> 
         judged = pair is not None and caller not in explained and index.is_response_conclusive(pair)
         told = judged or (pair is not None and not index.compare_inputs(pair).match)
         if not told and not index.has(caller, "calls") and caller not in index.added:
-            what = f"calls of {relative_name(difference.layer, caller)}"
-            yield dataclasses.replace(cause_of("computation", [difference]), layer=caller, what=what)
+            child = relative_name(difference.layer, caller)
+            doubts = (_ROUTED,) if pair is not None and _is_routed(index, pair, difference) else ()
+            cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
+            yield dataclasses.replace(cause, layer=caller, what=f"calls of {child}")
+
+
+def _is_routed(index: ComparisonIndex, above: CallPair, calls: Difference) -> bool:
+    """Whether another layer of the same list took over, and a child of the same call has other numbers by itself.
+
+    As where a router with other weights chooses other experts.
+    """
+    less = calls.actual == 0
+    around = parent(calls.layer)
+    others = (name for name in index.of_layer if parent(name) == around and name != calls.layer)
+    takes_over = around != above.layer and any(
+        index.has(name, "interface") or any(d.kind == "calls" and (d.actual == 0) != less for d in index.of_layer[name])
+        for name in others
+    )
+    return takes_over and any(
+        index.compare_inputs(child).match and index.largest_change(child, "output") is not None
+        for child in index.child_calls(above)
+    )
 
 
 def _response_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:

@@ -153,6 +153,11 @@ class ComparisonIndex:
         """Return layer → its calls, of those that a call makes directly."""
         return self._child_steps_by_layer.get(step, {})
 
+    def child_calls(self, pair: CallPair) -> Iterator[CallPair]:
+        """Yield the calls that a call makes directly, of those that are in both records."""
+        found = map(self.pair_of, self.child_steps(self._step_of_pair.get(id(pair))))
+        return (child for child in found if child is not None)
+
     def child_call(self, pair: CallPair, name: str) -> CallPair | None:
         """Return the call of a child, given as ``attn`` or ``attn (call 2)``; None if it is not in both records."""
         child, _, number = name.partition(" (call ")
