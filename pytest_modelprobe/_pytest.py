@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import pytest
@@ -47,6 +47,8 @@ def _is_picklable(value: object) -> bool:
 def run_again(item: pytest.Item) -> list[pytest.TestReport]:
     """Run a test that has run before once more, and return its reports, which no plugin is told of.
 
+    Those of subtests that failed are among them.
+
     What it shares with other tests, such as fixtures of wider scope, stays set up. Its warnings are filtered as usual
     and not reported.
     """
@@ -62,7 +64,7 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
         reports.append(report)
         return bool(report.passed)
 
-    with _warnings_filtered(item):
+    with _warnings_filtered(item), _subtests_reported_to(reports, item):
         try:
             if phase("setup", lambda: hook.pytest_runtest_setup(item=item)):
                 phase("call", lambda: hook.pytest_runtest_call(item=item))
@@ -74,6 +76,36 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
             getattr(test, "_report_sections", []).clear()
             del item.user_properties[properties:]
     return reports
+
+
+@contextlib.contextmanager
+def _subtests_reported_to(reports: list[pytest.TestReport], item: pytest.Item) -> Iterator[None]:
+    """Keep the reports of subtests within the block: they call the hooks themselves, which others report by."""
+    session: Any = item.session
+    hooks_at = session.gethookproxy
+    session.gethookproxy = lambda path: _Unreported(hooks_at(path), reports)
+    try:
+        yield
+    finally:
+        session.gethookproxy = hooks_at
+
+
+class _Unreported:
+    """Hooks of a test, except those that tell plugins of a report."""
+
+    def __init__(self, hooks: Any, reports: list[pytest.TestReport]) -> None:
+        self._hooks, self._reports = hooks, reports
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooks, name)
+
+    def pytest_runtest_logreport(self, *, report: pytest.TestReport) -> None:
+        """Keep a subtest that failed."""
+        if report.failed:
+            self._reports.append(report)
+
+    def pytest_exception_interact(self, **_: object) -> None:
+        """Do nothing."""
 
 
 class _Nobody:

@@ -143,6 +143,7 @@ def test_checks_of_a_plugin_end_with_the_run(pytester: pytest.Pytester) -> None:
         ('{"finite": print}', "there is a check 'finite' already: give yours another name"),
         ('{"causal": print}', "there is a check 'causal' already: give yours another name"),
         ('{"mine": 3}', "the check 'mine' is a function of probe, model and inputs; got int"),
+        ("[print]", "checks are given by name, as a dict of functions; got list"),
     ],
 )
 def test_a_wrong_check_is_an_error_before_the_tests(pytester: pytest.Pytester, returned: str, said: str) -> None:

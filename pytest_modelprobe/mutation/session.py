@@ -267,7 +267,7 @@ class MutationSession:
         """Write the section."""
         if self._runs_no_test:
             return
-        terminalreporter.section("modelprobe: planted faults")
+        terminalreporter.write_sep("=", "modelprobe: planted faults")
         most = None if self._config.getoption("verbose") > 0 else 20
         for line in lines(self._results, self._options.least_score, most=most):
             terminalreporter.write_line(line)

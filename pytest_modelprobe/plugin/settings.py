@@ -131,15 +131,17 @@ def _mutants(text: str) -> int:
 def _check_mutate(config: pytest.Config) -> None:
     """Raise UsageError for options that do not go with each other."""
     option = config.option
-    mutate, seconds = option.modelprobe_mutate, option.modelprobe_mutate_time
+    mutate, seconds, least = option.modelprobe_mutate, option.modelprobe_mutate_time, option.modelprobe_mutate_min
     if mutate is None:
-        if option.modelprobe_mutate_min is not None:
+        if least is not None:
             raise pytest.UsageError(
                 "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants: add it"
             )
         return
     if mutate < 0 or not seconds > 0:
         raise pytest.UsageError("--modelprobe-mutate and --modelprobe-mutate-time take numbers of 1 or more")
+    if least is not None and not 0 <= least <= 100:
+        raise pytest.UsageError(f"--modelprobe-mutate-min takes percent, 0 to 100; got {least:g}")
     if getattr(option, "update_snapshots", False):
         raise pytest.UsageError("--modelprobe-mutate compares with snapshots: update them first, in another run")
     if getattr(option, "usepdb", False):

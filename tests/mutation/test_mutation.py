@@ -248,6 +248,31 @@ class Tests(unittest.TestCase):
     result.stdout.fnmatch_lines(["Net (root), 1 test: to_float64"])
 
 
+SUBTESTS_OF_PYTEST = """
+def test_value(subtests):
+    with subtests.test():
+        assert Net()(torch.ones(1, 4)).tolist() == [[7.0, 23.0]]
+"""
+SUBTESTS_OF_UNITTEST = """
+import unittest
+
+class Tests(unittest.TestCase):
+    def test_value(self):
+        with self.subTest():
+            self.assertEqual(Net()(torch.ones(1, 4)).tolist(), [[7.0, 23.0]])
+"""
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="this pytest has no subtests")
+@pytest.mark.parametrize("tests", [SUBTESTS_OF_PYTEST, SUBTESTS_OF_UNITTEST])
+def test_a_subtest_that_fails_notices_the_fault_and_is_not_reported(pytester: pytest.Pytester, tests: str) -> None:
+    result = mutate(pytester, tests)
+    assert verdicts(result) == "86 % of the faults were noticed: 12 of 14"
+    assert result.ret == 0
+    result.assert_outcomes(passed=1)
+    assert not list(Path(".pytest_cache").rglob("lastfailed"))
+
+
 def test_a_model_that_tests_share_is_restored(pytester: pytest.Pytester) -> None:
     tests = """
 shared = Net()
@@ -322,6 +347,8 @@ def test_workers_of_xdist_share_the_mutants(pytester: pytest.Pytester) -> None:
             ["--modelprobe-mutate-min=80"],
             "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants*",
         ),
+        (["--modelprobe-mutate", "--modelprobe-mutate-min=nan"], "takes percent, 0 to 100; got nan"),
+        (["--modelprobe-mutate", "--modelprobe-mutate-min=101"], "takes percent, 0 to 100; got 101"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(pytester: pytest.Pytester, options: list[str], said: str) -> None:
