@@ -198,6 +198,16 @@ def test_the_header_says_which_code_computes_the_numbers(
     pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("*kernel*")
 
 
+def test_another_value_of_the_kernel_is_an_error_of_usage(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    monkeypatch.setenv("MODELPROBE_KERNEL", "c")
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "-v")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: MODELPROBE_KERNEL=c: it is 'torch' or 'compiled', or not set"])
+
+
 def test_several_devices_parametrize_and_group(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -498,7 +498,7 @@ done:
     return result;
 }
 
-/* level(name): computes with this instruction set from now on. */
+/* choose(name): computes with this instruction set from now on. */
 static PyObject *choose(PyObject *module, PyObject *name) {
     (void)module;
     for (int i = 0; i < levels; i++) {

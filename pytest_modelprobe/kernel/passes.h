@@ -1,8 +1,8 @@
 /* The passes over elements, for one type and one instruction set: `kernel.c` includes this file for each pair.
 
    Defined before: NAME(x), a name with the suffix of the pair; T, the type of the elements; WIDE, 1 where T is double;
-   V, I and LANES, a vector of T, of as many integers, and how many; D, H and HALF, a vector of doubles, of as many
-   elements of T, and how many.
+   V, I and LANES, a vector of T, of as many integers, and how many; D and HALF, a vector of doubles, and how many. U, IU
+   and DU are the same in memory at any address.
 
    Sums have 16 lanes whatever the width of a vector, so every instruction set adds in the same order. */
 
@@ -72,7 +72,7 @@ static INLINE void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums)
 }
 #endif
 
-/* The same in float64; `shift` is 0 at first. */
+/* The sum, in float64, and the range; there are no squares. */
 static INLINE void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
     double sums[16];
     T low[16], high[16];

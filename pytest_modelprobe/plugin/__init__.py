@@ -96,8 +96,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if settings.seed:
         parts.append(f"seed {settings.seed}")
     if config.get_verbosity() > 0:
-        from pytest_modelprobe import kernel
+        from pytest_modelprobe.exceptions import ModelProbeError
 
+        try:
+            from pytest_modelprobe import kernel
+        except ModelProbeError as error:  # MODELPROBE_KERNEL cannot be met
+            raise pytest.UsageError(str(error)) from None
         parts.append(f"kernel {kernel.description()}")
     return f"modelprobe: {'; '.join(parts)}" if parts else None
 

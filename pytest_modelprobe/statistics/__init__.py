@@ -166,7 +166,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
         statistics = None if row is None else _statistics(row)
         units = None
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
-            low, high = (tuple(plain(v).astype(np.float64).tolist()) for v in (one.low, one.high))
+            low, high = (tuple((plain(v).astype(np.float64) + 0.0).tolist()) for v in (one.low, one.high))
             units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
         fingerprint, digest = None, None
         parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]
@@ -196,7 +196,8 @@ def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram
 def _statistics(row: Sequence[float]) -> Statistics:
     finite, nan, posinf, neginf, zeros = map(int, row[:5])
     first = [None if math.isinf(index) else int(index) for index in row[5:8]]
-    low, high, mean, deviations = row[8:] if finite else (None, None, None, 0.0)
+    # No negative zero: which of them is met first depends on the order.
+    low, high, mean, deviations = tuple(number + 0 for number in row[8:]) if finite else (None, None, None, 0.0)
     return Statistics(
         count=finite + nan + posinf + neginf,
         nan=nan,

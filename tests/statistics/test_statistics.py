@@ -156,6 +156,16 @@ def test_the_range_of_integers_is_exact():
     assert (read(tensor).statistics.min, read(tensor).statistics.max) == (-(2**62) - 3, 2**62 + 1)
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("size", [6, 60_000])
+def test_a_negative_zero_is_a_zero(size, compiled, monkeypatch):
+    monkeypatch.setattr(kernel, "active", kernel.active if compiled else None)
+    (reading,) = collect([reduce(torch.full((2, size), -0.0), axis=-2)])
+    s = reading.statistics
+    numbers = (s.min, s.max, s.mean, *reading.units.low, *reading.units.high)
+    assert [math.copysign(1, number) for number in numbers] == [1] * 7
+
+
 @pytest.mark.parametrize("read", [read, read_on_device])
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_an_empty_tensor_has_counts_and_no_units(shape, read):
