@@ -2,8 +2,8 @@
 
     MODELPROBE_NODE_MODULES=.tox/browser/node python benchmarks/page_load
 
-Needs Chromium, Node.js and the packages that `./dev browser` installs. Writes RESULTS.md beside this file. In each of two
-models a weight grew by a tenth, so that all layers after it moved: both histograms of each are in the page.
+Needs Chromium, Node.js and the packages that `./dev browser` installs. Writes RESULTS.md beside this file. In each of
+two models a weight grew by a tenth, so that all layers after it moved: both histograms of each are in the page.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def main() -> None:
     lines = [
         "# How long a report takes to open",
         "",
-        "Command: `MODELPROBE_NODE_MODULES=.tox/browser/node python benchmarks/page_load`. Headless Chromium, two cores,",
-        "medians of seven rounds in turns, in milliseconds from the request. Every layer moved since its snapshot.",
+        "Command: `MODELPROBE_NODE_MODULES=.tox/browser/node python benchmarks/page_load`. Headless Chromium, two",
+        "cores, medians of seven rounds in turns, in milliseconds from the request. Every layer moved since its snapshot.",
         "",
         "| page | MB | first paint | can be used |",
         "|---|---|---|---|",
