@@ -85,7 +85,7 @@ def main() -> None:
         "# How long a report takes to open",
         "",
         "Command: `MODELPROBE_NODE_MODULES=.tox/browser/node python benchmarks/page_load`. Headless Chromium, two",
-        "cores, medians of seven rounds in turns, in milliseconds from the request. Every layer moved since its snapshot.",
+        "cores, medians of seven rounds in turns, in milliseconds from the request. Every layer moved.",
         "",
         "| page | MB | first paint | can be used |",
         "|---|---|---|---|",
