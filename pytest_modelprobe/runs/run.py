@@ -147,12 +147,16 @@ class Run:
         responses = responses_of(record)
         if not responses:
             return measured
-        request = IsolationRequest(record)
-        found = noisy(responses, [self._isolate(record, request, move, "outputs") for move in each(near)])
+        # Calls of one class with equal responses have equal noise: a synthetic tensor does not depend on the layer.
+        first: dict[tuple[str, str], Key] = {}
+        alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
+        distinct = {key: responses[key] for key in first.values()}
+        request = IsolationRequest(record, only={layer for layer, _ in distinct})
+        found = noisy(distinct, [self._isolate(record, request, move, "outputs") for move in each(near)])
         if self.loss is not None:
-            again = noisy(responses, [self._isolate(record, request, move, "gradients") for move in each(far)])
+            again = noisy(distinct, [self._isolate(record, request, move, "gradients") for move in each(far)])
             found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
-        return with_responses_of_one_forward(measured, found)
+        return with_responses_of_one_forward(measured, {key: found[alike[key]] for key in responses})
 
     def _isolate(
         self,
