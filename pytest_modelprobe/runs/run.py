@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
-from .isolation import Key, Part, isolate, noisy
+from .isolation import Key, Part, isolate_repeatedly, noisy
 from .loss import Loss, loss_of
 from .origin import find_gradient_origin, find_origin
 from .rerun import (
@@ -114,7 +114,8 @@ class Run:
         reason = self._obstacle(None if request.only else record, model)
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
-        return with_responses_of_one_forward(record, self._isolate(record, request))
+        (responses,) = self._isolate(record, request, [(None, "all")])
+        return with_responses_of_one_forward(record, responses)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response, see `noise`."""
@@ -152,9 +153,12 @@ class Run:
         alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
-        found = noisy(distinct, [self._isolate(record, request, move, "outputs") for move in each(near)])
+        alone: list[tuple[noise.Perturbation | None, Part]] = [(move, "outputs") for move in near]
+        alone += [(move, "gradients") for move in far if self.loss is not None]
+        taken = self._isolate(record, request, alone, each)
+        found = noisy(distinct, taken[:_REPEATS])
         if self.loss is not None:
-            again = noisy(distinct, [self._isolate(record, request, move, "gradients") for move in each(far)])
+            again = noisy(distinct, taken[_REPEATS:])
             found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
         return with_responses_of_one_forward(measured, {key: found[alike[key]] for key in responses})
 
@@ -162,22 +166,21 @@ class Run:
         self,
         record: Record,
         request: IsolationRequest,
-        move: noise.Perturbation | None = None,
-        of: Part = "all",
-    ) -> dict[Key, IsolatedResponse]:
+        repeats: Sequence[tuple[noise.Perturbation | None, Part]],
+        each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    ) -> list[dict[Key, IsolatedResponse]]:
         with self._prepared():
-            return isolate(
+            return isolate_repeatedly(
                 self.model,
                 self._forward,
+                repeats,
+                each,
                 layers=modules_of(record),
                 only=request.only,
                 recipes={key: response.recipes for key, response in responses_of(request.like).items()},
                 arguments=arguments_of(request),
                 names=request.names,
                 gradient=self.loss is not None,
-                of=of,
-                perturb=move,
-                restores=False,
             )
 
     def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs import run
-from pytest_modelprobe.runs.isolation import isolate
+from pytest_modelprobe.runs.isolation import isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
     Perturbation,
     first_difference,
@@ -51,17 +51,17 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
 
     def noted(*args: Any, only: set[str] | None, **kwargs: Any) -> Any:
         called.append(only)
-        return isolate(*args, only=only, **kwargs)
+        return isolate_repeatedly(*args, only=only, **kwargs)
 
     def of_each(*args: Any, only: object, **kwargs: Any) -> Any:
-        return isolate(*args, **kwargs)
+        return isolate_repeatedly(*args, **kwargs)
 
-    monkeypatch.setattr(run, "isolate", of_each)
+    monkeypatch.setattr(run, "isolate_repeatedly", of_each)
     expected = measured(record)
-    monkeypatch.setattr(run, "isolate", noted)
+    monkeypatch.setattr(run, "isolate_repeatedly", noted)
     assert measured(record) == expected
     # An input of the model needs no gradient: 0.0 has another response than 1.0 and 2.0.
-    assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}] * 6
+    assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}]
 
 
 # --- moving numbers -----------------------------------------------------------------------------------------------
