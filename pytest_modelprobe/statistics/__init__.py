@@ -11,13 +11,14 @@ Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pytest_modelprobe._torch import function_modes, is_wrapped
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
@@ -26,7 +27,7 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
-from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
+from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .samples import WHOLE, Samples, samples_of
 from .small import SMALL, SmallTensors
@@ -37,6 +38,7 @@ __all__ = [
     "Reduced",
     "Samples",
     "SmallTensors",
+    "any_nonfinite",
     "collect",
     "merge",
     "as_plain_tensor",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _FLOATING = FLOATS | NARROW
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def reduce(
@@ -78,10 +81,17 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    context = ambient_modes_disabled()
-    if context is NO_CONTEXT:
-        return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
-    with context:
+    if (
+        type(tensor) in _PLAIN
+        and not (histogram or function_modes())
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or is_wrapped(tensor))
+    ):
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+        if by_one_read is not None:
+            return by_one_read
+    with ambient_modes_disabled():
         return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
 
 
@@ -114,15 +124,17 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     """
     a, b = a.computed(), b.computed()
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
-    if not (_has_numbers(a) and _has_numbers(b)):
+    on_cpu = a.rows is None and b.rows is None
+    if a.row is not None and b.row is not None:
+        merged.row = merged_row(a.row, b.row)
+    elif on_cpu or not (_has_numbers(a) and _has_numbers(b)):
         return merged
-    merged.row = a.row or b.row
+    else:
+        merged.row = a.row or b.row
     if a.histogram is not None and b.histogram is not None:
         with ambient_modes_disabled():
             merged.histogram = a.histogram + b.histogram.to(a.histogram.device, non_blocking=True)
-    if a.row is not None and b.row is not None:
-        merged.row = merged_row(a.row, b.row)
-    if a.rows is None and b.rows is None:
+    if on_cpu:
         _merge_units(merged, a, b)
         if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
             merged.fingerprint = a.fingerprint + b.fingerprint
@@ -136,6 +148,22 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
         _merge_units(merged, a, b)
         _merge_remote_fingerprints(merged, a, b)
     return merged
+
+
+def any_nonfinite(reduced: Iterable[Reduced]) -> bool:
+    """Return whether any reduction counts elements that are not finite; those on a device are read from it.
+
+    >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
+    (False, True)
+    """
+    remote = []
+    for one in reduced:
+        row = one.computed().row
+        if row is not None and any(row[1:4]):
+            return True
+        if one.rows is not None:
+            remote.append(one)
+    return any(found.statistics is not None and found.statistics.nonfinite > 0 for found in collect(remote))
 
 
 def collect(reduced: Sequence[Reduced]) -> list[Reading]:
