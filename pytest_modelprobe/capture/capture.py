@@ -279,7 +279,7 @@ class Capture:
         late: bool,
     ) -> None:
         """See `CallReceiver.before`."""
-        outermost = not self._running.drop_abandoned()
+        outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)

@@ -119,12 +119,11 @@ class _Hook(ModuleHook):
         self._receiver.guard.notes[text] = None
 
     def _active(self, module: nn.Module) -> bool:
-        traced = tracing_state() is not None
-        return self._receiver.guard.active and self._module() is module and not traced
+        return self._receiver.guard.active and self._module() is module and tracing_state() is None
 
     def stay_last(self, hooks: dict[int, Any]) -> bool:
         """Move behind hooks that came since, to see what they change; return whether there were any."""
-        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
+        if len(hooks) == 1 or next(reversed(hooks), self.key) == self.key or self.key not in hooks:
             return False
         behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
         if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):

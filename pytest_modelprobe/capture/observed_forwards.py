@@ -69,9 +69,8 @@ class ObservedStep:
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = [r for gradient in self.gradients.values() if (r := gradient.reduced) is not None]
-        readings = (reading.statistics for reading in statistics.collect(reduced))
-        return any(found is not None and found.nonfinite > 0 for found in readings)
+        reduced = (gradient.reduced for gradient in self.gradients.values())
+        return statistics.any_nonfinite(one for one in reduced if one is not None)
 
 
 class ObservedForwards:

@@ -48,20 +48,22 @@ class RunningCall:
         """Where its time begins; None: it is not profiled."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def is_over(self, thread: int) -> bool:
-        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
-        if _is_on_stack(self.frame, sys._getframe(1)):
+    def is_over(self, thread: int, here: FrameType) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack, nor on this."""
+        if _is_on_stack(self.frame, here):
             return False
         elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
         return not _is_on_stack(self.frame, elsewhere)
 
     def inherited_axis(self, output: torch.Tensor) -> int | None:
         """Return the unit axis of what was made inside in the shape of an output, else of an input of that shape."""
-        shape = shape_of(output)
-        inside = self.unit_axes.get(shape)
-        if inside is not None or self.observation is None:
-            return inside
-        return next((seen.axis for _, seen in self.observation.inputs if seen.shape == shape), None)
+        shape = shape_of(output) if output.is_nested else tuple(output.shape)
+        inside = self.unit_axes.get(shape) if self.unit_axes else None
+        if inside is None and self.observation is not None:
+            for _, seen in self.observation.inputs:
+                if seen.shape == shape:
+                    return seen.axis
+        return inside
 
 
 class RunningCalls:
@@ -92,7 +94,7 @@ class RunningCalls:
     def innermost_here(self) -> RunningCall | None:
         """Return the innermost call, if it still runs."""
         running = self.innermost
-        return None if running is None or running.is_over(self._thread) else running
+        return None if running is None or running.is_over(self._thread, sys._getframe()) else running
 
     def is_elsewhere(self) -> bool:
         """Whether the calls run in another thread than this."""
@@ -118,10 +120,14 @@ class RunningCalls:
         if running in self._stack:
             del self._stack[self._stack.index(running) :]
 
-    def drop_abandoned(self) -> bool:
-        """Remove calls that ended although no hook ran; return whether a call runs."""
+    def drop_abandoned(self, here: FrameType | None = None) -> bool:
+        """Remove calls that ended although no hook ran; return whether a call runs.
+
+        Args:
+            here: A frame inside all calls that run in this thread; None: that of the caller.
+        """
         stack = self._stack
-        while stack and stack[-1].is_over(self._thread):
+        while stack and stack[-1].is_over(self._thread, here or sys._getframe()):
             stack.pop()
             if not stack:
                 self._on_abandoned()

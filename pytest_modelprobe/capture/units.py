@@ -63,8 +63,10 @@ def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int
         return 1 - len(shape) if len(shape) > 1 else None
     if isinstance(rule, int):
         return rule
+    if rule == _INHERITED:
+        return inherited
     own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]
-    if rule == _INHERITED or all(math.prod(size) == 1 for size in own) or any(module.children()):
+    if all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
     # A norm of the model's own, like LlamaRMSNorm, has vectors of one size: the axis is known if they fit only one.
     fitting = {axis for axis in (_LAST, 1 - len(shape)) if axis < 0 and set(own) == {(shape[axis],)}}
