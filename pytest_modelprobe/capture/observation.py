@@ -82,8 +82,9 @@ class TensorObservation:
     def copy(self) -> TensorObservation:
         """Return an independent copy; the reductions are shared, as they do not change once computed."""
         copy = object.__new__(TensorObservation)
-        for name in TensorObservation.__slots__:
-            setattr(copy, name, getattr(self, name))
+        copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
+        copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
+        copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
         copy.targets = ()
         return copy
 

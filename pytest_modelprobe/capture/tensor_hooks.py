@@ -14,7 +14,7 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .guard import HookGuard
 from .observation import Forward, ReductionCacheEntry, TensorObservation
-from .tensors import content_key, is_parameter
+from .tensors import content_key, is_parameter, shape_of
 from .views import HookedViews
 
 OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
@@ -50,7 +50,7 @@ class TensorObserver:
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
         view = is_view(tensor)
         if before is not None and hook.version is not None and not view:
-            if not before.has_gradient and before.shape == tensor.shape:
+            if not before.has_gradient and before.shape == shape_of(tensor):
                 return before  # one observation in both places
             seen = TensorObservation(tensor, before.number, before.forward)
         else:

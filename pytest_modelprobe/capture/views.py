@@ -6,6 +6,8 @@ import contextlib
 
 import torch
 
+from pytest_modelprobe.statistics import ambient_modes_disabled
+
 from .observation import TensorObservation
 
 
@@ -17,8 +19,8 @@ class HookedViews:
 
     def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
         """Look after a view."""
-        version = tensor.detach()
-        with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+        with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+            version = tensor.detach()
             # An alias without the memory: what it still shares is the count of versions.
             version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self._views.append((seen, tensor._version, version))

@@ -177,6 +177,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     remote = [
         t
         for r in reduced
+        if r.rows is not None or r.histogram is not None  # those of a device have rows
         for t in (r.rows, r.low, r.high, r.remote_fingerprint, r.histogram)
         if isinstance(t, Tensor) and not (t is r.histogram and t.is_cpu)
     ]
@@ -194,12 +195,15 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
         statistics = None if row is None else _statistics(row)
         units = None
         if statistics and one.axis is not None and one.low is not None and one.high is not None:
-            low, high = (tuple((plain(v).astype(np.float64) + 0.0).tolist()) for v in (one.low, one.high))
-            units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
+            if statistics.count:
+                units = Units(axis=one.axis, low=_plain_numbers(plain(one.low)), high=_plain_numbers(plain(one.high)))
         fingerprint, digest = None, None
-        parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]
-        if parts:
-            fingerprint, digest = read(sum(parts[1:], start=parts[0]))
+        numbers_of_all = one.fingerprint
+        if one.remote_fingerprint is not None:
+            there = plain(one.remote_fingerprint)
+            numbers_of_all = there if numbers_of_all is None else numbers_of_all + there
+        if numbers_of_all is not None:
+            fingerprint, digest = read(numbers_of_all)
         readings.append(
             Reading(
                 tensors=one.tensors,
@@ -222,24 +226,26 @@ def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram
 
 
 def _statistics(row: Sequence[float]) -> Statistics:
-    finite, nan, posinf, neginf, zeros = map(int, row[:5])
-    first = [None if math.isinf(index) else int(index) for index in row[5:8]]
+    finite, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = row
     # No negative zero: which of them is met first depends on the order.
-    low, high, mean, deviations = tuple(number + 0 for number in row[8:]) if finite else (None, None, None, 0.0)
     return Statistics(
-        count=finite + nan + posinf + neginf,
-        nan=nan,
-        posinf=posinf,
-        neginf=neginf,
-        zeros=zeros,
-        min=low,
-        max=high,
-        mean=mean,
-        deviations=deviations,
-        first_nan=first[0],
-        first_posinf=first[1],
-        first_neginf=first[2],
+        count=int(finite + nan + posinf + neginf),
+        nan=int(nan),
+        posinf=int(posinf),
+        neginf=int(neginf),
+        zeros=int(zeros),
+        min=low + 0 if finite else None,
+        max=high + 0 if finite else None,
+        mean=mean + 0 if finite else None,
+        deviations=deviations + 0 if finite else 0.0,
+        first_nan=None if first_nan == math.inf else int(first_nan),
+        first_posinf=None if first_posinf == math.inf else int(first_posinf),
+        first_neginf=None if first_neginf == math.inf else int(first_neginf),
     )
+
+
+def _plain_numbers(values: Array) -> tuple[float, ...]:
+    return tuple((values.astype(np.float64) + 0.0).tolist())
 
 
 def _reduced(
