@@ -59,7 +59,7 @@ class BackwardPasses:
 
     def enter(self) -> bool:
         """Count the pass that runs if it is new; return whether it runs inside a forward."""
-        inner = self._running.innermost is not None and self._running.drop_abandoned()
+        inner = bool(self._running.stack) and self._running.drop_abandoned()
         task = graph_task()
         if task > self._newest_task:
             self._newest_task = task

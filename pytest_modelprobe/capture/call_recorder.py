@@ -62,8 +62,7 @@ class CallRecorder:
         call.grad_enabled = torch.is_grad_enabled()
         if any_autocast():
             call.autocast = _autocast_dtype(running.inputs)
-        outer = self._running.innermost
-        axes = {} if outer is None else outer.unit_axes
+        axes = self._running.stack[-1].unit_axes if self._running.stack else None
         for path, tensor in running.inputs.tensors:
             axis = axes.get(shape_of(tensor)) if axes else None
             call.inputs.append((path, self._tensors.observe(running.forward, tensor, axis)))
@@ -84,7 +83,7 @@ class CallRecorder:
         call = running.observation
         if call is None:
             return
-        outer = self._running.innermost
+        outer = self._running.stack[-1] if self._running.stack else None
         running.forward.end_call(call)
         outputs = flatten("output", output)
         if self._profiler is not None:

@@ -328,7 +328,7 @@ class Capture:
             if name in self.keep:
                 self._keep(name, output)
         finally:
-            if not self._running:
+            if not self._running.stack:
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:

@@ -214,7 +214,7 @@ class ParameterGradient:
     @property
     def reduced(self) -> Reduced | None:
         """The gradients of all passes, merged."""
-        return merged(self._before, self._newest)
+        return self._newest if self._before is None else merged(self._before, self._newest)
 
 
 class ReductionCacheEntry:

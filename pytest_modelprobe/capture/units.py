@@ -53,16 +53,16 @@ def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -
 
 
 def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int | None:
+    cls: type = type(module)
+    rule = _rule(cls)
+    if isinstance(rule, int):
+        return rule
+    if rule == _SECOND:
+        return 1 - len(shape) if len(shape) > 1 else None
     if isinstance(module, nn.MultiheadAttention):
         return _LAST if shape and shape[-1] == module.embed_dim else None  # not of the attention weights
     if isinstance(module, nn.Flatten):
         return _LAST if module.start_dim in (0, 1) and module.end_dim in (-1, len(shape)) else inherited
-    cls: type = type(module)
-    rule = _rule(cls)
-    if rule == _SECOND:
-        return 1 - len(shape) if len(shape) > 1 else None
-    if isinstance(rule, int):
-        return rule
     if rule == _INHERITED:
         return inherited
     own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]

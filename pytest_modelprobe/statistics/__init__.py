@@ -122,7 +122,9 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
-    a, b = a.computed(), b.computed()
+    for one in (a, b):
+        if one.pending is not None:
+            one.computed()
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
     on_cpu = a.rows is None and b.rows is None
     if a.row is not None and b.row is not None:
@@ -194,9 +196,8 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
             row = part if row is None else merged_row(row, part)
         statistics = None if row is None else _statistics(row)
         units = None
-        if statistics and one.axis is not None and one.low is not None and one.high is not None:
-            if statistics.count:
-                units = Units(axis=one.axis, low=_plain_numbers(plain(one.low)), high=_plain_numbers(plain(one.high)))
+        if statistics and statistics.count and one.axis is not None and one.low is not None and one.high is not None:
+            units = Units(axis=one.axis, low=_plain_numbers(plain(one.low)), high=_plain_numbers(plain(one.high)))
         fingerprint, digest = None, None
         numbers_of_all = one.fingerprint
         if one.remote_fingerprint is not None:
