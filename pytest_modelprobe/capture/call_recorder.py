@@ -78,7 +78,7 @@ class CallRecorder:
             running: The call.
             output: What it returned.
             module: The module that was called; None for a function.
-            leaf: Whether no layer is inside.
+            leaf: Whether no layer is inside, if it is profiled.
         """
         call = running.observation
         if call is None:

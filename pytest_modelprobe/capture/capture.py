@@ -312,7 +312,7 @@ class Capture:
         frame: FrameType,
     ) -> None:
         """See `CallReceiver.after`."""
-        if self._recomputation.end_call(frame, output):
+        if self._recomputation.running and self._recomputation.end_call(frame, output):
             return
         running = self._running.pop(name, frame)
         if running is None:
@@ -324,7 +324,7 @@ class Capture:
             if error is not None and error is not running.error_before:
                 _note_raising_layer(error, name, module, running.inputs)
                 return
-            self._calls.finish(running, output, module, leaf=self.layers.is_leaf(name))
+            self._calls.finish(running, output, module, leaf=self._profiler is None or self.layers.is_leaf(name))
             if name in self.keep:
                 self._keep(name, output)
         finally:

@@ -46,7 +46,8 @@ class TensorObserver:
         if not tensor.requires_grad:
             return TensorObservation(tensor, *self._read(forward, tensor, axis))
         hook = self._hook_on(tensor)
-        before = hook.seen_in(forward)
+        places = hook.observed.get(forward)
+        before = places[0] if places else None
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
         view = is_view(tensor)
         if before is not None and hook.version is not None and not view:
@@ -131,11 +132,6 @@ class _TensorHook:
         self.observed: MutableMapping[Forward, list[TensorObservation]] = (
             {} if version is not None else WeakKeyDictionary()
         )
-
-    def seen_in(self, forward: Forward) -> TensorObservation | None:
-        """Return the first observation of the tensor in ``forward``, if there is one."""
-        seen = self.observed.get(forward)
-        return seen[0] if seen else None
 
     def add(self, forward: Forward, seen: TensorObservation) -> None:
         """Let the gradient go to ``seen`` too."""
