@@ -63,3 +63,11 @@ def test_those_of_the_parts_of_a_batch_add_up():
 def test_no_small_tensor_waits():
     assert reduce(torch.ones(3)).pending is None
     assert np.isfinite(reduce(torch.ones(3)).fingerprint).all()
+
+
+def test_a_tensor_that_requires_a_gradient_is_read_where_it_is_not_finite_too():
+    x = draw(3, 4)
+    x[1] = math.nan
+    with torch.inference_mode():
+        expected = reduce(x).fingerprint.tolist()
+    assert reduce(x.requires_grad_()).fingerprint.tolist() == expected == project(x.detach()).tolist()
