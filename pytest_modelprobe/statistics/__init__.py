@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
@@ -78,6 +79,10 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
+    if not histogram and not function_modes():
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+        if by_one_read is not None:
+            return by_one_read
     context = ambient_modes_disabled()
     if context is NO_CONTEXT:
         return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
