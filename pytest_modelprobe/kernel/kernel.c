@@ -391,8 +391,11 @@ typedef struct {
 static int work_off(Job *job) {
     const Plan *plan = &job->plan;
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
-    Fold fold = {.length = job->length, .columns = job->columns, .signs = job->signs};
     void *ranges = NULL, *buffer = NULL;
+    Fold fold; /* its totals are set where they are needed */
+    fold.length = job->length;
+    fold.columns = job->columns;
+    fold.signs = job->signs;
     if (job->next >= job->items) return 0;
     if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
     if (job->buffer) buffer = malloc(job->buffer);
