@@ -387,6 +387,18 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     assert respond(model, torch.ones(2, 4))["0", 0].without_gradient == ("bias",)
 
 
+def test_a_part_of_the_responses_is_that_of_all() -> None:
+    model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50)).eval()
+    ids = torch.arange(6).unsqueeze(0)
+    whole, outputs, gradients = (
+        isolate(model, lambda: model(ids), gradient=True, of=of) for of in ("all", "outputs", "gradients")
+    )
+    assert all(response.handed == outputs[key].handed for key, response in whole.items())
+    assert all(response.gradient == gradients[key].gradient for key, response in whole.items())
+    assert all(response.gradient is None for response in outputs.values())
+    assert all(handed.reading is None for response in gradients.values() for handed in response.handed)
+
+
 def test_without_a_loss_there_is_no_gradient() -> None:
     response = respond(nn.Linear(4, 4), torch.ones(2, 4), gradient=False)["(root)", 0]
     assert (response.gradient, response.without_gradient) == (None, ())

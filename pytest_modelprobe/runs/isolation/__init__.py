@@ -24,15 +24,15 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import Key, Perturb, Session
+from .alone import Key, Part, Perturb, Session
 from .contexts import is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "Key", "KeptForward", "KeptForwards", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of",
-    "synthetic",
+    "Key", "KeptForward", "KeptForwards", "Part", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy",
+    "recipes_of", "synthetic",
 ]  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def isolate(
     arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
+    of: Part = "all",
     perturb: Perturb | None = None,
     restores: bool = True,
 ) -> dict[Key, IsolatedResponse]:
@@ -63,6 +64,8 @@ def isolate(
         arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
         names: Names of layers → different names that they had when these recipes were made.
         gradient: Whether to run backward through each call too.
+        of: ``"outputs"`` leaves out the gradient of each response, ``"gradients"`` the readings of what it hands on.
+            What is computed is the same bit for bit.
         perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
             not applied to masks, integers and the like.
         restores: False: the caller restores the model.
@@ -101,6 +104,7 @@ def isolate(
                 arguments=arguments or {},
                 names=names or {},
                 gradient=gradient,
+                of=of,
                 perturb=perturb,
             )
         )
