@@ -620,7 +620,7 @@ def report(results: dict[str, Any]) -> str:
         parts += [
             "## One tensor",
             "",
-            "In sums of it, `x.sum()`, in turns.",
+            "In sums of it, `x.sum()`, in turns, on one thread, by time of the processor.",
             "",
             *tensors.table(results["tensors"]),
             "",

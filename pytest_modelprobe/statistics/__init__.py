@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe._torch import function_modes, is_wrapped
+from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 _FLOATING = FLOATS | NARROW
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def reduce(
@@ -81,13 +80,7 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    if (
-        type(tensor) in _PLAIN
-        and not (histogram or function_modes())
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or is_wrapped(tensor))
-    ):
+    if not (histogram or function_modes()):
         by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
         if by_one_read is not None:
             return by_one_read
