@@ -93,6 +93,16 @@ class Samples:
         signs_there = torch.from_numpy(signs).to(dtype).to(device, non_blocking=True)
         return signs_there, torch.from_numpy(hashes.view(np.int64)).to(device, non_blocking=True)
 
+    def bits_on(self, device: torch.device, shape: Sequence[int]) -> tuple[Tensor | None, int]:
+        """Return the hashes of the samples of a value, on a device: their highest bits are the signs.
+
+        Where there is one sample it is None, and after it the 8 signs of the forward, as bits that are set for a minus.
+        """
+        if self._hashes is not None and shape and shape[0] in self._sizes:
+            return self._hashes.to(device, non_blocking=True), 0
+        signs = forwards()[self._turn % len(forwards())]
+        return None, sum(1 << place for place, sign in enumerate(signs.tolist()) if sign < 0)
+
 
 WHOLE = Samples()
 """For a tensor without a batch."""
