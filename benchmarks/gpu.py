@@ -3,9 +3,10 @@
     python benchmarks/gpu.py > gpu.md
     python benchmarks/gpu.py --device cpu --quick  # tries the script: sizes that mean nothing
 
-It needs torch, pytest, numpy and syrupy, and a checkout. Each part runs in a process of its own and has a time limit:
-an error or a hang is on the page, and the other parts run. What a step costs is a ratio within a round, in which every
-mode runs, in an order that changes; on CUDA it is measured by events on the stream.
+It needs torch, pytest, numpy and syrupy, and a checkout. One test needs hypothesis, and examples need transformers and
+scikit-learn: without them they are left out, and the page says so. Each part runs in a process of its own and has a
+time limit: an error or a hang is on the page, and the other parts run. What a step costs is a ratio within a round, in
+which every mode runs, in an order that changes; on CUDA it is measured by events on the stream.
 """
 
 from __future__ import annotations
@@ -499,6 +500,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script")
     parser.add_argument("--part", choices=PARTS, help="one part, in this process")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --device cpu --quick tries the script")
     if options.part:
         sys.path.insert(0, str(ROOT))
         for line in PARTS[options.part][0](options.device, options.quick):

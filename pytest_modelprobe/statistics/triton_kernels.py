@@ -35,12 +35,14 @@ def _power_of_two(x: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tenso
     if WIDE:
         exponent = (x.to(tl.int64, bitcast=True) >> 52) & 2047
         exponent = tl.minimum(tl.maximum(exponent, 1), 2045)
-        found = (exponent << 52).to(tl.float64, bitcast=True), ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+        found = (exponent << 52).to(tl.float64, bitcast=True)
+        inverse = ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
     else:
         exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
         exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-        found = (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return found
+        found = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return found, inverse
 
 
 @triton.jit
@@ -53,7 +55,7 @@ def _lower(to: tl.tensor, key: tl.tensor, mask: tl.tensor) -> None:
 @triton.jit
 def _project(x: tl.tensor, row_bits: tl.tensor, column_bits: tl.tensor, to: tl.tensor, tiles: tl.tensor) -> None:
     """Store the 16 signed sums of a tile, shape (., ., columns); a bit that is set is a minus."""
-    for s in tl.range(8, loop_unroll_factor=1):  # unrolled, it would take all registers
+    for s in range(8):  # static_range would take all registers
         of_rows = (1 - 2 * ((row_bits >> s) & 1)).to(x.dtype)
         sums = tl.sum(x * of_rows[:, :, None], axis=0)
         for half in tl.static_range(2):
