@@ -347,10 +347,9 @@ def _combine_row(
         here = tile < tiles
         n = tl.load(parts + tile, mask=here, other=0).to(tl.float64)
         scale = tl.load(parts + 7 * tiles + tile, mask=here, other=0).to(tl.float64)
-        rest = tl.load(parts + 9 * tiles + tile, mask=here, other=0).to(tl.float64)
         found = tl.load(parts + 10 * tiles + tile, mask=here, other=0).to(tl.float64)
         away = _mean(parts, tile, tiles, here, n) - center
-        squares += tl.maximum(found - rest * rest / tl.maximum(n, 1.0), 0.0) * scale * scale + n * (away * away)
+        squares += found * scale * scale + n * (away * away)
     deviations = tl.sum(squares)
     constant = (low == high) | (count == 0)
     never = float("inf")

@@ -91,6 +91,7 @@ def test_units_have_their_range(shape, axis):
 def test_a_unit_with_a_nan_says_so(axis):
     x = draw(2, 3, 4, 5)
     x[0, 0, 0, 0], x[1, 1, 1, 1], x[0, 2, 2, 2] = math.nan, math.inf, -math.inf
+    x[1, 0, 3, 3] = math.copysign(math.nan, -1)
     check(x, axis=axis)
 
 
@@ -131,6 +132,13 @@ def test_magnitudes_whose_squares_float32_does_not_hold(magnitude):
 
 def test_the_mean_may_be_large_against_the_deviations():
     check(draw(5000) * 1e-2 + torch.linspace(0, 1, 5000) + 1e3)
+
+
+def test_the_mean_of_a_tile_is_not_rounded_to_float32():
+    x = draw(3000) * 1e-3 + 0.1
+    assert collect([one_read(x)])[0].statistics.mean == pytest.approx(x.double().mean().item(), rel=2e-9)
+    x = draw(3000) * 1e-4 + 1000
+    assert collect([one_read(x)])[0].statistics.std == pytest.approx(x.double().std(correction=0).item(), rel=1e-5)
 
 
 def test_a_constant_has_no_deviation():
