@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pytest_modelprobe.models import as_array
 
+from .cuda import by_kernels
 from .fingerprint import project_on_device
 from .histogram import count
 from .memory_order import in_memory_order
@@ -31,6 +32,11 @@ def on_device(
     histogram: bool = False,
 ) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
+    if tensor.is_cuda:
+        quick = by_kernels(tensor, axis, index, samples if fingerprint else None)
+        if quick is not None:
+            quick.histogram = count(tensor, torch.float64, _CHUNK) if histogram else None
+            return quick
     x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
     wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32

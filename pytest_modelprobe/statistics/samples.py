@@ -86,13 +86,24 @@ class Samples:
         return as_array(self._hashes.cpu()).view(np.uint64)
 
     def signs_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the same on a device, the hashes in int64; nothing waits for it if the inputs were there."""
-        if self._hashes is not None and shape and shape[0] in self._sizes and self._hashes.device == device:
+        """Return the same on a device, the hashes in int64; nothing waits for it."""
+        if self._hashes is not None and shape and shape[0] in self._sizes:
+            found = self._hashes.to(device, non_blocking=True)
             bits = torch.arange(64 - SUMS, 64, device=device)[:, None]
-            return ((self._hashes >> bits & 1) * 2 - 1).to(dtype), self._hashes
+            return ((found >> bits & 1) * 2 - 1).to(dtype), found
         signs, hashes = self.signs(shape), self.hashes(shape).copy()
         signs_there = torch.from_numpy(signs).to(dtype).to(device, non_blocking=True)
         return signs_there, torch.from_numpy(hashes.view(np.int64)).to(device, non_blocking=True)
+
+    def bits_on(self, device: torch.device, shape: Sequence[int]) -> tuple[Tensor | None, int]:
+        """Return the hashes of the samples of a value, on a device: their highest bits are the signs.
+
+        Where there is one sample it is None, and after it the 8 signs of the forward, as bits that are set for a minus.
+        """
+        if self._hashes is not None and shape and shape[0] in self._sizes:
+            return self._hashes.to(device, non_blocking=True), 0
+        signs = forwards()[self._turn % len(forwards())]
+        return None, sum(1 << place for place, sign in enumerate(signs.tolist()) if sign < 0)
 
 
 WHOLE = Samples()
@@ -196,7 +207,7 @@ def _summaries(x: Tensor) -> Tensor:
 
 @functools.cache
 def _patterns(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(_patterns_by_numpy()).to(device, dtype)
+    return torch.from_numpy(_patterns_by_numpy()).to(dtype).to(device, non_blocking=True)
 
 
 @functools.cache

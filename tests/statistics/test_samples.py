@@ -86,6 +86,17 @@ def test_the_digest_of_a_batch_knows_the_place_within_the_sample_and_the_sample(
 # --- what a sample is known by ----------------------------------------------------------------------------------------
 
 
+def test_the_signs_are_the_highest_bits_of_the_hashes_and_of_a_forward_the_bits_of_a_number():
+    samples = samples_of([torch.randn(3, 2)], turn=5)
+    hashes, _ = samples.bits_on(torch.device("cpu"), (3, 7))
+    pluses = hashes.numpy().view(np.uint64) >> np.arange(56, 64, dtype=np.uint64)[:, None] & np.uint64(1)
+    assert (samples.signs((3, 7)) == np.where(pluses, 1, -1)).all()
+
+    none, minuses = samples.bits_on(torch.device("cpu"), (4,))
+    assert none is None
+    assert samples.signs((4,))[:, 0].tolist() == [-1 if minuses >> place & 1 else 1 for place in range(8)]
+
+
 def test_samples_of_one_batch_have_different_signs():
     ids, images, waves = torch.randint(0, 100, (64, 5)), draw(64, 1, 8, 8).relu(), draw(64, 3, dtype=torch.cfloat)
     for given in (draw(64, 8), ids, images, waves):

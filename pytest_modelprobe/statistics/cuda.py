@@ -1,0 +1,202 @@
+"""Reductions on CUDA in one read, by kernels in Triton, which comes with torch's CUDA builds.
+
+Nothing waits for the device: the kernels run on the current stream, and what they need is memory of torch's allocator.
+Without Triton, and for what `by_triton` returns None, `device` computes the same.
+
+The kernels were compiled for GPUs, and run by Triton's interpreter against the reference. Neither shows how fast they
+are: ``benchmarks/gpu.py`` measures that on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.kernel import VARIABLE
+
+from .readable import NO_CONTEXT
+from .reduced import Reduced
+from .samples import Samples
+from .signs import COLUMNS, columns, periods, row_signs
+
+_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_TILE, _SMALL_TILE = 1 << 12, 1 << 10  # elements: 16 for each thread
+_DEEP = 4  # rows of a tile that a thread adds up
+_MOST_RUNS = 8  # units in a row, one after another, up to which each is looked for
+_BLOCK = 512  # of columns, in the second kernel
+_ROW, _NUMBERS, _PARTS = 12, 16, 11
+
+
+class _Kernels:
+    """The module with the kernels, imported when it is first needed."""
+
+    problem: str | None = None
+    """Why torch computes instead."""
+
+    @functools.cached_property
+    def module(self) -> ModuleType | None:
+        if os.environ.get(VARIABLE) == "torch":
+            self.problem = f"{VARIABLE}=torch"
+        elif torch.version.cuda is None:
+            self.problem = "not CUDA"
+        else:
+            try:
+                return importlib.import_module(".triton_kernels", __package__)
+            except ImportError as error:
+                self.problem = str(error)
+        return None
+
+
+KERNELS = _Kernels()
+
+
+def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
+    """Return the reduction of a plain tensor on CUDA, or None: it is for torch to compute; see `by_triton`."""
+    module = KERNELS.module
+    if module is None or KERNELS.problem is not None or type(x) is not Tensor:
+        return None
+    try:
+        return by_triton(module, x, axis, index, samples)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Triton compiles here: without a C compiler, or for an unknown device
+        KERNELS.problem = f"{type(error).__name__}: {error}"
+        return None
+
+
+def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
+    """Return the reduction of a plain tensor, or None: it is for torch to compute.
+
+    That is of other dtypes, of no elements, and of units that the kernel has no order for.
+
+    Args:
+        kernels: The module `triton_kernels`.
+        x: The tensor.
+        axis: Axis of the units, counted from the end.
+        index: Number of the forward.
+        samples: Those of the forward; None: no fingerprint.
+    """
+    if x.dtype not in _DTYPES or not x.numel() or x.is_neg():
+        return None
+    place = None if axis is None or -axis > x.dim() else x.dim() + axis
+    hashes, turn = (None, 0) if samples is None else samples.bits_on(x.device, x.shape)
+    if samples is None and not x.is_contiguous():  # the order does not matter: that of the memory
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        x, place = x.permute(order), None if place is None else order.index(place)
+    units, inner = (0, 1) if place is None else (x.shape[place], math.prod(x.shape[place + 1 :]))
+    count = 1 if hashes is None else len(hashes)
+    length = x.numel() // count
+
+    width = next(n for n in (16, 64, COLUMNS) if length <= n or n == COLUMNS)
+    row_count = -(-length // width)
+    runs = _runs(units, inner, width, length)
+    phases = 1
+    if runs == 0:
+        if length % (units * inner):
+            return None
+        phases = min(row_count, units * inner // math.gcd(units * inner, width))
+    repeats = -(-row_count // phases)
+    rows = (_TILE if count * repeats * width > _TILE // 4 else _SMALL_TILE) // width
+    tiles = phases * -(-count * repeats // rows)
+
+    x, strided, layout = _layout(x, count)
+    wide = x.dtype == torch.float64
+    dtype, integer = (torch.float64, torch.int64) if wide else (torch.float32, torch.int32)
+    numbers = 0 if samples is None else _NUMBERS
+    parts = torch.empty((_PARTS + 2 * numbers) * tiles, dtype=dtype, device=x.device)
+    keys = torch.full((2 * units,), torch.iinfo(integer).max, dtype=integer, device=x.device) if units else parts
+    out = torch.empty(_ROW + numbers, dtype=torch.float64, device=x.device)
+    tables = _tables_on(x.device) if numbers else out
+    with _current(x.device):
+        kernels.read[(tiles,)](
+            x, parts, keys, tables, out if hashes is None else hashes,
+            tiles, count, length, row_count, phases, repeats, units, inner, turn, *layout,
+            DEEP=_DEEP, ROWS=rows // _DEEP, COLUMNS=width, RUNS=runs, WIDE=wide,
+            LONG=_extent(x) >= 1 << 30, STRIDED=strided, HASHED=hashes is not None, FINGERPRINT=numbers > 0,
+            num_warps=8 if rows * width == _TILE else 2, maxnreg=128, enable_fp_fusion=True,
+        )  # fmt: skip
+        kernels.combine[(1 + numbers + -(-units // _BLOCK),)](
+            parts, keys, out, tiles, index, units,
+            BLOCK=_BLOCK, WIDE=wide, UNITS=units > 0, FINGERPRINT=numbers > 0, enable_fp_fusion=True,
+        )  # fmt: skip
+    reduced = Reduced(1, rows=out[:_ROW].view(1, _ROW))
+    if units:
+        reduced.axis = axis
+        reduced.low, reduced.high = keys.view(dtype).split(units)
+    if numbers:
+        reduced.remote_fingerprint = out[_ROW:]
+    return reduced
+
+
+def _runs(units: int, inner: int, width: int, length: int) -> int:
+    """Return the most units that a row has elements of, rounded up; 0 where they are too many, -1 without units."""
+    if not units:
+        return -1
+    most = 1 if inner % width == 0 or inner == length else (min(width, length) - 2) // inner + 2
+    return 0 if most > _MOST_RUNS else 1 << (most - 1).bit_length()
+
+
+def _layout(x: Tensor, count: int) -> tuple[Tensor, bool, Sequence[int]]:
+    """Return the tensor, whether its elements lie in another order, and three sizes and five strides: see `read`."""
+    if count > 1:
+        x = x.unflatten(0, (count, -1))
+    first = 1 if count > 1 else 0
+    joined: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[first:], x.stride()[first:], strict=True):
+        if size == 1:
+            continue
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = joined[-1][0] * size, stride
+        else:
+            joined.append((size, stride))
+    if x.is_contiguous():
+        return x, False, (1,) * 3 + (0,) * 5
+    if len(joined) > 4:
+        return x.contiguous(), False, (1,) * 3 + (0,) * 5
+    joined = [(1, 0)] * (4 - len(joined)) + joined
+    outer = x.stride(0) if count > 1 else 0
+    return x, True, (*(size for size, _ in joined[1:]), outer, *(stride for _, stride in joined))
+
+
+def _extent(x: Tensor) -> int:
+    """Return how far the elements reach, in elements, or how many there are."""
+    return max(x.numel(), sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else NO_CONTEXT
+
+
+def _as_bits(signs: Any) -> Any:
+    """Return rows of signs as integers: the first sign in the lowest bit, which is set for a minus."""
+    return ((signs < 0) << np.arange(signs.shape[1])).sum(1).astype(np.int32)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]:
+    bits = np.concatenate([_as_bits(row_signs()), _as_bits(periods()), _as_bits(columns().T)])
+    there = torch.from_numpy(bits).to(device, non_blocking=True)
+    if device.type != "cuda":
+        return there, None, None
+    stream = torch.cuda.current_stream(device)
+    return there, stream, stream.record_event()
+
+
+def _tables_on(device: torch.device) -> Tensor:
+    """Return the signs of rows, periods and columns as bits, for work on the current stream."""
+    there, stream, ready = _tables(device)
+    current = None if ready is None else torch.cuda.current_stream(device)
+    # A capture begins with a synchronization, and may not wait for what is outside it.
+    if ready is not None and current != stream and not torch.cuda.is_current_stream_capturing():
+        ready.wait(current)
+    return there

@@ -1,0 +1,375 @@
+"""The kernels of `cuda`, in Triton: one that reads a tensor, and one that combines what its programs wrote.
+
+A program reads a tile: rows of up to 256 elements of a sample, which lie anywhere. It adds in the dtype of the tensor,
+at least float32, numbers that are scaled by a power of two, so that their squares neither overflow nor vanish. Only the
+second kernel, which has a few numbers for each tile, adds in float64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PARTS = tl.constexpr(11)  # numbers of a tile before those of the fingerprint, of which there are twice 16
+NUMBERS = tl.constexpr(16)
+PERIOD = tl.constexpr(4096)
+NAN = tl.constexpr(4.0)  # what stands for elements that are not finite, in units of the largest finite magnitude
+INFINITE = tl.constexpr(2.0)
+
+
+@triton.jit
+def _order(x: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Return integers in the order of the numbers; the least for NaN. It is its own inverse, but for NaN."""
+    if WIDE:
+        bits = x.to(tl.int64, bitcast=True)
+        found = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        found = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return found
+
+
+@triton.jit
+def _power_of_two(x: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the power of two at or below a number that is not negative, within the range of both, and its inverse."""
+    if WIDE:
+        exponent = (x.to(tl.int64, bitcast=True) >> 52) & 2047
+        exponent = tl.minimum(tl.maximum(exponent, 1), 2045)
+        found = (exponent << 52).to(tl.float64, bitcast=True)
+        inverse = ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+    else:
+        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        found = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return found, inverse
+
+
+@triton.jit
+def _lower(to: tl.tensor, key: tl.tensor, mask: tl.tensor) -> None:
+    """Take the smaller number, where it is one: most are not, and a read costs less."""
+    mask = mask & (key < tl.load(to, mask=mask, other=0, cache_modifier=".cg"))
+    tl.atomic_min(to, key, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _project(x: tl.tensor, row_bits: tl.tensor, column_bits: tl.tensor, to: tl.tensor, tiles: tl.tensor) -> None:
+    """Store the 16 signed sums of a tile, shape (., ., columns); a bit that is set is a minus."""
+    for s in range(8):  # static_range would take all registers
+        of_rows = (1 - 2 * ((row_bits >> s) & 1)).to(x.dtype)
+        sums = tl.sum(x * of_rows[:, :, None], axis=0)
+        for half in tl.static_range(2):
+            of_columns = (1 - 2 * ((column_bits >> (2 * s + half)) & 1)).to(x.dtype)
+            tl.store(to + (2 * s + half) * tiles, tl.sum(sums * of_columns[None, :]))
+
+
+@triton.jit(do_not_specialize=["tiles", "samples", "row_count", "phases", "repeats", "units", "turn"])
+def read(
+    x: tl.tensor,
+    parts: tl.tensor,
+    keys: tl.tensor,
+    tables: tl.tensor,
+    hashes: tl.tensor,
+    tiles: tl.tensor,
+    samples: tl.tensor,
+    length: tl.tensor,
+    row_count: tl.tensor,
+    phases: tl.tensor,
+    repeats: tl.tensor,
+    units: tl.tensor,
+    inner: tl.tensor,
+    turn: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    stride4: tl.tensor,
+    DEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    LONG: tl.constexpr,
+    STRIDED: tl.constexpr,
+    HASHED: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
+) -> None:
+    """Store the numbers of a tile in a column of ``parts``, and take the range of its units into ``keys``.
+
+    Args:
+        x: The elements.
+        parts: Shape (43, tiles), or (11, tiles) without fingerprints.
+        keys: The least of `_order` of each unit, and after them that of its inverted bits.
+        tables: Signs as bits, int32: of 4096 rows, of 4096 periods, and 16 of each of 256 columns.
+        hashes: Of the samples, int64.
+        tiles: Number of programs.
+        samples: The elements are (samples, length).
+        length: Elements of a sample.
+        row_count: Rows of a sample.
+        phases: Rows after which those of the same units come again; a tile has rows of one phase.
+        repeats: Rows of a phase in a sample.
+        units: Number of units; unit u has the elements for which ``number // inner % units`` is u.
+        inner: See ``units``.
+        turn: Signs of the forward as bits, where the samples have no hashes.
+        size1: Sizes and strides of the dimensions (samples, ., size1, size2, size3), if ``STRIDED``.
+        size2: See ``size1``.
+        size3: See ``size1``.
+        stride0: See ``size1``.
+        stride1: See ``size1``.
+        stride2: See ``size1``.
+        stride3: See ``size1``.
+        stride4: See ``size1``.
+        DEEP: Rows of a tile that follow each other in a thread.
+        ROWS: The other factor of the number of rows.
+        COLUMNS: Elements of a row.
+        RUNS: Most units that a row has elements of, one after another; 0: units in other columns; -1: no units.
+        WIDE: Whether numbers are added in float64.
+        LONG: Whether 32 bits are too few to number the elements.
+        STRIDED: Whether the elements lie in another order.
+        HASHED: Whether samples have hashes.
+        FINGERPRINT: Whether to compute the fingerprint.
+    """
+    tile = tl.program_id(0)
+    phase = tile % phases
+    number = (tl.arange(0, DEEP) * ROWS)[:, None] + tl.arange(0, ROWS)[None, :] + tile // phases * (DEEP * ROWS)
+    sample = number // repeats
+    row = phase + number % repeats * phases
+    there = (sample < samples) & (row < row_count)
+    if LONG:
+        sample = sample.to(tl.int64)
+        row = row.to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    place = (row * COLUMNS)[:, :, None] + column[None, None, :]  # in the sample
+    ok = there[:, :, None] & (place < length)
+    if STRIDED:
+        rest = place
+        offset = (rest % size3) * stride4
+        rest = rest // size3
+        offset += (rest % size2) * stride3
+        rest = rest // size2
+        offset += (rest % size1) * stride2
+        offset += (rest // size1) * stride1
+        offset += (sample * stride0)[:, :, None]
+    else:
+        offset = (sample * length)[:, :, None] + place
+    v = tl.load(x + offset, mask=ok, other=0)
+    v = v.to(tl.float64) if WIDE else v.to(tl.float32)
+
+    # A masked element is 0.
+    finite = (v - v) == 0
+    good = ok & finite
+    low = tl.min(tl.where(good, v, float("inf")))
+    high = tl.max(tl.where(good, v, float("-inf")))
+    zeros_and_bad = tl.sum((ok & (v == 0)).to(tl.int32) + ((finite == 0).to(tl.int32) << 16))
+    zeros = zeros_and_bad & 0xFFFF
+    bad = zeros_and_bad >> 16
+    left = tl.where(there, tl.minimum(tl.maximum(length - row * COLUMNS, 0), COLUMNS), 0)
+    count = tl.sum(left.to(tl.int32)) - bad
+    scale, inverse = _power_of_two(tl.where(count > 0, tl.maximum(tl.abs(low), tl.abs(high)), 0), WIDE)
+    y = tl.where(good, v, 0) * inverse
+    n = tl.maximum(count, 1).to(y.dtype)
+    mean = tl.sum(y) / n
+    d = tl.where(good, y - mean, 0)
+    parts += tile
+    tl.store(parts, count)
+    tl.store(parts + 4 * tiles, zeros)
+    tl.store(parts + 5 * tiles, low)
+    tl.store(parts + 6 * tiles, high)
+    tl.store(parts + 7 * tiles, scale)
+    tl.store(parts + 8 * tiles, mean)
+    tl.store(parts + 9 * tiles, tl.sum(d))
+    tl.store(parts + 10 * tiles, tl.sum(d * d))
+    nan = 0
+    posinf = 0
+    if bad > 0:
+        nan = tl.sum((v != v).to(tl.int32))
+        posinf = tl.sum((v == float("inf")).to(tl.int32))
+    tl.store(parts + 1 * tiles, nan)
+    tl.store(parts + 2 * tiles, posinf)
+    tl.store(parts + 3 * tiles, bad - nan - posinf)
+
+    if FINGERPRINT:
+        row_bits = tl.load(tables + row % PERIOD) ^ tl.load(tables + PERIOD + row // PERIOD % PERIOD)
+        column_bits = tl.load(tables + 2 * PERIOD + column)
+        if HASHED:  # a bit that is set in the hash is a plus
+            row_bits = row_bits ^ ~(tl.load(hashes + sample, mask=there, other=0) >> 56).to(tl.int32)
+        else:
+            row_bits = row_bits ^ turn
+        _project(y, row_bits, column_bits, parts + PARTS * tiles, tiles)
+        if bad > 0:
+            stands = tl.where(v != v, NAN, tl.where(v > 0, INFINITE, -INFINITE))
+            stands = tl.where(finite, 0, stands).to(y.dtype)
+            _project(stands, row_bits, column_bits, parts + (PARTS + NUMBERS) * tiles, tiles)
+
+    if RUNS >= 0:
+        largest = 0x7FFFFFFFFFFFFFFF if WIDE else 0x7FFFFFFF
+        least = -largest - 1
+        key = _order(v, WIDE)
+        upper = tl.where(v != v, least, ~key)
+        key = tl.where(v != v, least, key)
+        if RUNS == 0:
+            key = tl.min(tl.min(tl.where(ok, key, largest), axis=0), axis=0)
+            upper = tl.min(tl.min(tl.where(ok, upper, largest), axis=0), axis=0)
+            first = phase * COLUMNS + column
+            unit = first // inner % units
+            _lower(keys + unit, key, first < length)
+            _lower(keys + units + unit, upper, first < length)
+        else:
+            first = sample * length + row * COLUMNS
+            run = first // inner
+            for _ in tl.static_range(RUNS):
+                from_here = (run * inner - first)[:, :, None]
+                mine = ok & (column[None, None, :] >= from_here) & (column[None, None, :] < from_here + inner)
+                some = there & (run * inner < first + COLUMNS) & (run * inner < (sample + 1) * length)
+                unit = run % units
+                low_of_run = tl.min(tl.where(mine, key, largest), axis=2)
+                high_of_run = tl.min(tl.where(mine, upper, largest), axis=2)
+                _lower(keys + unit, low_of_run, some)
+                _lower(keys + units + unit, high_of_run, some)
+                run += 1
+
+
+@triton.jit(do_not_specialize=["tiles", "index", "units"])
+def combine(
+    parts: tl.tensor,
+    keys: tl.tensor,
+    out: tl.tensor,
+    tiles: tl.tensor,
+    index: tl.tensor,
+    units: tl.tensor,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    UNITS: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
+) -> None:
+    """Store the columns of a `Row` and the fingerprint in ``out``, and turn ``keys`` into numbers, with their bits.
+
+    Args:
+        parts: What `read` stored.
+        keys: Likewise.
+        out: Float64.
+        tiles: Number of columns of ``parts``.
+        index: Number of the forward.
+        units: Number of units.
+        BLOCK: Tiles looked at together.
+        WIDE: See `read`.
+        UNITS: Whether there are units.
+        FINGERPRINT: Whether there are fingerprints.
+    """
+    job = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    jobs: tl.constexpr = 17 if FINGERPRINT else 1
+    if job >= jobs:
+        if UNITS:
+            unit = (job - jobs) * BLOCK + lane
+            low_key = tl.load(keys + unit, mask=unit < units, other=0)
+            high_key = ~tl.load(keys + units + unit, mask=unit < units, other=0)
+            if WIDE:
+                tl.store(keys + unit, low_key ^ ((low_key >> 63) & 0x7FFFFFFFFFFFFFFF), mask=unit < units)
+                tl.store(keys + units + unit, high_key ^ ((high_key >> 63) & 0x7FFFFFFFFFFFFFFF), mask=unit < units)
+            else:
+                tl.store(keys + unit, low_key ^ ((low_key >> 31) & 0x7FFFFFFF), mask=unit < units)
+                tl.store(keys + units + unit, high_key ^ ((high_key >> 31) & 0x7FFFFFFF), mask=unit < units)
+    else:
+        lows = tl.full((BLOCK,), float("inf"), parts.dtype.element_ty)
+        highs = tl.full((BLOCK,), float("-inf"), parts.dtype.element_ty)
+        counts = tl.zeros((BLOCK,), tl.float64)
+        bad = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, tiles, BLOCK):
+            tile = start + lane
+            here = tile < tiles
+            counts += tl.load(parts + tile, mask=here, other=0)
+            lows = tl.minimum(lows, tl.load(parts + 5 * tiles + tile, mask=here, other=float("inf")))
+            highs = tl.maximum(highs, tl.load(parts + 6 * tiles + tile, mask=here, other=float("-inf")))
+            bad += tl.load(parts + tiles + tile, mask=here, other=0)
+            bad += tl.load(parts + 2 * tiles + tile, mask=here, other=0)
+            bad += tl.load(parts + 3 * tiles + tile, mask=here, other=0)
+        count = tl.sum(counts)
+        low = tl.min(lows).to(tl.float64)
+        high = tl.max(highs).to(tl.float64)
+        if job == 0:
+            _combine_row(parts, out, tiles, index, count, low, high, BLOCK)
+        else:
+            largest = tl.maximum(-low, high)
+            largest = tl.where((count > 0) & (largest > 0), largest, 1.0)
+            sums = tl.zeros((BLOCK,), tl.float64)
+            not_finite = tl.sum(bad) > 0
+            for start in range(0, tiles, BLOCK):
+                tile = start + lane
+                here = tile < tiles
+                scale = tl.load(parts + 7 * tiles + tile, mask=here, other=0).to(tl.float64) / largest
+                sums += scale * tl.load(parts + (PARTS + job - 1) * tiles + tile, mask=here, other=0).to(tl.float64)
+                if not_finite:  # of other tiles the numbers were not stored
+                    some = tl.load(parts + tiles + tile, mask=here, other=0)
+                    some += tl.load(parts + 2 * tiles + tile, mask=here, other=0)
+                    some += tl.load(parts + 3 * tiles + tile, mask=here, other=0)
+                    stands = parts + (PARTS + NUMBERS + job - 1) * tiles + tile
+                    sums += tl.load(stands, mask=here & (some > 0), other=0).to(tl.float64)
+            number = tl.sum(sums) * 0.25 * largest
+            most: tl.constexpr = 1.7976931348623157e308
+            tl.store(out + 11 + job, tl.minimum(tl.maximum(number, -most), most))
+
+
+@triton.jit
+def _combine_row(
+    parts: tl.tensor,
+    out: tl.tensor,
+    tiles: tl.tensor,
+    index: tl.tensor,
+    count: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    lane = tl.arange(0, BLOCK)
+    nan = tl.zeros((BLOCK,), tl.float64)
+    posinf = tl.zeros((BLOCK,), tl.float64)
+    neginf = tl.zeros((BLOCK,), tl.float64)
+    zeros = tl.zeros((BLOCK,), tl.float64)
+    centers = tl.zeros((BLOCK,), tl.float64)
+    some = tl.maximum(count, 1.0)
+    for start in range(0, tiles, BLOCK):
+        tile = start + lane
+        here = tile < tiles
+        nan += tl.load(parts + tiles + tile, mask=here, other=0)
+        posinf += tl.load(parts + 2 * tiles + tile, mask=here, other=0)
+        neginf += tl.load(parts + 3 * tiles + tile, mask=here, other=0)
+        zeros += tl.load(parts + 4 * tiles + tile, mask=here, other=0)
+        n = tl.load(parts + tile, mask=here, other=0).to(tl.float64)
+        centers += n / some * _mean(parts, tile, tiles, here, n)
+    center = tl.sum(centers)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, tiles, BLOCK):
+        tile = start + lane
+        here = tile < tiles
+        n = tl.load(parts + tile, mask=here, other=0).to(tl.float64)
+        scale = tl.load(parts + 7 * tiles + tile, mask=here, other=0).to(tl.float64)
+        found = tl.load(parts + 10 * tiles + tile, mask=here, other=0).to(tl.float64)
+        away = _mean(parts, tile, tiles, here, n) - center
+        squares += found * scale * scale + n * (away * away)
+    deviations = tl.sum(squares)
+    constant = (low == high) | (count == 0)
+    never = float("inf")
+    tl.store(out, count)
+    tl.store(out + 1, tl.sum(nan))
+    tl.store(out + 2, tl.sum(posinf))
+    tl.store(out + 3, tl.sum(neginf))
+    tl.store(out + 4, tl.sum(zeros))
+    tl.store(out + 5, tl.where(tl.sum(nan) > 0, index, never))
+    tl.store(out + 6, tl.where(tl.sum(posinf) > 0, index, never))
+    tl.store(out + 7, tl.where(tl.sum(neginf) > 0, index, never))
+    tl.store(out + 8, low)
+    tl.store(out + 9, high)
+    tl.store(out + 10, tl.where(constant & (count > 0), low, center))
+    tl.store(out + 11, tl.where(constant, 0.0, deviations))
+
+
+@triton.jit
+def _mean(parts: tl.tensor, tile: tl.tensor, tiles: tl.tensor, here: tl.tensor, n: tl.tensor) -> tl.tensor:
+    scale = tl.load(parts + 7 * tiles + tile, mask=here, other=0).to(tl.float64)
+    mean = tl.load(parts + 8 * tiles + tile, mask=here, other=0).to(tl.float64)
+    rest = tl.load(parts + 9 * tiles + tile, mask=here, other=0).to(tl.float64)
+    return scale * (mean + rest / tl.maximum(n, 1.0))

@@ -1,0 +1,62 @@
+"""Which code computes the numbers of tensors on CUDA."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from pytest_modelprobe.statistics import WHOLE, cuda
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Nothing is known yet of the kernels, and torch is one for CUDA."""
+    kernels = cuda._Kernels()
+    monkeypatch.setattr(cuda, "KERNELS", kernels)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("MODELPROBE_KERNEL", raising=False)
+    return kernels
+
+
+def test_without_triton_torch_computes(kernels, monkeypatch):
+    monkeypatch.delitem(sys.modules, "pytest_modelprobe.statistics.triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None
+    assert kernels.problem == "import of triton halted; None in sys.modules"
+
+
+def test_on_demand_torch_computes(kernels, monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
+    assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None
+    assert kernels.problem == "MODELPROBE_KERNEL=torch"
+
+
+def test_on_another_platform_torch_computes(kernels, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None
+    assert kernels.problem == "not CUDA"
+
+
+def test_after_an_error_of_triton_torch_computes(kernels, monkeypatch):
+    def by_triton(*_):
+        calls.append(1)
+        raise RuntimeError("Failed to find C compiler.")
+
+    calls = []
+    kernels.module = types.ModuleType("triton_kernels")
+    monkeypatch.setattr(cuda, "by_triton", by_triton)
+    assert [cuda.by_kernels(torch.ones(3), None, 0, WHOLE) for _ in range(2)] == [None, None]
+    assert kernels.problem == "RuntimeError: Failed to find C compiler."
+    assert calls == [1]
+
+
+def test_a_device_without_memory_says_so(kernels, monkeypatch):
+    def by_triton(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    kernels.module = types.ModuleType("triton_kernels")
+    monkeypatch.setattr(cuda, "by_triton", by_triton)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        cuda.by_kernels(torch.ones(3), None, 0, WHOLE)
+    assert kernels.problem is None
