@@ -37,4 +37,5 @@ def _is_given_graph(step: Step) -> bool:
         if _has_graph(child) or _is_given_graph(child):
             return True
         child = child.previous
-    return any(one.requires_grad for one in (*step.call.inputs, *step.layer.parameters))
+    given, own = step.call.inputs, step.layer.parameters
+    return any(value.requires_grad for value in given) or any(parameter.requires_grad for parameter in own)
