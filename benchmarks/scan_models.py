@@ -24,6 +24,7 @@ from unittest import mock
 
 from pytest_modelprobe import cli
 from pytest_modelprobe.checks import STANDARD
+from pytest_modelprobe.report.text import count
 from pytest_modelprobe.scan import ScannedModel
 
 RESULTS = Path(__file__).with_name("SCAN.md")
@@ -97,6 +98,7 @@ def report(known: dict[str, dict[str, Any]]) -> str:
     broken += [(name, "finding", line) for name, one in found.items() for line in one["findings"]]
     guessed, findings = sum(bool(one["inputs"]) for one in found.values()), sum(c == "finding" for _, c, _ in broken)
     whole = sum(len(one["checks"]) == len(STANDARD) for one in found.values())
+    ended = sum(one["error"].startswith("ended") for one in found.values())
     explained = sum(bool(_why(*one)) for one in broken)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "timm"))
     lines = [
@@ -105,9 +107,10 @@ def report(known: dict[str, dict[str, Any]]) -> str:
         "Command: `python benchmarks/scan_models.py` runs `modelprobe scan NAME` on each model, without a file:",
         f"default configuration, random weights, inputs guessed. {versions}, {platform.machine()}.",
         "",
-        f"{len(found)} models; {guessed} run on the inputs that were guessed, with {findings} findings. {whole} scans",
-        f"ran all checks; the others were ended before. {len(broken)} findings and broken checks, of which {explained}",
-        "are explained below as true.",
+        f"{len(found)} models; {guessed} run on the inputs that were guessed, with {count(findings, 'finding')}.",
+        f"{whole} scans ran all {len(STANDARD)} checks, {ended} were ended by a limit of this benchmark (`--seconds`),",
+        "and of the others only the table and the findings were asked for (`--seconds 0`). Findings and broken checks:",
+        f"{len(broken)}, of which {explained} explained below as true.",
         "",
         "| model | inputs | layers | findings | checks | hold | not applicable | broken |",
         "|---|---|---|---|---|---|---|---|",
@@ -116,7 +119,8 @@ def report(known: dict[str, dict[str, Any]]) -> str:
         verdicts = [verdict for verdict, _ in one["checks"].values()]
         counts = [verdicts.count(verdict) for verdict in ("holds", "not applicable", "broken")]
         layers = (re.search(r"([\d,]+) layers?", one["model"]) or ["", ""])[1]
-        numbers = " | ".join(map(str, [len(one["findings"]), len(verdicts), *counts]))
+        ran = [len(verdicts), *counts] if verdicts or one["error"] else ["-"] * 4
+        numbers = " | ".join(map(str, [len(one["findings"]), *ran]))
         lines.append(f"| `{name}` | {one['inputs'] or one['error']} | {layers} | {numbers} |")
     if broken:
         lines += ["", "| model | check | what it says | why that is true |", "|---|---|---|---|"]

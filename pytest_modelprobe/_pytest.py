@@ -78,6 +78,11 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
     return reports
 
 
+def is_of_subtest(report: pytest.TestReport) -> bool:
+    """Return whether a report is of a part of a test."""
+    return hasattr(report, "context")
+
+
 @contextlib.contextmanager
 def _subtests_reported_to(reports: list[pytest.TestReport], item: pytest.Item) -> Iterator[None]:
     """Keep the reports of subtests within the block: they call the hooks themselves, which others report by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from . import interventions
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Intervention, Metric, Swap, ablation, faults, intervene
+from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import as_array, check_supported, initialization, seeding
 from .record import Record, Selector, with_rerun
 from .runs import (
@@ -249,27 +250,8 @@ class ModelProbe:
         self._remember(watch.name, watch)
         return watch
 
-    def intervene(
-        self,
-        model: nn.Module,
-        layers: Selector,
-        *,
-        input: Change | None = None,  # noqa: A002 - torch's name for it
-        output: Change | Swap | None = None,
-        gradient: Change | None = None,
-        weight: Change | None = None,
-        calls: Collection[int] | None = None,
-    ) -> Intervention:
-        """Return a context within which layers of the model compute something else; see `intervene`.
-
-        >>> from pytest_modelprobe import faults
-        >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> with probe.intervene(model, "1", output=faults.zero) as intervention:
-        ...     record = probe.run(model, torch.ones(4, 2))
-        >>> intervention.fired, record["1"].output.statistics.all_zero
-        (1, True)
-        """
-        return intervene(model, layers, input=input, output=output, gradient=gradient, weight=weight, calls=calls)
+    intervene = staticmethod(interventions.intervene)
+    """`pytest_modelprobe.intervene`, at hand in a test."""
 
     def ablation(
         self,

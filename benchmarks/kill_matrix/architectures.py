@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -549,8 +550,13 @@ class Architecture:
         return copy.deepcopy(self._built(dropout)).train(train)
 
 
+@functools.cache
+def data() -> Any:
+    return load_digits()  # which reads a text file each time
+
+
 def digits(probe: ModelProbe) -> Inputs:
-    return (torch.tensor(load_digits().images[:BATCH], dtype=torch.float32).unsqueeze(1) / 16,)
+    return (torch.tensor(data().images[:BATCH], dtype=torch.float32).unsqueeze(1) / 16,)
 
 
 def tokens(probe: ModelProbe) -> Inputs:
@@ -565,7 +571,7 @@ def padded_tokens(probe: ModelProbe) -> Inputs:
 
 
 def classes(output: Tensor) -> Tensor:
-    return F.cross_entropy(output, torch.tensor(load_digits().target[:BATCH]))
+    return F.cross_entropy(output, torch.tensor(data().target[:BATCH]))
 
 
 def next_token(output: Tensor, ignored: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.report.text import Cell, count, failure, number, table
 
 from . import faults, weights
-from .intervention import Change, Intervention
+from .intervention import Change, Intervention, intervene
 
 Metric = Callable[[Any], "float | Tensor"]
 """A function from the output of the model to a number."""
@@ -174,7 +174,7 @@ _Plant = Callable[[contextlib.ExitStack], Intervention]
 
 
 def _of_layer(model: nn.Module, layer: str, by: Change) -> _Plant:
-    return lambda stack: Intervention(model, layer, output=by)
+    return lambda stack: intervene(model, layer, output=by)
 
 
 def _of_heads(
@@ -207,11 +207,11 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
 
     def plant(stack: contextlib.ExitStack) -> Intervention:
         if not isinstance(module, nn.MultiheadAttention):
-            return Intervention(model, name, input=changed)
+            return intervene(model, name, input=changed)
         # It does not call its output projection, whose columns are its heads too.
         columns = {f"{name}.out_proj.weight": module.out_proj.weight}
         stack.enter_context(weights.changed(columns, lambda _, weight: changed(weight)))
-        return Intervention(model, name, output=lambda tensor: tensor)
+        return intervene(model, name, output=lambda tensor: tensor)
 
     return plant
 

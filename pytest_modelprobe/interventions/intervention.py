@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
@@ -69,7 +69,8 @@ def intervene(
     >>> intervention.fired
     1
     """
-    return Intervention(model, layers, input=input, output=output, gradient=gradient, weight=weight, calls=calls)
+    given: dict[What, Change | Swap | None] = {"input": input, "output": output, "gradient": gradient, "weight": weight}
+    return Intervention(model, layers, {what: change for what, change in given.items() if change is not None}, calls)
 
 
 class Intervention:
@@ -79,16 +80,11 @@ class Intervention:
         self,
         model: nn.Module,
         layers: Selector,
-        *,
-        input: Change | None = None,  # noqa: A002 - torch's name for it
-        output: Change | Swap | None = None,
-        gradient: Change | None = None,
-        weight: Change | None = None,
+        changes: Mapping[What, Change | Swap],
         calls: Collection[int] | None = None,
     ) -> None:
-        given = {"input": input, "output": output, "gradient": gradient, "weight": weight}
-        self._changes: dict[What, Any] = {what: c for what, c in given.items() if c is not None}  # type: ignore[misc]
-        _check(self._changes, calls)
+        _check(changes, calls)
+        self._changes: dict[What, Any] = dict(changes)
         self._layers = Layers(model)
         self._root = next(iter(self._layers.modules.values()))
         self._names = select(self._layers.modules, layers)
@@ -305,7 +301,7 @@ class Intervention:
         return f"{self._described()} never fired: {why}"
 
 
-def _check(changes: dict[What, Any], calls: Collection[int] | None) -> None:
+def _check(changes: Mapping[What, Change | Swap], calls: Collection[int] | None) -> None:
     if not changes:
         raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
     for what, change in changes.items():

@@ -20,13 +20,16 @@ _HOW_THEY_ENDED = {
 }
 
 
-def lines(results: Results, least: float | None = None, *, most: int | None = 20) -> Iterator[str]:
+def lines(
+    results: Results, least: float | None = None, *, most: int | None = 20, goes_on: bool = True
+) -> Iterator[str]:
     """Yield the lines of the section: score, survivors and what notices them, score by file, what was left out.
 
     Args:
         results: What was found.
         least: The score that was asked for, in percent.
         most: Rows of each table; None: all.
+        goes_on: Whether the next run takes over what was found.
     """
     faults, survivors, score = results.faults(), results.survivors(), results.score
     if score is None:
@@ -41,7 +44,7 @@ def lines(results: Results, least: float | None = None, *, most: int | None = 20
         yield from _survivors(results, survivors, most)
     if faults:
         yield from _by_file(results, most)
-    yield from _left_out(results)
+    yield from _left_out(results, goes_on)
 
 
 def _why_none(results: Results) -> str:
@@ -89,7 +92,7 @@ def _by_file(results: Results, most: int | None) -> Iterator[str]:
     yield from table(["file", "faults", "noticed", "score"], rows, most or len(rows))
 
 
-def _left_out(results: Results) -> Iterator[str]:
+def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
     said = []
     without = sum(verdict.outcome == "no effect" for verdict in results.verdicts.values())
     if without:
@@ -105,7 +108,8 @@ def _left_out(results: Results) -> Iterator[str]:
         said.append(f"{count(results.known, 'result')} from an earlier run: --cache-clear forgets them")
     why, not_tried = results.stopped or "the run was interrupted", results.total - len(results.verdicts)
     if not_tried > 0:
-        said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; the next run goes on there")
+        then = "the next run goes on there" if goes_on else "without pytest's cache the next run begins anew"
+        said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; {then}")
     elif results.stopped:
         said.append(f"no fault was tried: {why}")
     if said:

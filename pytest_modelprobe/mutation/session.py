@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe._pytest import is_of_subtest
+
 from .folder import Folder
 from .plan import BaselineTest, Place, Results, planned
 from .planting import Observer, Seen
@@ -165,7 +167,9 @@ class MutationSession:
             self._seconds[self._test] -= seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a test ended."""
+        """Note how a test ended: one with a subtest that was skipped is judged by its other parts."""
+        if is_of_subtest(report) and not report.failed:
+            return
         outcome: str = report.outcome
         if hasattr(report, "wasxfail"):
             outcome = "xfailed" if report.skipped else "xpassed"
@@ -242,9 +246,13 @@ class MutationSession:
 
     def _known(self) -> dict[str, list[str]]:
         """Return the verdicts of earlier runs."""
-        cache = getattr(self._config, "cache", None)
-        found = {} if cache is None else cache.get(_CACHE, {})
+        found = {} if self._cache is None else self._cache.get(_CACHE, {})
         return found if isinstance(found, dict) else {}
+
+    @property
+    def _cache(self) -> Any:
+        """Pytest's cache; None with ``-p no:cacheprovider``."""
+        return getattr(self._config, "cache", None)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -254,10 +262,9 @@ class MutationSession:
         if self._process != "main" or self._runs_no_test:
             return (yield)
         self._results, keys = self._folder.results()
-        cache = getattr(self._config, "cache", None)
-        if cache is not None and keys:
+        if self._cache is not None and keys:
             known = self._known() | keys
-            cache.set(_CACHE, dict(list(known.items())[-_MOST_KNOWN:]))
+            self._cache.set(_CACHE, dict(list(known.items())[-_MOST_KNOWN:]))
         least, score = self._options.least_score, self._results.score
         if least is not None and (score is None or score < least) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -269,7 +276,8 @@ class MutationSession:
             return
         terminalreporter.write_sep("=", "modelprobe: planted faults")
         most = None if self._config.getoption("verbose") > 0 else 20
-        for line in lines(self._results, self._options.least_score, most=most):
+        goes_on = self._cache is not None
+        for line in lines(self._results, self._options.least_score, most=most, goes_on=goes_on):
             terminalreporter.write_line(line)
 
     def pytest_unconfigure(self) -> None:

@@ -21,7 +21,7 @@ def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> Mutat
     from pytest_modelprobe.mutation import MutationSession, Options
 
     settings = config.stash[SETTINGS]
-    options = Options(most=settings.mutate or None, least_score=settings.mutate_min, seconds=settings.mutate_time)
+    options = Options(most=settings.mutate, least_score=settings.mutate_min, seconds=settings.mutate_time)
 
     def tell(what: str) -> None:
         shown: Callable[[str], None] | None = config.pluginmanager.getplugin("modelprobe-progress")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-mutate",
         nargs="?",
-        const=0,
+        const=sys.maxsize,
         default=None,
         type=_mutants,
         metavar="N",
@@ -138,8 +139,10 @@ def _check_mutate(config: pytest.Config) -> None:
                 "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants: add it"
             )
         return
-    if mutate < 0 or not seconds > 0:
-        raise pytest.UsageError("--modelprobe-mutate and --modelprobe-mutate-time take numbers of 1 or more")
+    if mutate < 1:
+        raise pytest.UsageError(f"--modelprobe-mutate=N plants N faults, 1 or more, or all without =N; got {mutate}")
+    if not seconds > 0:
+        raise pytest.UsageError(f"--modelprobe-mutate-time takes seconds, more than 0; got {seconds:g}")
     if least is not None and not 0 <= least <= 100:
         raise pytest.UsageError(f"--modelprobe-mutate-min takes percent, 0 to 100; got {least:g}")
     if getattr(option, "update_snapshots", False):

@@ -32,8 +32,9 @@ from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
+from .detached import detaching_call
 from .isolation import Key, Part, isolate_repeatedly, noisy
-from .loss import Loss, loss_of
+from .loss import Loss, NoGradientError, loss_of
 from .origin import find_gradient_origin, find_origin
 from .rerun import (
     IsolationRequest,
@@ -234,7 +235,16 @@ class Run:
             if move is not None:
                 move.parameters(self.model)
                 watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
-            self._step(move)
+            try:
+                self._step(move)
+            except NoGradientError as error:
+                cut = detaching_call(assemble(watch._capture.observations()))
+                if cut is None:
+                    raise
+                raise NoGradientError(
+                    f"{cut.label} detaches its output from what it is computed of, so the loss has no gradient: look "
+                    "for .detach(), .data or torch.no_grad() in its forward, or run without loss="
+                ) from error
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
             observed = watch._capture.observations()
             record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)

@@ -196,6 +196,12 @@ def test_when_the_time_is_over_the_rest_is_counted(pytester: pytest.Pytester) ->
     )
 
 
+def test_without_the_cache_no_run_goes_on(pytester: pytest.Pytester) -> None:
+    options = ["--modelprobe-mutate-time=1e-9", "-p", "no:cacheprovider"]
+    result = mutate(pytester, CHECKS_SHAPE, *options)
+    result.stdout.fnmatch_lines(["*were over; without pytest's cache the next run begins anew"])
+
+
 def test_a_run_that_stops_early_plants_no_fault(pytester: pytest.Pytester) -> None:
     result = mutate(pytester, CHECKS_SHAPE + "def test_fails(): assert False", "-x")
     result.stdout.fnmatch_lines(["no fault was tried: stopping after 1 failures"])
@@ -273,6 +279,16 @@ def test_a_subtest_that_fails_notices_the_fault_and_is_not_reported(pytester: py
     assert not list(Path(".pytest_cache").rglob("lastfailed"))
 
 
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="this pytest has no subtests")
+def test_a_test_is_judged_by_the_parts_that_are_not_skipped(pytester: pytest.Pytester) -> None:
+    skipped = """
+    with subtests.test():
+        pytest.skip("not here")
+"""
+    result = mutate(pytester, SUBTESTS_OF_PYTEST + skipped)
+    assert verdicts(result) == "86 % of the faults were noticed: 12 of 14"
+
+
 def test_a_model_that_tests_share_is_restored(pytester: pytest.Pytester) -> None:
     tests = """
 shared = Net()
@@ -342,6 +358,8 @@ def test_workers_of_xdist_share_the_mutants(pytester: pytest.Pytester) -> None:
             ["--modelprobe-mutate", "--snapshot-update"],
             "--modelprobe-mutate compares with snapshots: update them first*",
         ),
+        (["--modelprobe-mutate=0"], "--modelprobe-mutate=N plants N faults, 1 or more, or all without =N; got 0"),
+        (["--modelprobe-mutate", "--modelprobe-mutate-time=0"], "takes seconds, more than 0; got 0"),
         (["--modelprobe-mutate", "--pdb"], "--modelprobe-mutate makes tests fail on purpose: leave out --pdb"),
         (
             ["--modelprobe-mutate-min=80"],
