@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
-from .distribution import is_distributed, layout, notes_on, original_class, rank, sharded_parameters, world_size
+from .distribution import is_distributed, layout, notes_on, original_class, sharded_parameters
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .hooks import ChangingHook, ModuleHook, changing_hooks
@@ -54,12 +54,10 @@ __all__ = [
     "own_parameters",
     "parts",
     "preserved",
-    "rank",
     "run_eagerly",
     "seeded",
     "settings_preserved",
     "sharded_parameters",
     "type_name",
     "unseen",
-    "world_size",
 ]
