@@ -18,7 +18,7 @@ from .layers import (
     own_parameters,
     type_name,
 )
-from .memory import as_array, as_real, has_dense_storage
+from .memory import as_array, as_real, has_dense_storage, version
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
@@ -60,4 +60,5 @@ __all__ = [
     "sharded_parameters",
     "type_name",
     "unseen",
+    "version",
 ]
