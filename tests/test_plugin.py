@@ -169,13 +169,19 @@ def test_options_of_snapshots_need_no_syrupy(pytester: pytest.Pytester) -> None:
     pytester.runpytest(*QUIET, "-p", "no:syrupy").assert_outcomes(passed=1)
 
 
-def test_a_comparison_that_is_none_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_compare = shapes")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compare = shapes", "modelprobe_compare is all, architecture or behavior; the ini file has 'shapes'"),
+        ("devices = cpu gpu", "modelprobe_devices in the ini file has 'gpu': not a device of the probe; *"),
+        ("seed = x", "modelprobe_seed is an integer; the ini file has 'x'"),
+    ],
+)
+def test_a_wrong_value_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester, line: str, said: str) -> None:
+    pytester.makeini(f"[pytest]\nmodelprobe_{line}")
     result = pytester.runpytest(*QUIET)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: modelprobe_compare is all, architecture or behavior; the ini file has 'shapes'"]
-    )
+    result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 
 # --- devices ------------------------------------------------------------------------------------------------------
@@ -249,13 +255,6 @@ def test_what_is_no_device_is_a_usage_error(pytester: pytest.Pytester, name: str
     result = pytester.runpytest(*QUIET, f"--modelprobe-device={name}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps or auto"])
-
-
-def test_what_is_no_device_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_devices = cpu gpu")
-    result = pytester.runpytest(*QUIET)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: modelprobe_devices in the ini file has 'gpu': not a device of the probe; *"])
 
 
 def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) -> None:
@@ -442,13 +441,6 @@ def test_random_states_are_put_back(pytester: pytest.Pytester) -> None:
         """
     )
     pytester.runpytest(*QUIET).assert_outcomes(passed=3)
-
-
-def test_a_seed_that_is_no_number_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_seed = x")
-    result = pytester.runpytest(*QUIET)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: modelprobe_seed is an integer; the ini file has 'x'"])
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------

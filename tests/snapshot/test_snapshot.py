@@ -833,15 +833,6 @@ def test_nothing_is_reported_of_a_reason_if_nothing_ran_or_the_update_was_refuse
     result.stdout.no_fnmatch_line("no architecture changed*")
 
 
-@pytest.mark.parametrize("reason", ["", "  "])
-def test_an_empty_reason_is_a_usage_error(project: Project, reason: str) -> None:
-    result = project.update(f"--modelprobe-reason={reason}", test=SAME)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: --modelprobe-reason is empty: say why the architecture changes, or leave it out"]
-    )
-
-
 def test_an_update_accepts_only_some_causes(project: Project) -> None:
     project.update(test=TWO)
     test = TWO.replace("record()", "record(eps=1e-3)", 1).replace("== record()", "== record()")
@@ -906,11 +897,23 @@ def test_a_small_limit_accepts_what_has_no_size_where_the_output_is_the_same(pro
     project.update("--modelprobe-accept=any<1e-4").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("text", ["structure<1e-3", "color<1", "any<x", "any<-1", "<1", ""])
-def test_what_cannot_be_accepted_is_a_usage_error(project: Project, text: str) -> None:
-    result = project.update(f"--modelprobe-accept={text}", test=SAME)
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        *(
+            (f"reason={text}", "reason is empty: say why the architecture changes, or leave it out")
+            for text in ("", "  ")
+        ),
+        *(
+            (f"accept={text}", f"accept={text}: give a kind of cause and a limit, as in *any")
+            for text in ("structure<1e-3", "color<1", "any<x", "any<-1", "<1", "")
+        ),
+    ],
+)
+def test_a_wrong_value_of_an_update_is_a_usage_error(project: Project, option: str, said: str) -> None:
+    result = project.update(f"--modelprobe-{option}", test=SAME)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-accept={text}: give a kind of cause and a limit, as in *any"])
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-{said}"])
 
 
 @pytest.mark.parametrize("option", ["reason=x", "accept=any"])
