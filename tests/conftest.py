@@ -78,6 +78,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.randomly_reset_seed = False
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the rest of long matrices to `tox -e long`."""
+    if "MODELPROBE_LONG" not in os.environ:
+        left = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left)
+
+
 def pytest_collection_finish() -> None:
     """Exempt from garbage collection what lives as long as the process: modules, above all those of torch."""
     gc.collect()

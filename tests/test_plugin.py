@@ -132,7 +132,7 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
 @as_installed
 def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(modelprobe): pass")
-    result = pytester.runpytest_subprocess(*QUIET, "-p", "no:modelprobe")
+    result = pytester.runpytest(*QUIET, "-p", "no:modelprobe")
     result.stdout.fnmatch_lines(["*fixture 'modelprobe' not found*"])
 
 
@@ -140,7 +140,7 @@ def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
 def test_the_plugin_loads_alone_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(PASSING)
-    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
+    pytester.runpytest("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
 
 
 @as_installed
@@ -160,7 +160,7 @@ def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch:
             assert modelprobe.run(TinyNet(), modelprobe.randn(4, 8)) == modelprobe_snapshot
         """
     )
-    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
+    pytester.runpytest("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
 
 
 @as_installed
@@ -472,11 +472,8 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
 
         KEPT = []
 
-        class Interrupt(KeyboardInterrupt):
-            "Another class: pytester raises KeyboardInterrupt again."
-
         def interrupt(*args):
-            raise Interrupt
+            raise KeyboardInterrupt
 
         def time_out(*args):
             signal.raise_signal(signal.SIGALRM)
@@ -502,7 +499,7 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
         """
     )
     limit = ["-p", "pytest_timeout", "--timeout=600"] if "timeout" in ending else []
-    result = pytester.runpytest(*QUIET, "-s", "-x", *limit)
+    result = pytester.runpytest_inprocess(*QUIET, "-s", "-x", *limit, no_reraise_ctrlc=True)
     result.stdout.fnmatch_lines(["*CLEAN*"] + ["*Failed: Timeout*"] * bool(limit))
     assert result.ret == ENDS_WITH.get(ending, 1)
 
@@ -548,7 +545,7 @@ def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> 
 @as_installed
 def test_xdist_brings_the_findings_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
-    result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
+    result = pytester.runpytest_subprocess(*QUIET, "-n", "1")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
@@ -659,7 +656,7 @@ def test_reruns_start_from_the_same_numbers(pytester: pytest.Pytester) -> None:
             assert len(SEEN) == 2 and SEEN[0] == SEEN[1]
         """
     )
-    pytester.runpytest_subprocess(*QUIET, "--reruns", "1").stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
+    pytester.runpytest(*QUIET, "--reruns", "1").stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
 
 
 def test_this_python_is_supported() -> None:

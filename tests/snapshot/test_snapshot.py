@@ -1191,7 +1191,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no
 
 
 @forks
-@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "xdist"])
+@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "1"]], ids=["one process", "xdist"])
 def test_what_a_forked_process_compares_is_in_use(project: Project, arguments: list[str]) -> None:
     project.update(*arguments, test=IN_A_CHILD).assert_outcomes(passed=2)
     before = project.contents()
@@ -1324,7 +1324,8 @@ def test_an_interrupted_run_deletes_nothing(project: Project) -> None:
     project.update(test=TWO)
     before = project.contents()
     project.write("test_net", FEWER + "\ndef test_z(): raise KeyboardInterrupt")
-    result = project.pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update")
+    options = ("-p", "pytest_modelprobe.plugin", "--snapshot-update")
+    result = project.pytester.runpytest_inprocess(*options, no_reraise_ctrlc=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert project.contents() == before
 
@@ -1501,7 +1502,7 @@ def test_another_snapshot_fixture_is_named(project: Project) -> None:
     )
 
 
-@pytest.mark.parametrize("dist", ["load", "loadscope"])
+@pytest.mark.parametrize("dist", ["load", pytest.param("loadscope", marks=pytest.mark.long)])
 def test_workers_of_xdist_share_the_work_and_the_controller_reports(project: Project, dist: str) -> None:
     project.update(test=TWO)
     test = FEWER + "\ndef test_z(modelprobe_snapshot):\n    assert record() == modelprobe_snapshot\n"
@@ -1524,7 +1525,7 @@ def test_tests_run_again_are_counted_once(project: Project) -> None:
     test = one("TRIES.append(1)\nassert record() == modelprobe_snapshot\nassert len(TRIES) == 2", before="TRIES = []")
     project.write("test_net", test)
     args = ("-p", "pytest_modelprobe.plugin", "-p", "pytest_rerunfailures", "--reruns=1", "--snapshot-update")
-    result = project.pytester.runpytest_subprocess(*args, "--modelprobe-json=out.json")
+    result = project.pytester.runpytest(*args, "--modelprobe-json=out.json")
     result.stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
     assert len(project.names()) == 2
     (test,) = json.loads((project.pytester.path / "out.json").read_text())["tests"]
