@@ -327,10 +327,9 @@ def test_snapshot(modelprobe, modelprobe_snapshot):
     assert files == {path: path.read_bytes() for path in Path("__modelprobe__").rglob("*.json")}
 
 
-@pytest.mark.usefixtures("_installed_plugins")
 def test_workers_of_xdist_share_the_mutants(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + CHECKS_SHAPE)
-    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-n2", "-p", "no:randomly")
+    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
     assert verdicts(result) == "0 % of the faults were noticed: 0 of 14"
 
 
