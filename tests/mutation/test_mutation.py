@@ -297,7 +297,8 @@ def test_compiled():
     net = torch.compile(Net(), backend="eager", fullgraph=True)
     assert net(torch.ones(1, 4)).tolist() == [[7.0, 23.0]]
 """
-    result = mutate(pytester, tests, "-W", "error")
+    # What torch.compile says in Python 3.13.0.
+    result = mutate(pytester, tests, "-W", "error", "-W", "ignore:Guards may run slower:RuntimeWarning")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["OptimizedModule(Net) (root), 1 test: to_float64"])
 
