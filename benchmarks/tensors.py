@@ -28,12 +28,18 @@ def layouts(shape: tuple[int, ...]) -> dict[str, tuple[torch.Tensor, int | None]
 
 
 def measure(rounds: int = 9) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return medians of the time of statistics, and with the fingerprint, in sums of the tensor in the same round."""
+    """Return medians of the time of statistics, and with the fingerprint, in sums of the tensor in the same round.
+
+    It is the time of the processor, on one thread.
+    """
     results: dict[str, dict[str, tuple[float, float]]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for size, shape in SHAPES.items():
         results[size] = {}
         for name, (x, axis) in layouts(shape).items():
             results[size][name] = _ratios(x, axis, rounds)
+    torch.set_num_threads(threads)
     return results
 
 
@@ -46,10 +52,10 @@ def _ratios(x: torch.Tensor, axis: int | None, rounds: int) -> tuple[float, floa
     seconds: list[list[float]] = [[] for _ in jobs]
     for turn in range(-2, rounds):
         for job, times in zip(jobs, seconds, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             job()
             if turn >= 0:
-                times.append(time.perf_counter() - start)
+                times.append(time.process_time() - start)
     base, *others = seconds
     one, two = (statistics.median(a / b for a, b in zip(times, base, strict=True)) for times in others)
     return one, two

@@ -12,6 +12,8 @@ from architectures import GPT, Attention, Cell, Expert, Highway, Residual
 from faults import ATTENTION, FEED_FORWARD, Trial, by_hand, override
 from torch import Tensor, nn
 
+from pytest_modelprobe import kernel
+
 Change = Callable[[Trial], contextlib.AbstractContextManager[None]]
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -30,6 +32,16 @@ def threads(number: int) -> Iterator[None]:
 
 def with_threads(number: int) -> Change:
     return lambda trial: threads(number)
+
+
+@contextlib.contextmanager
+def by_torch(trial: Trial) -> Iterator[None]:
+    """Read the tensors by torch, where the snapshot was read by the compiled kernel."""
+    compiled, kernel.active = kernel.active, None
+    try:
+        yield
+    finally:
+        kernel.active = compiled
 
 
 def without_mkldnn(trial: Trial) -> contextlib.AbstractContextManager[None]:
@@ -62,6 +74,7 @@ def one_ulp(seed: int) -> Change:
 
 
 SETTINGS: dict[str, Change] = {
+    **({"read by the other path": by_torch} if kernel.active else {}),
     "1 thread": with_threads(1),
     "2 threads": with_threads(2),
     "4 threads": with_threads(4),

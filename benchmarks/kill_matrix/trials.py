@@ -265,6 +265,7 @@ def harmless(name: str, part: int) -> Iterator[Row]:
     """Yield a row a trial; of ``part`` trials, one is made."""
     for mode, loss in itertools.product(MODES, LOSSES):
         setting = Setting(name, mode, loss)
+        snapshot(name, setting.train, loss)  # it is kept: made now, before a setting changes
         for title, change in list((SETTINGS | ROUNDINGS).items())[::part]:
             if title != "channels last" or name in ("CNN", "ViT"):
                 trial = setting.trial

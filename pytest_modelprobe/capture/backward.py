@@ -20,6 +20,7 @@ from .stop import StopCheck
 from .tensors import ContentKey, content_key
 from .views import HookedViews
 
+_index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -58,7 +59,7 @@ class BackwardPasses:
 
     def enter(self) -> bool:
         """Count the pass that runs if it is new; return whether it runs inside a forward."""
-        inner = self._running.drop_abandoned()
+        inner = bool(self._running.stack) and self._running.drop_abandoned()
         task = graph_task()
         if task > self._newest_task:
             self._newest_task = task
@@ -82,7 +83,9 @@ class BackwardPasses:
         inner = self.enter()
         self.recomputed = None
         forwards = list(observed.items())
-        newest = max([forward for forward, _ in forwards], key=operator.attrgetter("index"))
+        newest = forwards[0][0]
+        for forward, _ in forwards[1:]:
+            newest = max(newest, forward, key=_index)
         reduced = self._reduced(gradient, newest.index, newest.samples)
         for forward, places in forwards:
             for seen in places:
@@ -102,16 +105,20 @@ class BackwardPasses:
             return  # reading every parameter would cost more than all that is traced
         index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
         reduced = self._reduced(gradient, index, samples)
-        # The first and the newest forward have records of their own: those that the pass reached. It may have reached
-        # no hooked value.
-        alone = [newest, first] if first is not newest else [newest]
-        reached = [f for f in alone if f is not None and self._current in f.backwards]
-        if newest is not None and self._reached != self._current:
-            reached = [newest]
-            newest.trained_by.add(self._current)
         step = self._forwards.step
         step.reached_by(self._current)
-        for gradients in (step.gradients, *(forward.parameters for forward in reached)):
+        receiving = [step.gradients]
+        # The first and the newest forward have records of their own: those that the pass reached. It may have reached
+        # no hooked value.
+        if newest is not None and self._reached != self._current:
+            newest.trained_by.add(self._current)
+            receiving.append(newest.parameters)
+        elif newest is not None:
+            if self._current in newest.backwards:
+                receiving.append(newest.parameters)
+            if first is not None and first is not newest and self._current in first.backwards:
+                receiving.append(first.parameters)
+        for gradients in receiving:
             for name in names:
                 held = gradients.get(name)
                 if held is None:

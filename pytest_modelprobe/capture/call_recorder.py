@@ -59,17 +59,17 @@ class CallRecorder:
         call = running.observation = running.forward.begin_call(running.name)
         call.training = training
         call.arguments, call.inputs_known = running.inputs.plain, running.inputs.known
-        call.grad_enabled, call.autocast = torch.is_grad_enabled(), _autocast_dtype(running.inputs)
-        outer = self._running.innermost
-        axes = {} if outer is None else outer.unit_axes
-        with statistics.ambient_modes_disabled():
-            call.inputs = [
-                (path, self._tensors.observe(running.forward, tensor, axes.get(shape_of(tensor)) if axes else None))
-                for path, tensor in running.inputs.tensors
-            ]
-            running.random_states = random_states() if may_draw else ()
-            if self._profiler is not None:
-                self._profiler.start_call(running)
+        call.grad_enabled = torch.is_grad_enabled()
+        if any_autocast():
+            call.autocast = _autocast_dtype(running.inputs)
+        axes = self._running.stack[-1].unit_axes if self._running.stack else None
+        for path, tensor in running.inputs.tensors:
+            axis = axes.get(shape_of(tensor)) if axes else None
+            call.inputs.append((path, self._tensors.observe(running.forward, tensor, axis)))
+        if may_draw:
+            running.random_states = random_states()
+        if self._profiler is not None:
+            self._profiler.start_call(running)
 
     def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
         """Observe the outputs of a call, which is off the stack.
@@ -78,38 +78,36 @@ class CallRecorder:
             running: The call.
             output: What it returned.
             module: The module that was called; None for a function.
-            leaf: Whether no layer is inside.
+            leaf: Whether no layer is inside, if it is profiled.
         """
         call = running.observation
         if call is None:
             return
-        outer = self._running.innermost
-        with statistics.ambient_modes_disabled():
-            running.forward.end_call(call)
-            outputs = flatten("output", output)
-            if self._profiler is not None:
-                self._profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
-            for path, tensor in outputs.tensors:
-                axis = running.inherited_axis(tensor)
-                if module is not None and not tensor.is_nested:
-                    axis = unit_axis(module, tensor, axis)
-                call.outputs.append((path, self._tensors.observe(running.forward, tensor, axis)))
-            if self._attention is not None:
-                self._attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
-            if outputs.opaque and outer is None:
-                self._notes[f"{running.name}: {unseen(outputs)}"] = None
-            if running.random_states and any(map(operator.ne, running.random_states, random_states())):
-                call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
-        if outer is not None:
-            for _, seen in call.outputs:
+        outer = self._running.stack[-1] if self._running.stack else None
+        running.forward.end_call(call)
+        outputs = flatten("output", output)
+        if self._profiler is not None:
+            self._profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
+        for path, tensor in outputs.tensors:
+            axis = running.inherited_axis(tensor)
+            if module is not None and not tensor.is_nested:
+                axis = unit_axis(module, tensor, axis)
+            seen = self._tensors.observe(running.forward, tensor, axis)
+            call.outputs.append((path, seen))
+            if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
+        if self._attention is not None:
+            with statistics.ambient_modes_disabled():
+                self._attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
+        if outputs.opaque and outer is None:
+            self._notes[f"{running.name}: {unseen(outputs)}"] = None
+        if running.random_states and any(map(operator.ne, running.random_states, random_states())):
+            call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
         if self._stop is not None:
             self._stop.outputs(call)
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:
     """Return the dtype of the autocast that is active for the device of an input; without inputs, for the CPU."""
-    if not any_autocast():
-        return None
     active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
     return plain_name(active[0][1]) if active else None

@@ -279,7 +279,7 @@ class Capture:
         late: bool,
     ) -> None:
         """See `CallReceiver.before`."""
-        outermost = not self._running.drop_abandoned()
+        outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
@@ -312,7 +312,7 @@ class Capture:
         frame: FrameType,
     ) -> None:
         """See `CallReceiver.after`."""
-        if self._recomputation.end_call(frame, output):
+        if self._recomputation.running and self._recomputation.end_call(frame, output):
             return
         running = self._running.pop(name, frame)
         if running is None:
@@ -324,11 +324,11 @@ class Capture:
             if error is not None and error is not running.error_before:
                 _note_raising_layer(error, name, module, running.inputs)
                 return
-            self._calls.finish(running, output, module, leaf=self.layers.is_leaf(name))
+            self._calls.finish(running, output, module, leaf=self._profiler is None or self.layers.is_leaf(name))
             if name in self.keep:
                 self._keep(name, output)
         finally:
-            if not self._running:
+            if not self._running.stack:
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:

@@ -118,10 +118,6 @@ class _Hook(ModuleHook):
         """Add a note to the records of the watch."""
         self._receiver.guard.notes[text] = None
 
-    def _active(self, module: nn.Module) -> bool:
-        traced = tracing_state() is not None
-        return self._receiver.guard.active and self._module() is module and not traced
-
     def stay_last(self, hooks: dict[int, Any]) -> bool:
         """Move behind hooks that came since, to see what they change; return whether there were any."""
         if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
@@ -148,7 +144,7 @@ class _Before(_Hook):
     def stay_last_of_module(self) -> None:
         """Move behind hooks that came since."""
         module = self._module()
-        if module is not None:
+        if module is not None and len(module._forward_pre_hooks) > 1:
             self.stay_last(module._forward_pre_hooks)
 
     def is_there(self) -> bool:
@@ -159,12 +155,14 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             if not torch.compiler.is_compiling():
-                with self._receiver.guard, without_torch_function():
-                    if self._active(module):
-                        late = self.stay_last(module._forward_pre_hooks)
-                        self.after.stay_last(module._forward_hooks)
+                receiver = self._receiver
+                with receiver.guard, without_torch_function():
+                    if receiver.guard.active and self._module() is module and tracing_state() is None:
+                        late = len(module._forward_pre_hooks) > 1 and self.stay_last(module._forward_pre_hooks)
+                        if len(module._forward_hooks) > 1:
+                            self.after.stay_last(module._forward_hooks)
                         frame = _frame_of_call(sys._getframe(1))
-                        self._receiver.before(self._name, module, args, kwargs, frame, late=late)
+                        receiver.before(self._name, module, args, kwargs, frame, late=late)
         except RecursionError:  # not even the guard could be called
             self._receiver.guard.notes[TOO_DEEP] = None
 
@@ -175,12 +173,13 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         try:
             if not torch.compiler.is_compiling():
-                with self._receiver.guard, without_torch_function():
-                    if self._active(module):
-                        if self.stay_last(module._forward_hooks):
-                            self._receiver.note_late(self._name, "outputs")
+                receiver = self._receiver
+                with receiver.guard, without_torch_function():
+                    if receiver.guard.active and self._module() is module and tracing_state() is None:
+                        if len(module._forward_hooks) > 1 and self.stay_last(module._forward_hooks):
+                            receiver.note_late(self._name, "outputs")
                         frame = _frame_of_call(sys._getframe(1))
-                        self._receiver.after(self._name, module, args, kwargs, output, frame)
+                        receiver.after(self._name, module, args, kwargs, output, frame)
         except RecursionError:
             self._receiver.guard.notes[TOO_DEEP] = None
 

@@ -27,7 +27,10 @@ Merge = Callable[[Reduced, Reduced], Reduced]
 
 
 class TensorObservation:
-    """A tensor among the inputs or outputs of a call: its reduction, and that of its gradient when it arrives."""
+    """A tensor among the inputs or outputs of a call: its reduction, and that of its gradient when it arrives.
+
+    The output of one call may be the input of the next: both have the same observation.
+    """
 
     __slots__ = (
         "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
@@ -37,7 +40,7 @@ class TensorObservation:
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
         self.number = number
         """Index of the forward, and number of the tensor in it: the same wherever the tensor was seen."""
-        self.shape = shape_of(tensor)
+        self.shape = tuple(tensor.shape) if not tensor.is_nested else shape_of(tensor)
         self.dtype = plain_name(tensor.dtype)
         self.device = plain_name(tensor.device)
         self.requires_grad = tensor.requires_grad
@@ -48,6 +51,11 @@ class TensorObservation:
         self.overwritten = False
         self.targets: tuple[TensorObservation, ...] = ()
         """Observations into which this one was merged: a gradient that arrives later is added to them too."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient has arrived."""
+        return self.backward is not None or self.backward_inner is not None
 
     def receive(self, gradient: Reduced, *, inner: bool) -> None:
         """Add the gradient of one backward pass."""
@@ -65,7 +73,7 @@ class TensorObservation:
             self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)
         if other.backward is not None:
-            self.backward = merged(self.backward, other.backward, merge)
+            self.backward = other.backward if self.backward is None else merge(self.backward, other.backward)
         if other.backward_inner is not None:
             self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
         self.overwritten |= other.overwritten
@@ -74,8 +82,9 @@ class TensorObservation:
     def copy(self) -> TensorObservation:
         """Return an independent copy; the reductions are shared, as they do not change once computed."""
         copy = object.__new__(TensorObservation)
-        for name in TensorObservation.__slots__:
-            setattr(copy, name, getattr(self, name))
+        copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
+        copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
+        copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
         copy.targets = ()
         return copy
 
@@ -194,8 +203,8 @@ class ParameterGradient:
 
     def receive(self, gradient: Reduced, backward: int) -> None:
         """Take the gradient of a pass as it is now."""
-        if backward != self._backward:
-            self._before = self.reduced
+        if backward != self._backward and self._newest is not None:
+            self._before = merged(self._before, self._newest)
         self._backward, self._newest = backward, gradient
 
     def merge_from(self, other: ParameterGradient) -> None:
@@ -205,7 +214,7 @@ class ParameterGradient:
     @property
     def reduced(self) -> Reduced | None:
         """The gradients of all passes, merged."""
-        return merged(self._before, self._newest)
+        return self._newest if self._before is None else merged(self._before, self._newest)
 
 
 class ReductionCacheEntry:

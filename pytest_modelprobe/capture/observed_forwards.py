@@ -64,14 +64,12 @@ class ObservedStep:
             self.parts.setdefault(kind, Totals()).merge_from(totals)
         for forward in other.forwards:
             merge_into(self.parts, forward)
-        for name, gradient in other.gradients.items():
-            self.gradients.setdefault(name, ParameterGradient()).merge_from(gradient)
+        _merge_gradients(self.gradients, other.gradients)
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = [r for gradient in self.gradients.values() if (r := gradient.reduced) is not None]
-        readings = (reading.statistics for reading in statistics.collect(reduced))
-        return any(found is not None and found.nonfinite > 0 for found in readings)
+        reduced = (gradient.reduced for gradient in self.gradients.values())
+        return statistics.any_nonfinite(one for one in reduced if one is not None)
 
 
 class ObservedForwards:
@@ -183,11 +181,10 @@ class ObservedForwards:
 
     def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
-        found = ObservedStep()
+        found: dict[str, ParameterGradient] = {}
         for step in (*self.steps, self._later, self.step, *([self._skipped] if with_skipped else [])):
-            for name, gradient in step.gradients.items():
-                found.gradients.setdefault(name, ParameterGradient()).merge_from(gradient)
-        return found.gradients
+            _merge_gradients(found, step.gradients)
+        return found
 
     @property
     def _unmerged(self) -> list[Forward | DoneForward]:
@@ -211,6 +208,14 @@ class ObservedForwards:
         else:
             self._later.merge_from(self.step)
         self.step = ObservedStep()
+
+
+def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, ParameterGradient]) -> None:
+    for name, gradient in others.items():
+        known = into.get(name)
+        if known is None:
+            known = into[name] = ParameterGradient()
+        known.merge_from(gradient)
 
 
 def _merged(merged: Iterable[Parts], forwards: Iterable[Forward | DoneForward]) -> Parts:

@@ -7,6 +7,7 @@ from torch import nn
 
 from pytest_modelprobe._torch import function_modes, global_hooks
 from pytest_modelprobe.models import as_array
+from pytest_modelprobe.statistics import ambient_modes_disabled
 
 _WITHOUT_DRAWS = {
     module
@@ -38,7 +39,8 @@ def may_draw(module: nn.Module) -> bool:
 
 def random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators."""
-    states = as_array(torch.default_generator.get_state()).tobytes()
-    if torch.cuda.is_initialized():
-        return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
-    return (states,)
+    with ambient_modes_disabled():
+        states = as_array(torch.default_generator.get_state()).tobytes()
+        if torch.cuda.is_initialized():
+            return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
+        return (states,)

@@ -25,7 +25,7 @@ class Recomputation:
         self._tensors = tensors
         self._backward = backward
         # The calls that run, in any thread, by their Python frame.
-        self._running: dict[FrameType, _Original] = {}
+        self.running: dict[FrameType, _Original] = {}
 
     def begin_call(self, name: str, inputs: Flat, frame: FrameType) -> None:
         """Take the inputs of a call that runs again."""
@@ -35,13 +35,13 @@ class Recomputation:
         if found is not None:
             forward, call = found
             call.run_again()
-            self._running[frame] = found
+            self.running[frame] = found
             self._backward.recomputed = forward, call.started
             self._observe_again(forward, call, call.inputs, inputs)
 
     def end_call(self, frame: FrameType, output: Any) -> bool:
         """Take the output of a call that ran again; return False where the call in that frame is another one."""
-        found = self._running.pop(frame, None)
+        found = self.running.pop(frame, None)
         if found is None:
             return False
         forward, call = found
@@ -50,7 +50,7 @@ class Recomputation:
 
     def clear(self) -> None:
         """Forget the calls that run."""
-        self._running.clear()
+        self.running.clear()
 
     def _original(self, name: str, inputs: Flat) -> _Original | None:
         """Find the call that runs again: one with the same input, one that follows in the segment, or the last one."""

@@ -48,20 +48,22 @@ class RunningCall:
         """Where its time begins; None: it is not profiled."""
         self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
 
-    def is_over(self, thread: int) -> bool:
-        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack."""
-        if _is_on_stack(self.frame, sys._getframe(1)):
+    def is_over(self, thread: int, here: FrameType) -> bool:
+        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack, nor on this."""
+        if _is_on_stack(self.frame, here):
             return False
         elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
         return not _is_on_stack(self.frame, elsewhere)
 
     def inherited_axis(self, output: torch.Tensor) -> int | None:
         """Return the unit axis of what was made inside in the shape of an output, else of an input of that shape."""
-        shape = shape_of(output)
-        inside = self.unit_axes.get(shape)
-        if inside is not None or self.observation is None:
-            return inside
-        return next((seen.axis for _, seen in self.observation.inputs if seen.shape == shape), None)
+        shape = shape_of(output) if output.is_nested else tuple(output.shape)
+        inside = self.unit_axes.get(shape) if self.unit_axes else None
+        if inside is None and self.observation is not None:
+            for _, seen in self.observation.inputs:
+                if seen.shape == shape:
+                    return seen.axis
+        return inside
 
 
 class RunningCalls:
@@ -72,27 +74,20 @@ class RunningCalls:
     """
 
     def __init__(self, on_abandoned: Callable[[], None]) -> None:
-        self._stack: list[RunningCall] = []
+        self.stack: list[RunningCall] = []
+        """To be read only."""
         self._thread = 0
         self._on_abandoned = on_abandoned
-
-    def __len__(self) -> int:
-        return len(self._stack)
-
-    @property
-    def innermost(self) -> RunningCall | None:
-        """The newest call on the stack; None where no call runs."""
-        return self._stack[-1] if self._stack else None
 
     @property
     def names(self) -> list[str]:
         """Names of the layers that run, outermost first."""
-        return [running.name for running in self._stack]
+        return [running.name for running in self.stack]
 
     def innermost_here(self) -> RunningCall | None:
         """Return the innermost call, if it still runs."""
-        running = self.innermost
-        return None if running is None or running.is_over(self._thread) else running
+        running = self.stack[-1] if self.stack else None
+        return None if running is None or running.is_over(self._thread, sys._getframe()) else running
 
     def is_elsewhere(self) -> bool:
         """Whether the calls run in another thread than this."""
@@ -100,28 +95,32 @@ class RunningCalls:
 
     def push(self, running: RunningCall) -> None:
         """Add the innermost call."""
-        if not self._stack:
+        if not self.stack:
             self._thread = threading.get_ident()
-        self._stack.append(running)
+        self.stack.append(running)
 
     def pop(self, name: str, frame: FrameType) -> RunningCall | None:
         """Remove a call with all inside it; return None where another hook raised before ours could add it."""
-        for i in range(len(self._stack) - 1, -1, -1):
-            if self._stack[i].frame is frame and self._stack[i].name == name:
-                running = self._stack[i]
-                del self._stack[i:]
+        for i in range(len(self.stack) - 1, -1, -1):
+            if self.stack[i].frame is frame and self.stack[i].name == name:
+                running = self.stack[i]
+                del self.stack[i:]
                 return running
         return None
 
     def remove(self, running: RunningCall) -> None:
         """Remove a call with all inside it, if it is there."""
-        if running in self._stack:
-            del self._stack[self._stack.index(running) :]
+        if running in self.stack:
+            del self.stack[self.stack.index(running) :]
 
-    def drop_abandoned(self) -> bool:
-        """Remove calls that ended although no hook ran; return whether a call runs."""
-        stack = self._stack
-        while stack and stack[-1].is_over(self._thread):
+    def drop_abandoned(self, here: FrameType | None = None) -> bool:
+        """Remove calls that ended although no hook ran; return whether a call runs.
+
+        Args:
+            here: A frame inside all calls that run in this thread; None: that of the caller.
+        """
+        stack = self.stack
+        while stack and stack[-1].is_over(self._thread, here or sys._getframe()):
             stack.pop()
             if not stack:
                 self._on_abandoned()
@@ -129,12 +128,12 @@ class RunningCalls:
 
     def clear(self) -> None:
         """Remove all calls."""
-        self._stack.clear()
+        self.stack.clear()
 
     def attend(self, call: CallObservation, found: list[AttentionObservation]) -> None:
         """Add attention weights to a call; they were computed in all calls that run."""
         call.attention += found
-        for running in self._stack if found else ():
+        for running in self.stack if found else ():
             running.attended = True
 
 

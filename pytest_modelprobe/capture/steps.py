@@ -114,19 +114,20 @@ class Steps:
             self._passes += self._adds
         if not self._adds:
             return False
+        total = self._total
         if parameter.grad is None or (held.used and not self._is_kept(parameter.grad)):
             # Discarded, unless another optimizer stepped between: then the loss was that of another model.
-            if held.passes and not held.used and held.total == self._total and task != self._discarded_in:
+            if held.passes and not held.used and held.total == total and task != self._discarded_in:
                 self._discarded += 1
                 self._discarded_in = task
                 discarded = True
             held.passes, held.used, held.stale, held.mixed = 0, False, False, False
         elif held.used:
             held.stale = True
-        elif held.passes and held.total != self._total:
+        elif held.passes and held.total != total:
             held.mixed = True
         held.passes += 1
-        held.total = self._total
+        held.total = total
         if self._stepping:  # in the closure of a step, which uses it
             held.used = True
         return discarded

@@ -14,7 +14,7 @@ from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .guard import HookGuard
 from .observation import Forward, ReductionCacheEntry, TensorObservation
-from .tensors import content_key, is_parameter
+from .tensors import content_key, is_parameter, shape_of
 from .views import HookedViews
 
 OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
@@ -43,27 +43,33 @@ class TensorObserver:
 
     def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         """Return the observation of a tensor in a new place; ``axis`` is that of its units."""
-        hook = self._hook_on(tensor)
-        if hook is None:
+        if not tensor.requires_grad:
             return TensorObservation(tensor, *self._read(forward, tensor, axis))
-        before = hook.seen_in(forward)
+        hook = self._hook_on(tensor)
+        places = hook.observed.get(forward)
+        before = places[0] if places else None
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
-        if before is not None and hook.version is not None and not is_view(tensor):
+        view = is_view(tensor)
+        if before is not None and hook.version is not None and not view:
+            if not before.has_gradient and before.shape == shape_of(tensor):
+                return before  # one observation in both places
             seen = TensorObservation(tensor, before.number, before.forward)
         else:
             _, reduced = self._read(forward, tensor, axis)
             # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
             seen = TensorObservation(tensor, before.number if before is not None else forward.next_number(), reduced)
         hook.add(forward, seen)
-        self._views.add(tensor, seen)
+        if view:
+            self._views.add(tensor, seen)
         return seen
 
     def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
         """Let the gradient of a recomputed tensor go to the observation of the original."""
-        hook = None if tensor.is_leaf else self._hook_on(tensor)
-        if hook is not None:
+        if tensor.requires_grad and not tensor.is_leaf:
             seen.requires_grad = True
-            hook.add(forward, seen)
+            hook = self._hook_on(tensor)
+            if not any(seen is known for known in hook.observed.get(forward, ())):
+                hook.add(forward, seen)
 
     def drop_dead_hooks(self) -> None:
         """Forget the hooks whose tensors are gone."""
@@ -97,13 +103,12 @@ class TensorObserver:
             forward.reductions[key] = ReductionCacheEntry(tensor, number, reduced)
         return number, reduced
 
-    def _hook_on(self, tensor: torch.Tensor) -> _TensorHook | None:
-        """Return our hook on the tensor as it is now, made if there is none; None where no gradient can come."""
-        if not tensor.requires_grad:
-            return None
+    def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
+        """Return our hook on the tensor as it is now, made if there is none."""
         # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
         version = None if tensor.is_leaf else tensor._version
-        for known in (tensor_hooks(tensor) or {}).values():
+        hooks = tensor_hooks(tensor)
+        for known in hooks.values() if hooks else ():
             if type(known) is _TensorHook and known.observer is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
@@ -127,11 +132,6 @@ class _TensorHook:
         self.observed: MutableMapping[Forward, list[TensorObservation]] = (
             {} if version is not None else WeakKeyDictionary()
         )
-
-    def seen_in(self, forward: Forward) -> TensorObservation | None:
-        """Return the first observation of the tensor in ``forward``, if there is one."""
-        seen = self.observed.get(forward)
-        return seen[0] if seen else None
 
     def add(self, forward: Forward, seen: TensorObservation) -> None:
         """Let the gradient go to ``seen`` too."""

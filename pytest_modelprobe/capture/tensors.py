@@ -10,6 +10,7 @@ from torch import nn
 
 from pytest_modelprobe._torch import storage_key
 from pytest_modelprobe.record import Dimension, merge_dimensions
+from pytest_modelprobe.statistics import ambient_modes_disabled
 
 ContentKey = tuple[Any, ...]
 """Storage, version and layout of a tensor: two tensors with one key have the same elements while the storage lives."""
@@ -41,7 +42,8 @@ def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
     """
     if not tensor.is_nested:
         return tuple(tensor.shape)
-    parts = [part.shape for part in tensor.detach().unbind()]
+    with ambient_modes_disabled():
+        parts = [part.shape for part in tensor.detach().unbind()]
     return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
 
 

@@ -53,18 +53,20 @@ def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -
 
 
 def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int | None:
+    cls: type = type(module)
+    rule = _rule(cls)
+    if isinstance(rule, int):
+        return rule
+    if rule == _SECOND:
+        return 1 - len(shape) if len(shape) > 1 else None
     if isinstance(module, nn.MultiheadAttention):
         return _LAST if shape and shape[-1] == module.embed_dim else None  # not of the attention weights
     if isinstance(module, nn.Flatten):
         return _LAST if module.start_dim in (0, 1) and module.end_dim in (-1, len(shape)) else inherited
-    cls: type = type(module)
-    rule = _rule(cls)
-    if rule == _SECOND:
-        return 1 - len(shape) if len(shape) > 1 else None
-    if isinstance(rule, int):
-        return rule
+    if rule == _INHERITED:
+        return inherited
     own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]
-    if rule == _INHERITED or all(math.prod(size) == 1 for size in own) or any(module.children()):
+    if all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
     # A norm of the model's own, like LlamaRMSNorm, has vectors of one size: the axis is known if they fit only one.
     fitting = {axis for axis in (_LAST, 1 - len(shape)) if axis < 0 and set(own) == {(shape[axis],)}}

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from pytest_modelprobe._torch import is_view
+from pytest_modelprobe.statistics import ambient_modes_disabled
 
 from .observation import TensorObservation
 
@@ -18,13 +18,12 @@ class HookedViews:
         self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
 
     def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
-        """Look after a tensor, if it is a view."""
-        if is_view(tensor):
+        """Look after a view."""
+        with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
             version = tensor.detach()
-            with contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
-                # An alias without the memory: what it still shares is the count of versions.
-                version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                self._views.append((seen, tensor._version, version))
+            # An alias without the memory: what it still shares is the count of versions.
+            version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._views.append((seen, tensor._version, version))
 
     def mark_overwritten(self) -> None:
         """Mark those that were overwritten by now, and look after none of them any more."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -15,6 +16,9 @@ from pytest_modelprobe.exceptions import ModelProbeError
 VARIABLE = "MODELPROBE_KERNEL"
 
 Row = tuple[int, int, int, int, int, float, float, float, float, float, float, float]
+
+Share = Callable[[Callable[[], None], int], None]
+"""Given a function and a number, calls the function on up to so many threads: each call works until nothing is left."""
 
 
 class Compiled(Protocol):
@@ -38,6 +42,7 @@ class Compiled(Protocol):
         axis: int | None,
         index: float,
         signs: bytes | None,
+        share: Share | None,
         /,
     ) -> tuple[Row, bytes | None, bytes | None] | None:
         """Return the numbers of a tensor, the ranges of its units, and its fingerprint.
@@ -52,6 +57,7 @@ class Compiled(Protocol):
             axis: Axis of the units, counted from the end.
             index: Number of the forward.
             signs: Eight for each sample, int8; None: no fingerprint.
+            share: Called where there is work for several threads; None: all is done on this one.
         """
 
 

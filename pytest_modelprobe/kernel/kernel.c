@@ -87,6 +87,7 @@ typedef struct {
 
 typedef struct {
     int64_t length, columns, rows; /* of a sample; used ones; added since the last flush */
+    int flushed;                   /* whether the totals have something */
     const int8_t *signs;           /* 8 for each sample, or NULL */
     double totals[8 * COLUMNS];
 } Fold;
@@ -209,7 +210,7 @@ static INLINE float of_float16(const char *from) {
 #endif
 #endif
 
-typedef void (*Work)(const Plan *, int64_t, int64_t, Fold *, Part *, double *, void *, void *);
+typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, void *);
 
 static const struct {
     const char *name;
@@ -373,32 +374,110 @@ static PyObject *set_tables(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* What one call needs beside the plan. */
+/* One call of `reduce`, whose items may be worked off by several threads. What is not const is changed with the GIL. */
 typedef struct {
+    Plan plan;
+    int folded;
+    int64_t length, columns; /* of a sample */
+    const int8_t *signs;
+    int64_t items, next, running;
+    size_t buffer; /* bytes in which a thread brings elements into order */
     Part part, *parts;
     double few[NUMBERS], *numbers;
-    void *ranges, *buffer;
-} Room;
+    void *ranges;
+} Job;
 
-static void leave(Room *room) {
-    if (room->parts != &room->part) free(room->parts);
-    if (room->numbers != room->few) free(room->numbers);
-    free(room->ranges);
-    free(room->buffer);
+/* Works off items until there are no more. Returns -1 with an error where there is no memory. */
+static int work_off(Job *job) {
+    const Plan *plan = &job->plan;
+    int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
+    void *ranges = NULL, *buffer = NULL;
+    Fold fold; /* its totals are set where they are needed */
+    fold.length = job->length;
+    fold.columns = job->columns;
+    fold.signs = job->signs;
+    if (job->next >= job->items) return 0;
+    if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
+    if (job->buffer) buffer = malloc(job->buffer);
+    if ((plan->ranges && !ranges) || (job->buffer && !buffer)) {
+        free(ranges);
+        free(buffer);
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (wide) no_range_double_base(ranges, plan->ranges);
+    else no_range_float_base(ranges, plan->ranges);
+    job->running++;
+    while (job->next < job->items) {
+        int64_t item = job->next++;
+        PyThreadState *state = small ? NULL : PyEval_SaveThread();
+        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, buffer);
+        if (state) PyEval_RestoreThread(state);
+    }
+    job->running--;
+    free(buffer);
+    if (!job->ranges) {
+        job->ranges = ranges;
+        return 0;
+    }
+    if (wide) merge_ranges_double_base(job->ranges, ranges, plan->ranges);
+    else merge_ranges_float_base(job->ranges, ranges, plan->ranges);
+    free(ranges);
+    return 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs): the row, the bytes of the ranges of units or None, the 16
-   numbers or None. None where the elements are of a magnitude that has no squares in float64. */
+static const char JOB[] = "modelprobe.job";
+
+static void forget_job(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, JOB)); }
+
+static PyObject *work_off_shared(PyObject *capsule, PyObject *nothing) {
+    Job *job = PyCapsule_GetPointer(capsule, JOB);
+    (void)nothing;
+    if (!job || work_off(job)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef shared_work = {"work", work_off_shared, METH_NOARGS, NULL};
+
+/* Calls share(work, items), which calls work() on other threads too. Returns -1 with an error. */
+static int work_off_together(Job *job, PyObject *share) {
+    Job *shared = malloc(sizeof(Job)); /* a thread that comes late may ask it for more */
+    if (!shared) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *shared = *job;
+    PyObject *capsule = PyCapsule_New(shared, JOB, forget_job);
+    if (!capsule) {
+        free(shared);
+        return -1;
+    }
+    PyObject *work = PyCFunction_New(&shared_work, capsule), *done = NULL;
+    if (work) done = PyObject_CallFunction(share, "OL", work, (long long)shared->items);
+    int failed = !done || work_off(shared);
+    shared->next = shared->items; /* after an interrupt others may still be at it */
+    while (shared->running) {
+        Py_BEGIN_ALLOW_THREADS
+        Py_END_ALLOW_THREADS
+    }
+    job->ranges = shared->ranges;
+    Py_XDECREF(done);
+    Py_XDECREF(work);
+    Py_DECREF(capsule);
+    return failed ? -1 : 0;
+}
+
+/* reduce(address, kind, sizes, strides, axis, index, signs, share): the row, the bytes of the ranges of units or None, the
+   16 numbers or None. None where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
-    Plan plan;
-    Fold fold, *folded = NULL;
-    Room room = {.parts = &room.part, .numbers = room.few};
+    Job job;
+    Plan *plan = &job.plan;
     PyObject *row, *ranges = NULL, *numbers = NULL, *result = NULL;
     (void)module;
-    if (count != 7) {
-        PyErr_SetString(PyExc_TypeError, "reduce() takes 7 arguments");
+    if (count != 8) {
+        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments");
         return NULL;
     }
     const char *data = PyLong_AsVoidPtr(args[0]);
@@ -415,83 +494,86 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     int wide = kind == FLOAT64;
     int64_t itemsize = wide ? 8 : 4, elements = 1;
     for (int d = 0; d < dims; d++) elements *= size[d];
-    plan.kind = (int)kind;
-    lay_out(&plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind]);
-    if (!elements) plan.count = 0;
-    plan.elements = elements;
+    plan->kind = (int)kind;
+    lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind]);
+    if (!elements) plan->count = 0;
+    plan->elements = elements;
+    job.next = job.running = 0;
+    job.parts = &job.part;
+    job.numbers = job.few;
+    job.ranges = NULL;
+    job.signs = NULL;
+    job.length = job.columns = 0;
+    job.folded = args[6] != Py_None;
 
     Py_buffer signs = {0};
-    if (args[6] != Py_None) {
+    if (job.folded) {
         if (PyObject_GetBuffer(args[6], &signs, PyBUF_SIMPLE)) return NULL;
         int64_t samples = signs.len / 8;
         if (!tables_are_set || signs.len % 8 || !samples || elements % samples) {
             PyErr_SetString(PyExc_ValueError, "signs that are not 8 for each sample");
             goto done;
         }
-        folded = &fold;
-        fold.signs = signs.buf;
-        fold.length = elements ? elements / samples : 1;
-        fold.columns = fold.length < COLUMNS ? (fold.length + 15) / 16 * 16 : COLUMNS;
-    }
+        job.signs = signs.buf;
+        job.length = elements ? elements / samples : 1;
+        job.columns = job.length < COLUMNS ? (job.length + 15) / 16 * 16 : COLUMNS;
+    } else plan->turned = 0;
 
-    int64_t chunks = ((folded ? elements : plan.count) + CHUNK - 1) / CHUNK;
+    int64_t most = job.folded ? elements : plan->count, chunks = (most + CHUNK - 1) / CHUNK;
     if (chunks > 1) {
-        room.parts = malloc((size_t)chunks * sizeof(Part));
-        room.numbers = malloc((size_t)chunks * sizeof(double) * NUMBERS);
+        job.parts = malloc((size_t)chunks * sizeof(Part));
+        job.numbers = malloc((size_t)chunks * sizeof(double) * NUMBERS);
+        if (!job.parts || !job.numbers) {
+            PyErr_NoMemory();
+            goto done;
+        }
     }
-    if (plan.ranges) room.ranges = malloc((size_t)plan.ranges * 2 * (size_t)itemsize);
-    int ordered = plan.memory.direct && (!folded || plan.same_order || plan.logical.direct);
-    int64_t most = folded ? elements : plan.count;
-    int64_t largest = plan.turned ? SPAN + plan.turned * plan.logical.size[plan.logical.dims - 1] : SPAN;
-    if (!ordered) room.buffer = malloc((size_t)(most < largest && !plan.turned ? most : largest) * (size_t)itemsize);
-    if (!room.parts || !room.numbers || (plan.ranges && !room.ranges) || (!ordered && most && !room.buffer)) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    room.part = NOTHING;
-    memset(room.few, 0, sizeof room.few);
-    if (most >= THREADED) {
-        Py_BEGIN_ALLOW_THREADS
-        LEVELS[level].work[wide](&plan, 0, chunks, folded, room.parts, room.numbers, room.ranges, room.buffer);
-        Py_END_ALLOW_THREADS
-    } else {
-        LEVELS[level].work[wide](&plan, 0, chunks, folded, room.parts, room.numbers, room.ranges, room.buffer);
-    }
+    job.part = NOTHING;
+    memset(job.few, 0, sizeof job.few);
+    job.items = (chunks ? chunks : 1) + (plan->turned > 0);
+    int64_t largest = plan->turned ? SPAN + plan->turned * plan->logical.size[plan->logical.dims - 1] : most < SPAN ? most : SPAN;
+    int ordered = plan->memory.direct && (!job.folded || plan->same_order || plan->logical.direct);
+    job.buffer = ordered ? 0 : (size_t)(largest * itemsize);
+    /* Of as many units as elements the ranges of each thread would take longer to merge than to find. */
+    int together = args[7] != Py_None && job.items > 1 && plan->ranges <= plan->count / 16;
+    if (together ? work_off_together(&job, args[7]) : work_off(&job)) goto done;
 
-    Part all = room.parts[0];
-    for (int64_t i = 1; i < chunks; i++) merge(&all, room.parts + i);
+    Part all = job.parts[0];
+    for (int64_t i = 1; i < chunks; i++) merge(&all, job.parts + i);
     if (wide && (all.high > 1e150 || all.low < -1e150) && all.finite) {
         result = Py_None;
         Py_INCREF(result);
         goto done;
     }
-    if (plan.ranges) {
-        ranges = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(plan.units * 2 * itemsize));
+    if (plan->ranges) {
+        ranges = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(plan->units * 2 * itemsize));
         if (!ranges) goto done;
-        char *low = PyBytes_AsString(ranges), *high = low + plan.units * itemsize;
-        if (wide) range_of_units_double_base(room.ranges, plan.apart, plan.within, plan.repeats, (double *)(void *)low, (double *)(void *)high);
-        else range_of_units_float_base(room.ranges, plan.apart, plan.within, plan.repeats, (float *)(void *)low, (float *)(void *)high);
-        if (plan.apart == 1)
-            for (int64_t u = 1; u < plan.units; u++) {
+        char *low = PyBytes_AsString(ranges), *high = low + plan->units * itemsize;
+        if (wide) range_of_units_double_base(job.ranges, plan->apart, plan->within, plan->repeats, (double *)(void *)low, (double *)(void *)high);
+        else range_of_units_float_base(job.ranges, plan->apart, plan->within, plan->repeats, (float *)(void *)low, (float *)(void *)high);
+        if (plan->apart == 1)
+            for (int64_t u = 1; u < plan->units; u++) {
                 memcpy(low + u * itemsize, low, (size_t)itemsize);
                 memcpy(high + u * itemsize, high, (size_t)itemsize);
             }
     }
-    if (folded) {
+    if (job.folded) {
         double last = 0;
         for (int k = 0; k < NUMBERS; k++) {
-            for (int64_t i = 1; i < chunks; i++) room.numbers[k] += room.numbers[i * NUMBERS + k];
-            last += room.numbers[k] - room.numbers[k];
+            for (int64_t i = 1; i < chunks; i++) job.numbers[k] += job.numbers[i * NUMBERS + k];
+            last += job.numbers[k] - job.numbers[k];
         }
         if (last == 0) {
-            numbers = PyBytes_FromStringAndSize((const char *)room.numbers, sizeof room.few);
+            numbers = PyBytes_FromStringAndSize((const char *)job.numbers, sizeof job.few);
             if (!numbers) goto done;
         }
     }
-    row = row_of(&all, plan.copies, index);
+    row = row_of(&all, plan->copies, index);
     if (row) result = Py_BuildValue("NOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None);
 done:
-    leave(&room);
+    if (job.parts != &job.part) free(job.parts);
+    if (job.numbers != job.few) free(job.numbers);
+    free(job.ranges);
     Py_XDECREF(ranges);
     Py_XDECREF(numbers);
     if (signs.obj) PyBuffer_Release(&signs);

@@ -40,17 +40,6 @@ typedef double D;
 #define MOST(a, b) ((V)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #endif
 #include "passes.h"
-#if X86 && BYTES
-#undef LEAST
-#undef MOST
-#endif
-#undef T
-#undef TYPE
-#undef WIDE
-#undef COUNTER
-#undef LANES
-#undef HALF
-#undef DLOAD
 
 #define T double
 #define TYPE _double
@@ -82,17 +71,6 @@ typedef double D;
 #define MOST(a, b) ((V)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
 #endif
 #include "passes.h"
-#if X86 && BYTES
-#undef LEAST
-#undef MOST
-#endif
-#undef T
-#undef TYPE
-#undef WIDE
-#undef COUNTER
-#undef LANES
-#undef HALF
-#undef DLOAD
 
 #undef NAME
 #undef V

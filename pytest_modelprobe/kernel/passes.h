@@ -313,14 +313,21 @@ static INLINE void NAME(fold)(const T *const rows[8], const T signs[8], int swap
     }
 }
 
-/* Adds what the floats hold to the totals, in float64. */
-static INLINE void NAME(flush)(Fold *fold, T *sums) {
+static INLINE void NAME(clear)(Fold *fold, T *sums) {
+    for (int s = 0; s < 8; s++)
+        for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c += 16) EACH STORE(sums + c + k * LANES, SPLAT(0));
+    fold->rows = 0;
+}
+
+/* Adds what the floats hold to the totals, in float64: the first time they are the totals. */
+static INLINE void NAME(flush)(Fold *fold, const T *sums) {
     for (int s = 0; s < 8; s++)
         for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c += 16) {
-            DEACH DSTORE(fold->totals + c + k * HALF, DOUBLES(fold->totals + c + k * HALF) + DLOAD(sums + c + k * HALF));
-            EACH STORE(sums + c + k * LANES, SPLAT(0));
+            double *to = fold->totals + c;
+            if (fold->flushed) DEACH DSTORE(to + k * HALF, DOUBLES(to + k * HALF) + DLOAD(sums + c + k * HALF));
+            else DEACH DSTORE(to + k * HALF, DLOAD(sums + c + k * HALF));
         }
-    fold->rows = 0;
+    fold->flushed = 1;
 }
 
 /* Adds elements of one sample, of which the first is number `place`. */
@@ -362,7 +369,10 @@ static INLINE void NAME(fold_sample)(Fold *fold, T *sums, const T *x, int64_t pl
             NAME(fold)(rows, signs, swap, COLUMNS, sums);
             fold->rows += 8;
         }
-        if (fold->rows >= FLUSHED) NAME(flush)(fold, sums);
+        if (fold->rows >= FLUSHED) {
+            NAME(flush)(fold, sums);
+            NAME(clear)(fold, sums);
+        }
         x += some;
         place += some;
         n -= some;
@@ -381,12 +391,8 @@ static INLINE void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t plac
 }
 
 static INLINE void NAME(begin)(Fold *fold, T *sums) {
-    fold->rows = 0;
-    for (int s = 0; s < 8; s++)
-        for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c++) {
-            sums[c] = 0;
-            fold->totals[c] = 0;
-        }
+    fold->flushed = 0;
+    NAME(clear)(fold, sums);
 }
 
 /* Writes the 16 numbers of the totals. */
@@ -457,7 +463,24 @@ static INLINE void NAME(gather)(const View *view, int kind, int64_t start, int64
 
 /* Writes the columns of 16 rows of 16 elements as rows. */
 static INLINE void NAME(transpose)(const T *from, int64_t step, T *to, int64_t to_step) {
-#if X86 && !WIDE
+#if X86 && LANES == 8
+    for (int c = 0; c < 16; c += 4)
+        for (int r = 0; r < 16; r += 8) { /* rows r to r + 3 beside rows r + 4 to r + 7 */
+            __m256 x[4], y[4];
+            for (int i = 0; i < 4; i++) {
+                const T *row = from + (r + i) * step + c;
+                x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * step), 1);
+            }
+            y[0] = _mm256_unpacklo_ps(x[0], x[1]);
+            y[1] = _mm256_unpacklo_ps(x[2], x[3]);
+            y[2] = _mm256_unpackhi_ps(x[0], x[1]);
+            y[3] = _mm256_unpackhi_ps(x[2], x[3]);
+            for (int i = 0; i < 4; i += 2) {
+                _mm256_storeu_ps(to + (c + i) * to_step + r, _mm256_shuffle_ps(y[i], y[i + 1], _MM_SHUFFLE(1, 0, 1, 0)));
+                _mm256_storeu_ps(to + (c + i + 1) * to_step + r, _mm256_shuffle_ps(y[i], y[i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
+            }
+        }
+#elif X86 && !WIDE
     for (int c = 0; c < 16; c += 4)
         for (int r = 0; r < 16; r += 4) {
             __m128 a = _mm_loadu_ps(from + r * step + c), b = _mm_loadu_ps(from + (r + 1) * step + c);
@@ -542,40 +565,57 @@ static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int
     return buffer;
 }
 
-/* The numbers of chunks, from `first` on, and the range of each column or unit in them. */
-static void NAME(work)(const Plan *plan, int64_t first, int64_t stop, Fold *fold, Part *parts, double *numbers, void *ranges, void *buffer) {
-    T sums[8 * COLUMNS], *low = ranges, *high = low ? low + plan->ranges : NULL;
-    for (int64_t i = 0; low && i < plan->ranges; i++) { low[i] = INFINITY; high[i] = -INFINITY; }
-    for (int64_t chunk = first; chunk < stop; chunk++) {
-        int64_t end = (chunk + 1) * CHUNK < plan->count ? (chunk + 1) * CHUNK : plan->count;
-        T shift = 0;
-        Part all = NOTHING;
-        if (fold && !plan->turned) NAME(begin)(fold, sums);
-        for (int64_t start = chunk * CHUNK; start < end; start += SPAN) {
-            int64_t n = end - start < SPAN ? end - start : SPAN;
-            const T *x = NAME(span)(&plan->memory, plan->kind, start, n, buffer);
-            for (int64_t i = 0; i < n; i += BLOCK) {
-                int64_t some = n - i < BLOCK ? n - i : BLOCK;
-                Part part;
-                int finite = NAME(part_of)(x + i, some, plan->count <= SMALL ? NULL : &shift, &part);
-                merge(&all, &part);
-                if (!low) continue;
-                if (!finite) NAME(range_with_nan)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
-                else if (plan->inner == 1) NAME(range_of_columns)(x + i, start + i, some, plan->ranges, low, high);
-                else NAME(range_of_runs)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
-            }
-            if (fold && plan->same_order) NAME(fold_span)(fold, sums, x, start, n);
+/* The numbers of one chunk, and the range of each column or unit in it; or of all chunks the signed sums, as the first
+   item, where rows are transposed for them. */
+static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, void *buffer) {
+    T sums[8 * COLUMNS], *low = ranges, *high = low ? low + plan->ranges : NULL, shift = 0;
+    if (plan->turned) {
+        if (!item) {
+            NAME(fold_turned)(plan, fold, sums, numbers, buffer);
+            return;
         }
-        parts[chunk] = all;
-        end = (chunk + 1) * CHUNK < plan->elements ? (chunk + 1) * CHUNK : plan->elements;
-        if (fold && !plan->turned && !plan->same_order)
-            for (int64_t start = chunk * CHUNK; start < end; start += SPAN) {
-                int64_t n = end - start < SPAN ? end - start : SPAN;
-                NAME(fold_span)(fold, sums, NAME(span)(&plan->logical, plan->kind, start, n, buffer), start, n);
-            }
-        if (fold && !plan->turned) NAME(finish)(fold, sums, numbers + NUMBERS * chunk);
+        fold = NULL;
+        item--;
     }
-    if (fold && plan->turned) NAME(fold_turned)(plan, fold, sums, numbers, buffer);
+    int64_t first = item * CHUNK, end = first + CHUNK < plan->count ? first + CHUNK : plan->count;
+    Part all = NOTHING;
+    if (fold) NAME(begin)(fold, sums);
+    for (int64_t start = first; start < end; start += SPAN) {
+        int64_t n = end - start < SPAN ? end - start : SPAN;
+        const T *x = NAME(span)(&plan->memory, plan->kind, start, n, buffer);
+        for (int64_t i = 0; i < n; i += BLOCK) {
+            int64_t some = n - i < BLOCK ? n - i : BLOCK;
+            Part part;
+            int finite = NAME(part_of)(x + i, some, plan->count <= SMALL ? NULL : &shift, &part);
+            merge(&all, &part);
+            if (!low) continue;
+            if (!finite) NAME(range_with_nan)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
+            else if (plan->inner == 1) NAME(range_of_columns)(x + i, start + i, some, plan->ranges, low, high);
+            else NAME(range_of_runs)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
+        }
+        if (fold && plan->same_order) NAME(fold_span)(fold, sums, x, start, n);
+    }
+    parts[item] = all;
+    if (!fold) return;
+    end = first + CHUNK < plan->elements ? first + CHUNK : plan->elements;
+    for (int64_t start = first; start < end && !plan->same_order; start += SPAN) {
+        int64_t n = end - start < SPAN ? end - start : SPAN;
+        NAME(fold_span)(fold, sums, NAME(span)(&plan->logical, plan->kind, start, n, buffer), start, n);
+    }
+    NAME(finish)(fold, sums, numbers + NUMBERS * item);
+}
+
+UNUSED static void NAME(no_range)(T *ranges, int64_t n) {
+    for (int64_t i = 0; i < n; i++) { ranges[i] = INFINITY; ranges[n + i] = -INFINITY; }
+}
+
+/* A NaN stays. */
+UNUSED static void NAME(merge_ranges)(T *ranges, const T *others, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        T low = others[i], high = others[n + i];
+        if (low < ranges[i] || low != low) ranges[i] = low;
+        if (high > ranges[n + i] || high != high) ranges[n + i] = high;
+    }
 }
 
 /* The range of each of the units, from that of columns: `inner` of each unit, and all of them `repeats` times. */
@@ -599,3 +639,14 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef EACH
 #undef DSTEPS
 #undef DEACH
+#undef T
+#undef TYPE
+#undef WIDE
+#undef COUNTER
+#undef LANES
+#undef HALF
+#undef DLOAD
+#if X86 && BYTES
+#undef LEAST
+#undef MOST
+#endif

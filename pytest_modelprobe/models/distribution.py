@@ -42,6 +42,8 @@ def original_class(module: Any) -> type:
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> Mapping[tuple[nn.Module, str], nn.Parameter]:
     """Return this rank's shard of each parameter under FSDP2, by owner and name; empty where it is not in use."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
     return {
         (owner, name): shard for module in modules if is_fully_sharded(module) for owner, name, shard in shards(module)
     }

@@ -188,7 +188,10 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
     (['output[0].loc', 'output[0].scale'], {'output[1]': 'list_iterator'})
     """
     flat = Flat(objects=objects)
-    flat.add(path, value)
+    if type(value) is torch.Tensor:  # by far the most
+        flat.tensors.append((path, value))
+    else:
+        flat.add(path, value)
     return flat
 
 
@@ -220,6 +223,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
     (['input', 'mask'], {'causal': True})
     """
     flat = Flat(objects=objects)
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        flat.tensors.append(("input", args[0]))
+        return flat
     for i, arg in enumerate(args):
         flat.add("input" if len(args) == 1 else f"input[{i}]", arg)
     for name, arg in kwargs.items():

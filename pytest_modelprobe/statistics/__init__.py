@@ -11,13 +11,14 @@ Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
@@ -26,7 +27,7 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
-from .readable import FLOATS, NARROW, NO_CONTEXT, ambient_modes_disabled, as_plain_tensor, real
+from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .samples import WHOLE, Samples, samples_of
 from .small import SMALL, SmallTensors
@@ -37,6 +38,7 @@ __all__ = [
     "Reduced",
     "Samples",
     "SmallTensors",
+    "any_nonfinite",
     "collect",
     "merge",
     "as_plain_tensor",
@@ -78,10 +80,11 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    context = ambient_modes_disabled()
-    if context is NO_CONTEXT:
-        return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
-    with context:
+    if not (histogram or function_modes()):
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+        if by_one_read is not None:
+            return by_one_read
+    with ambient_modes_disabled():
         return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
 
 
@@ -112,17 +115,21 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
-    a, b = a.computed(), b.computed()
+    for one in (a, b):
+        if one.pending is not None:
+            one.computed()
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
-    if not (_has_numbers(a) and _has_numbers(b)):
+    on_cpu = a.rows is None and b.rows is None
+    if a.row is not None and b.row is not None:
+        merged.row = merged_row(a.row, b.row)
+    elif on_cpu or not (_has_numbers(a) and _has_numbers(b)):
         return merged
-    merged.row = a.row or b.row
+    else:
+        merged.row = a.row or b.row
     if a.histogram is not None and b.histogram is not None:
         with ambient_modes_disabled():
             merged.histogram = a.histogram + b.histogram.to(a.histogram.device, non_blocking=True)
-    if a.row is not None and b.row is not None:
-        merged.row = merged_row(a.row, b.row)
-    if a.rows is None and b.rows is None:
+    if on_cpu:
         _merge_units(merged, a, b)
         if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
             merged.fingerprint = a.fingerprint + b.fingerprint
@@ -138,6 +145,22 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     return merged
 
 
+def any_nonfinite(reduced: Iterable[Reduced]) -> bool:
+    """Return whether any reduction counts elements that are not finite; those on a device are read from it.
+
+    >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
+    (False, True)
+    """
+    remote = []
+    for one in reduced:
+        row = one.computed().row
+        if row is not None and any(row[1:4]):
+            return True
+        if one.rows is not None:
+            remote.append(one)
+    return any(found.statistics is not None and found.statistics.nonfinite > 0 for found in collect(remote))
+
+
 def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     """Return the readings of reductions in plain numbers, with one transfer for each device.
 
@@ -149,6 +172,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
     remote = [
         t
         for r in reduced
+        if r.rows is not None or r.histogram is not None  # those of a device have rows
         for t in (r.rows, r.low, r.high, r.remote_fingerprint, r.histogram)
         if isinstance(t, Tensor) and not (t is r.histogram and t.is_cpu)
     ]
@@ -165,13 +189,15 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
             row = part if row is None else merged_row(row, part)
         statistics = None if row is None else _statistics(row)
         units = None
-        if statistics and one.axis is not None and one.low is not None and one.high is not None:
-            low, high = (tuple((plain(v).astype(np.float64) + 0.0).tolist()) for v in (one.low, one.high))
-            units = Units(axis=one.axis, low=low, high=high) if statistics.count else None
+        if statistics and statistics.count and one.axis is not None and one.low is not None and one.high is not None:
+            units = Units(axis=one.axis, low=_plain_numbers(plain(one.low)), high=_plain_numbers(plain(one.high)))
         fingerprint, digest = None, None
-        parts = [plain(part) for part in (one.fingerprint, one.remote_fingerprint) if part is not None]
-        if parts:
-            fingerprint, digest = read(sum(parts[1:], start=parts[0]))
+        numbers_of_all = one.fingerprint
+        if one.remote_fingerprint is not None:
+            there = plain(one.remote_fingerprint)
+            numbers_of_all = there if numbers_of_all is None else numbers_of_all + there
+        if numbers_of_all is not None:
+            fingerprint, digest = read(numbers_of_all)
         readings.append(
             Reading(
                 tensors=one.tensors,
@@ -194,24 +220,26 @@ def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram
 
 
 def _statistics(row: Sequence[float]) -> Statistics:
-    finite, nan, posinf, neginf, zeros = map(int, row[:5])
-    first = [None if math.isinf(index) else int(index) for index in row[5:8]]
+    finite, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = row
     # No negative zero: which of them is met first depends on the order.
-    low, high, mean, deviations = tuple(number + 0 for number in row[8:]) if finite else (None, None, None, 0.0)
     return Statistics(
-        count=finite + nan + posinf + neginf,
-        nan=nan,
-        posinf=posinf,
-        neginf=neginf,
-        zeros=zeros,
-        min=low,
-        max=high,
-        mean=mean,
-        deviations=deviations,
-        first_nan=first[0],
-        first_posinf=first[1],
-        first_neginf=first[2],
+        count=int(finite + nan + posinf + neginf),
+        nan=int(nan),
+        posinf=int(posinf),
+        neginf=int(neginf),
+        zeros=int(zeros),
+        min=low + 0 if finite else None,
+        max=high + 0 if finite else None,
+        mean=mean + 0 if finite else None,
+        deviations=deviations + 0 if finite else 0.0,
+        first_nan=None if first_nan == math.inf else int(first_nan),
+        first_posinf=None if first_posinf == math.inf else int(first_posinf),
+        first_neginf=None if first_neginf == math.inf else int(first_neginf),
     )
+
+
+def _plain_numbers(values: Array) -> tuple[float, ...]:
+    return tuple((values.astype(np.float64) + 0.0).tolist())
 
 
 def _reduced(

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pytest_modelprobe import kernel
+from pytest_modelprobe._torch import is_wrapped
 
 from .fingerprint import project
+from .readable import ambient_modes_disabled
 from .reduced import Reduced
 from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
 
 
 def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-    """Return the reduction of a plain CPU tensor, or None: it is for torch to compute.
+    """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
-    That is where there is no compiled kernel, of other dtypes, of no elements, and of elements above 1e150.
+    That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
+    and of elements above 1e150. No operation of torch is called: a dispatch mode may be active, not a function mode.
 
     Args:
-        x: The tensor.
+        x: The tensor; it may require a gradient, and modes may be active.
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
         samples: Those of the forward; None: no fingerprint.
     """
+    if kernel.active is None or (type(x) is not Tensor and type(x) is not Parameter) or not x.is_cpu:
+        return None
     kind = _KINDS.get(x.dtype)
-    if kernel.active is None or kind is None or not x.numel() or x.is_neg():
+    if kind is None or is_wrapped(x) or x.layout is not torch.strided or x.is_nested or x.is_neg():
+        return None
+    address = x.data_ptr()
+    if not address:  # no elements, or FSDP freed the storage
         return None
     shape, signs = x.shape, None
     if axis is not None and -axis > len(shape):
@@ -38,17 +52,52 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    found = kernel.active.reduce(x.data_ptr(), kind, shape, x.stride(), axis, index, signs)
+    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
     if found is None:
         return None
     row, ranges, numbers = found
     reduced = Reduced(1, row)
-    if ranges is not None:
-        low, high = np.frombuffer(ranges, np.float64 if kind == 1 else np.float32).reshape(2, -1)
-        reduced.axis, reduced.low, reduced.high = axis, low, high
-    if samples is not None:
-        reduced.fingerprint = project(x, samples) if numbers is None else np.frombuffer(numbers)
+    if axis is not None and ranges is not None:
+        dtype, units = _FLOAT64 if kind == 1 else _FLOAT32, shape[axis]
+        # By far quicker than to unpack an array of both.
+        reduced.low = np.ndarray(units, dtype, ranges)
+        reduced.high = np.ndarray(units, dtype, ranges, units * dtype.itemsize)
+        reduced.axis = axis
+    if numbers is not None:
+        reduced.fingerprint = np.frombuffer(numbers, _FLOAT64)
+    elif samples is not None:  # not finite
+        with ambient_modes_disabled():
+            reduced.fingerprint = project(x.detach(), samples)
     return reduced
+
+
+def on_threads(work: Callable[[], None], most: int) -> None:
+    """Call a function on as many threads as torch uses, this one among them, and on no more than ``most``.
+
+    >>> calls = []
+    >>> on_threads(lambda: calls.append(1), 1)
+    >>> calls
+    [1]
+    """
+    others: list[Future[None]] = []
+    try:
+        count = torch.get_num_threads() - 1
+        with contextlib.suppress(RuntimeError):  # no thread starts as the interpreter ends
+            others += (_pool(count).submit(work) for _ in range(min(count, most - 1)))
+        work()
+    finally:
+        for other in others:
+            if not other.cancel():  # one that has not begun has nothing left to do
+                other.result()
+
+
+@functools.cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "modelprobe")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are those of the parent
 
 
 @functools.cache

@@ -75,7 +75,8 @@ class Samples:
         if self.whole is not self and not (shape and shape[0] in self._sizes):
             return self.whole.packed(shape)
         if self._packed is None:
-            self._packed = self.signs(shape).T.astype(np.int8).tobytes()
+            with ambient_modes_disabled():
+                self._packed = self.signs(shape).T.astype(np.int8).tobytes()
         return self._packed
 
     def hashes(self, shape: Sequence[int]) -> Array:

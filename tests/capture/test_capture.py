@@ -1552,6 +1552,21 @@ def test_one_tensor_in_several_places_has_one_number():
     assert value(record, "(root)").tensor == value(record, "2").tensor != numbers[0]
 
 
+def test_a_gradient_that_came_before_a_layer_was_called_is_none_of_its_input():
+    def forward(self, x):
+        y = self.a(x)
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return self.b(y)
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    with Watch(model) as watch:
+        model(randn(3, 4, grad=True)).sum().backward()
+    returned, given = value(watch.record, "a"), value(watch.record, "b", "input")
+    assert returned.backward_inner is not None
+    assert given.backward_inner is None
+    assert given.backward == returned.backward
+
+
 def test_numbers_of_tensors_do_not_clash_between_forwards():
     def forward(self, x, *, twice):
         x = self.a(x)

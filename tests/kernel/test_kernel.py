@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_any_strides(view, kind, seed, data, special):
     stored, values = drawn(kind, size, seed, special=special)
     axis = data.draw(st.integers(-len(shape), -1)) if shape else None
     address = stored.ctypes.data + start * stored.itemsize
-    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, SIGNS)
+    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, SIGNS, None)
     with np.errstate(all="ignore"):
         check(found, strided(values, start, shape, strides), axis)
 
@@ -101,7 +102,7 @@ def test_any_strides(view, kind, seed, data, special):
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
 def test_any_size(kind, size):
     stored, values = drawn(kind, size, size, special=[0.0])
-    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, SIGNS), values)
+    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, SIGNS, None), values)
 
 
 @compiled
@@ -110,12 +111,16 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
     stored, values = drawn(kind, 10_000, 1)
     data = b"x" + stored.tobytes()
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
-    check(kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, SIGNS), values.reshape(100, 100), -1)
+    check(
+        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, SIGNS, None),
+        values.reshape(100, 100),
+        -1,
+    )
 
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, ranges, numbers = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS)
+    row, ranges, numbers = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None)
     assert row[:5] == (0, 0, 0, 0, 0)
     assert np.frombuffer(ranges, np.float32).tolist() == [math.inf] * 3 + [-math.inf] * 3
     assert np.frombuffer(numbers).tolist() == [0.0] * 16
@@ -124,7 +129,7 @@ def test_no_element_is_read_where_there_is_none():
 @compiled
 def test_more_elements_than_32_bits_count():
     one = np.ones(1, np.float32)
-    row, _, _ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None)
+    row, _, _ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None)
     assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
 
 
@@ -139,7 +144,7 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
             kernel.active.choose(level)
             results += [
                 [
-                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, SIGNS)
+                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, SIGNS, None)
                     for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
                 ]
             ]
@@ -148,16 +153,94 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
     assert all(one == results[0] for one in results)
 
 
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def share_among(count):
+    """Return what calls a function on so many threads, this one among them."""
+
+    def share(work, _):
+        others = [threading.Thread(target=work) for _ in range(count - 1)]
+        for other in others:
+            other.start()
+        work()
+        for other in others:
+            other.join()
+
+    return share
+
+
+LARGE = {
+    "one run": ((3_200_000,), (1,), None),
+    "units": ((40, 8, 10_000), (80_000, 10_000, 1), -2),
+    "columns": ((64_000, 50), (50, 1), -1),
+    "channels_last": ((2, 64, 25_000), (1_600_000, 1, 64), -2),
+    "transposed": ((1_600, 2_000), (1, 1_600), None),
+    "slices": ((2_000, 799), (1_600, 2), -1),
+    "expanded": ((1_000, 3, 1_000), (1_000, 0, 1), -2),
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("layout", LARGE)
+def test_any_number_of_threads_gives_the_same_bits(layout, kind):
+    shape, strides, axis = LARGE[layout]
+    stored, _ = drawn(kind, 3_200_000, 5, special=[math.nan, 0.0, math.inf])
+    for special in (True, False):
+        if not special:
+            stored[~np.isfinite(stored)] = 1
+        arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, SIGNS)
+        row, *alone = kernel.active.reduce(*arguments, None)
+        for threads in (1, 2, 3, 7):
+            found, *others = kernel.active.reduce(*arguments, share_among(threads))
+            assert repr(found) == repr(row)
+            assert others == alone
+
+
+@compiled
+def test_a_tensor_of_one_chunk_is_not_shared():
+    stored, _ = drawn("float32", 1 << 20, 1)
+    kernel.active.reduce(stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, SIGNS, pytest.fail)
+
+
+@compiled
+def test_what_nobody_shares_is_done_all_the_same():
+    stored, _ = drawn("float32", 3_000_000, 1)
+    arguments = (stored.ctypes.data, 0, stored.shape, (1,), None, 0, SIGNS)
+    calls = []
+    found = kernel.active.reduce(*arguments, lambda _, most: calls.append(most))
+    assert found == kernel.active.reduce(*arguments, None)
+    assert calls == [3]
+
+
+@compiled
+def test_after_an_interrupt_no_thread_is_at_it_any_more():
+    stored, _ = drawn("float32", 3_000_000, 1)
+    left = []
+
+    def interrupted(work, _):
+        left.append(work)
+        left.append(threading.Thread(target=work))
+        left[1].start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel.active.reduce(stored.ctypes.data, 0, stored.shape, (1,), None, 0, SIGNS, interrupted)
+    left[0]()  # comes too late: there is nothing to do
+    left[1].join()
+
+
 @compiled
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((0, 9, (), (), None, 0, None), "ValueError: no such type, strides or axis"),
-        ((0, 0, (2,), (), None, 0, None), "ValueError: no such type, strides or axis"),
-        ((0, 0, [2], (1,), None, 0, None), "TypeError: sizes and strides are tuples"),
-        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None), "ValueError: a tensor of 65 dimensions"),
-        ((0, 0, (0,), (1,), None, 0, b"123"), "ValueError: signs that are not 8 for each sample"),
-        ((0, 0), "TypeError: reduce() takes 7 arguments"),
+        ((0, 9, (), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, (2,), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
+        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
+        ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: signs that are not 8 for each sample"),
+        ((0, 0), "TypeError: reduce() takes 8 arguments"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments, error):

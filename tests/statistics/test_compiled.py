@@ -1,6 +1,11 @@
 """The fingerprint by the compiled kernel, against that by numpy."""
 
 import math
+import os
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +13,7 @@ import torch
 
 from pytest_modelprobe import kernel
 from pytest_modelprobe.statistics import collect, merge, reduce, samples_of
+from pytest_modelprobe.statistics.compiled import on_threads
 from pytest_modelprobe.statistics.fingerprint import project
 
 pytestmark = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
@@ -23,6 +29,11 @@ ORDERS = {
     "slices": lambda x: torch.cat([x, x], -1)[..., 1::2],
     "expanded": lambda x: x.unsqueeze(1).expand(len(x), 3, *x.shape[1:]),
 }
+
+
+@pytest.fixture(autouse=True)
+def _computed_by():
+    """By the kernel alone."""
 
 
 def draw(*shape, seed=0):
@@ -63,3 +74,62 @@ def test_those_of_the_parts_of_a_batch_add_up():
 def test_no_small_tensor_waits():
     assert reduce(torch.ones(3)).pending is None
     assert np.isfinite(reduce(torch.ones(3)).fingerprint).all()
+
+
+def test_a_tensor_that_requires_a_gradient_is_read_where_it_is_not_finite_too():
+    x = draw(3, 4)
+    x[1] = math.nan
+    with torch.inference_mode():
+        expected = reduce(x).fingerprint.tolist()
+    assert reduce(x.requires_grad_()).fingerprint.tolist() == expected == project(x.detach()).tolist()
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _three_threads():
+    count = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("_three_threads")
+def test_a_large_tensor_is_read_by_as_many_threads_as_torch_has(monkeypatch):
+    names = []
+    threads = on_threads
+    monkeypatch.setattr(
+        "pytest_modelprobe.statistics.compiled.on_threads",
+        lambda work, most: threads(
+            lambda: (names.append(threading.current_thread().name), time.sleep(0.1), work()), most
+        ),
+    )
+    reduce(draw(3_000_000))
+    assert len(set(names)) == 3
+
+
+def test_with_one_thread_no_other_is_started():
+    names = []
+    torch.set_num_threads(1)
+    on_threads(lambda: names.append(threading.current_thread()), 9)
+    assert names == [threading.current_thread()]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_fork_has_threads_of_its_own():
+    script = """
+import os, warnings, torch
+from pytest_modelprobe.statistics import reduce
+warnings.simplefilter("ignore")  # that a process with threads forks
+torch.set_num_threads(2)
+x = torch.ones(3_000_000)
+before = reduce(x)
+pid = os.fork()
+same = reduce(x).row == before.row
+if not pid:
+    os._exit(0 if same else 1)
+print(same, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True 0\n"

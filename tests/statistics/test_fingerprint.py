@@ -14,13 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_modelprobe import statistics
+from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import estimated_share
 from pytest_modelprobe.statistics import WHOLE, Samples, collect, fingerprint, merge, reduce, reduce_on_device, signs
-from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, project, read
+from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, read
 
 SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece, which is a period of the signs of rows
+
+
+def project(tensor, samples=WHOLE):
+    """The fingerprint by the kernel, or by torch and numpy."""
+    if kernel.active is None:
+        return fingerprint.project(tensor, samples)
+    return reduce(tensor, samples=samples).fingerprint
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -305,7 +312,7 @@ def test_a_large_tensor_in_another_layout_is_copied_in_pieces(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
     monkeypatch.setattr(torch.Tensor, "contiguous", None)
-    project(draw(1100, 1000).t())
+    fingerprint.project(draw(1100, 1000).t())
     assert made == [(fingerprint.PIECE,)]
 
 

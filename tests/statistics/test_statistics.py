@@ -37,15 +37,6 @@ def _quiet_prototypes():
         yield
 
 
-@pytest.fixture(autouse=True, params=["torch", "compiled"])
-def _computed_by(request, monkeypatch):
-    """Each test runs with the compiled kernel, where there is one, and without."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernel, "active", None)
-    elif kernel.active is None:
-        pytest.skip("the kernel is not compiled")
-
-
 def read(tensor, **options):
     (reading,) = collect([reduce(tensor, **options)])
     return reading
