@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
+import inspect
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch._dynamo
-from _pytest import pytester
+from _pytest import fixtures, pytester
 
 pytest_plugins = ["pytester"]
 
@@ -40,6 +44,55 @@ class _Modules(pytester.SysModulesSnapshot):
 
 
 pytester.SysModulesSnapshot = _Modules  # type: ignore[misc]
+
+
+# --- what every run of pytest inside a test would read again ------------------------------------------------------
+
+
+class _Installed:
+    """An installed package, each of whose files is read once."""
+
+    def __init__(self, package: importlib.metadata.Distribution) -> None:
+        self._package = package
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__[name] = value = getattr(self._package, name)
+        return value
+
+
+@functools.cache
+def _installed_in(folder: str) -> tuple[Any, ...]:
+    return tuple(map(_Installed, _distributions(path=[folder])))
+
+
+def _all_installed(**context: Any) -> Iterator[Any]:
+    for folder in [] if context else sys.path:
+        yield from _installed_in(folder) if "site-packages" in folder else _distributions(path=[folder])
+    if context:
+        yield from _distributions(**context)
+
+
+_distributions = importlib.metadata.distributions
+importlib.metadata.distributions = _all_installed
+
+
+@functools.cache
+def _has_fixtures(plugin: object) -> bool:
+    marks = ("_fixture_function_marker", "_pytestfixturefunction")
+    return any(hasattr(getattr(plugin, name, None), mark) for name in dir(plugin) for mark in marks)
+
+
+def _parse_fixtures(self: fixtures.FixtureManager, *args: Any, **options: Any) -> None:
+    holder = options.get("holder", args[0] if args else None)
+    plugin = holder if inspect.ismodule(holder) else type(holder)
+    module = plugin.__name__ if plugin is holder else plugin.__module__
+    is_known = module.startswith(("_pytest.", "pytest_modelprobe.")) and not isinstance(holder, pytest.Collector)
+    if not is_known or _has_fixtures(plugin):
+        _parsefactories(self, *args, **options)
+
+
+_parsefactories = fixtures.FixtureManager.parsefactories
+fixtures.FixtureManager.parsefactories = _parse_fixtures  # type: ignore[method-assign]
 
 
 OF_THE_OUTER_RUN = ("BUILD_NUMBER", "CI", "COLUMNS", "GITHUB_", "GITLAB_", "PYTEST_ADDOPTS", "PYTEST_XDIST_")
@@ -76,6 +129,14 @@ def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Leave pytest-randomly the order of the tests, and no more."""
     config.option.randomly_reset_seed = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the rest of long matrices to `tox -e long`."""
+    if "MODELPROBE_LONG" not in os.environ:
+        left = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:

@@ -234,6 +234,7 @@ def test_gradients_of_a_run_without_a_backward_are_refused(probe: ModelProbe) ->
         probe.plot_gradients(probe.run(net(), X))
 
 
+@needs_matplotlib
 def test_a_watch_is_drawn_by_its_record() -> None:
     probe, model = ModelProbe(), net()
     with probe.watch(model) as watch:

@@ -6,9 +6,9 @@ import ast
 import functools
 import importlib.util
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import pytest
 import torch
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
@@ -72,41 +72,49 @@ def foreign(names: set[str], module: str) -> set[str]:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+def wrong(files: Iterable[Path], names_of: Callable[[Path], set[str]]) -> dict[str, set[str]]:
+    """Return the names that a file has and should not have, by file."""
+    return {path.relative_to(PACKAGE).as_posix(): names for path in files if (names := names_of(path))}
+
+
 def test_every_module_is_in_the_table() -> None:
     assert {module_of(path) for path in FILES} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_the_table_lists(path: Path) -> None:
-    module = module_of(path)
-    allowed = MAY_IMPORT[module] | ({"_torch"} if "torch" in MAY_IMPORT[module] else set())
-    assert foreign(imports(path), module) <= allowed
+def test_a_module_imports_only_what_the_table_lists() -> None:
+    def more(path: Path) -> set[str]:
+        allowed = MAY_IMPORT[module_of(path)]
+        return foreign(imports(path), module_of(path)) - allowed - ({"_torch"} if "torch" in allowed else set())
+
+    assert wrong(FILES, more) == {}
 
 
-@pytest.mark.parametrize("module", sorted(MAY_IMPORT))
-def test_the_table_lists_only_what_is_imported(module: str) -> None:
-    used = set().union(*(foreign(imports(path), module) for path in FILES if module_of(path) == module))
-    assert MAY_IMPORT[module] - used <= {"exceptions"} | ({"torch"} if "_torch" in used else set())
+def test_the_table_lists_only_what_is_imported() -> None:
+    used: dict[str, set[str]] = {module: {"exceptions"} for module in MAY_IMPORT}
+    for path in FILES:
+        used[module_of(path)] |= foreign(imports(path), module_of(path))
+    unused = {name: MAY_IMPORT[name] - its - ({"torch"} if "_torch" in its else set()) for name, its in used.items()}
+    assert {name: modules for name, modules in unused.items() if modules} == {}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if module_of(path) in LAZY], ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_what_every_run_loads_imports_nothing_at_its_top(path: Path) -> None:
-    assert foreign(imports(path, top_level=True), module_of(path)) <= {"pytest"}
+def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
+    loaded = [path for path in FILES if module_of(path) in LAZY]
+    assert loaded
+    assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - {"pytest"}) == {}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "record").glob("*.py")), ids=lambda path: path.name)
-def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown(path: Path) -> None:
-    assert foreign(imports(path, top_level=True), "record") <= {"exceptions"}
+def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown() -> None:
+    files = [path for path in FILES if module_of(path) == "record"]
+    assert files
+    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - {"exceptions"}) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_other_folders_are_imported_through_their_init(path: Path) -> None:
-    deeper = {
-        name.split(".")[1] for name in imports(path) if name.startswith(f"{PACKAGE.name}.") and name.count(".") > 1
-    }
-    assert deeper - {module_of(path)} <= {"assertions", "report", "snapshot"}
+def test_other_folders_are_imported_through_their_init() -> None:
+    def deeper(path: Path) -> set[str]:
+        inside = {name for name in imports(path) if name.startswith(f"{PACKAGE.name}.") and name.count(".") > 1}
+        return {name.split(".")[1] for name in inside} - {module_of(path), "assertions", "report", "snapshot"}
+
+    assert wrong(FILES, deeper) == {}
 
 
 def test_nothing_imports_the_plugin() -> None:
@@ -146,23 +154,24 @@ def private_names(path: Path) -> set[str]:
     return found - own - ANYWHERE
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_torch_stand_in_one_module(path: Path) -> None:
-    if path.stem == "_torch":
-        assert private_names(path)
-    elif path.parts[-2:] == ("assertions", "structure.py"):  # reads hooks of a model without importing torch
-        assert private_names(path) == {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
-    else:
-        assert not private_names(path)
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    found = wrong(FILES, private_names)
+    assert found.pop("_torch.py")
+    # It reads hooks of a model without importing torch.
+    hooks = {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
+    assert found == {"assertions/structure.py": hooks}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_pytest_and_syrupy_stand_in_one_module_each(path: Path) -> None:
-    tree = parsed(path)
-    names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    of_pytest = names & {"_fixtureinfo", "_fixturemanager", "_pyfuncitem", "_arg2fixturedefs", "name2fixturedefs"}
-    of_syrupy = names & {"_write_mode", "_executions", "executions", "num_executions", "asserted_data", "recalled_data"}
-    assert not any(name.partition(".")[0] == "_pytest" for name in imports(path))
-    assert not of_pytest or path.stem == "_pytest"
-    assert not of_syrupy or path.parts[-2:] == ("snapshot", "extension.py")
+OF_PYTEST = {"_fixtureinfo", "_fixturemanager", "_pyfuncitem", "_arg2fixturedefs", "name2fixturedefs"}
+OF_SYRUPY = {"_write_mode", "_executions", "executions", "num_executions", "asserted_data", "recalled_data"}
+
+
+def test_private_names_of_pytest_and_syrupy_stand_in_one_module_each() -> None:
+    def names(path: Path) -> set[str]:
+        nodes = list(ast.walk(parsed(path)))
+        found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        return found | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+    assert wrong(FILES, lambda path: names(path) & OF_PYTEST).keys() == {"_pytest.py"}
+    assert wrong(FILES, lambda path: names(path) & OF_SYRUPY).keys() == {"snapshot/extension.py"}
+    assert wrong(FILES, lambda path: {name for name in imports(path) if name.partition(".")[0] == "_pytest"}) == {}

@@ -132,7 +132,7 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
 @as_installed
 def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(modelprobe): pass")
-    result = pytester.runpytest_subprocess(*QUIET, "-p", "no:modelprobe")
+    result = pytester.runpytest(*QUIET, "-p", "no:modelprobe")
     result.stdout.fnmatch_lines(["*fixture 'modelprobe' not found*"])
 
 
@@ -140,7 +140,7 @@ def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
 def test_the_plugin_loads_alone_without_autoload(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(PASSING)
-    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
+    pytester.runpytest("-p", "pytest_modelprobe.plugin").assert_outcomes(passed=1)
 
 
 @as_installed
@@ -160,7 +160,7 @@ def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch:
             assert modelprobe.run(TinyNet(), modelprobe.randn(4, 8)) == modelprobe_snapshot
         """
     )
-    pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
+    pytester.runpytest("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
 
 
 @as_installed
@@ -169,13 +169,19 @@ def test_options_of_snapshots_need_no_syrupy(pytester: pytest.Pytester) -> None:
     pytester.runpytest(*QUIET, "-p", "no:syrupy").assert_outcomes(passed=1)
 
 
-def test_a_comparison_that_is_none_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_compare = shapes")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compare = shapes", "modelprobe_compare is all, architecture or behavior; the ini file has 'shapes'"),
+        ("devices = cpu gpu", "modelprobe_devices in the ini file has 'gpu': not a device of the probe; *"),
+        ("seed = x", "modelprobe_seed is an integer; the ini file has 'x'"),
+    ],
+)
+def test_a_wrong_value_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester, line: str, said: str) -> None:
+    pytester.makeini(f"[pytest]\nmodelprobe_{line}")
     result = pytester.runpytest(*QUIET)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: modelprobe_compare is all, architecture or behavior; the ini file has 'shapes'"]
-    )
+    result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 
 # --- devices ------------------------------------------------------------------------------------------------------
@@ -249,13 +255,6 @@ def test_what_is_no_device_is_a_usage_error(pytester: pytest.Pytester, name: str
     result = pytester.runpytest(*QUIET, f"--modelprobe-device={name}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps or auto"])
-
-
-def test_what_is_no_device_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_devices = cpu gpu")
-    result = pytester.runpytest(*QUIET)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: modelprobe_devices in the ini file has 'gpu': not a device of the probe; *"])
 
 
 def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) -> None:
@@ -444,13 +443,6 @@ def test_random_states_are_put_back(pytester: pytest.Pytester) -> None:
     pytester.runpytest(*QUIET).assert_outcomes(passed=3)
 
 
-def test_a_seed_that_is_no_number_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmodelprobe_seed = x")
-    result = pytester.runpytest(*QUIET)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: modelprobe_seed is an integer; the ini file has 'x'"])
-
-
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 ENDINGS = {
@@ -461,15 +453,18 @@ ENDINGS = {
     "xfail": "pytest.xfail('x')",
     "skip": "pytest.skip('x')",
     "fail in forward": "model.fc1.register_forward_pre_hook(lambda *a: pytest.fail('x')); model(x)",
-    "timeout in forward": "model.fc1.register_forward_pre_hook(wait); model(x)",
+    "timeout in forward": "model.fc1.register_forward_pre_hook(time_out); model(x)",
 }
+
+
+ENDS_WITH = {"pass": 0, "skip": 0, "xfail": 0, "interrupt in forward": 2}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
     pytester.makepyfile(
         f"""
-        import time
+        import signal
 
         import pytest
         from models import TinyNet
@@ -480,8 +475,8 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
         def interrupt(*args):
             raise KeyboardInterrupt
 
-        def wait(*args):
-            time.sleep(60)
+        def time_out(*args):
+            signal.raise_signal(signal.SIGALRM)
 
         @pytest.fixture
         def model():
@@ -503,12 +498,10 @@ def test_no_hook_stays_behind(pytester: pytest.Pytester, ending: str) -> None:
             {ENDINGS[ending]}
         """
     )
-    limit = ["-p", "pytest_timeout", "--timeout=1"] if "timeout" in ending else []
-    # An interrupt and an alarm would reach the run around this one too.
-    run = pytester.runpytest_subprocess if ending.startswith(("interrupt", "timeout")) else pytester.runpytest
-    result = run(*QUIET, "-s", "-x", *limit)
-    result.stdout.fnmatch_lines(["*CLEAN*"])
-    assert result.ret == (2 if "interrupt" in ending else result.ret)
+    limit = ["-p", "pytest_timeout", "--timeout=600"] if "timeout" in ending else []
+    result = pytester.runpytest_inprocess(*QUIET, "-s", "-x", *limit, no_reraise_ctrlc=True)
+    result.stdout.fnmatch_lines(["*CLEAN*"] + ["*Failed: Timeout*"] * bool(limit))
+    assert result.ret == ENDS_WITH.get(ending, 1)
 
 
 # --- what it says -------------------------------------------------------------------------------------------------
@@ -549,10 +542,9 @@ def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
 
-@as_installed
 def test_xdist_brings_the_findings_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
-    result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
+    result = pytester.runpytest_subprocess(*QUIET, "-p", "xdist.plugin", "-n", "1")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
@@ -663,7 +655,7 @@ def test_reruns_start_from_the_same_numbers(pytester: pytest.Pytester) -> None:
             assert len(SEEN) == 2 and SEEN[0] == SEEN[1]
         """
     )
-    pytester.runpytest_subprocess(*QUIET, "--reruns", "1").stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
+    pytester.runpytest(*QUIET, "--reruns", "1").stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
 
 
 def test_this_python_is_supported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -71,9 +72,13 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     reject_unread(record, layers)
 
 
-def find_saturated(layers: Iterable[Layer], min_slope: float = 0.05) -> list[Layer]:
+MIN_SLOPE: float = inspect.signature(assert_not_saturated).parameters["min_slope"].default
+"""The default of `assert_not_saturated`, which shows the number in its signature."""
+
+
+def find_saturated(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers among ``layers`` that `assert_not_saturated` would report."""
-    return [layer for layer in layers if (found := _slope(layer)) is not None and found.share < min_slope]
+    return [layer for layer in layers if (found := _slope(layer)) is not None and found.share < MIN_SLOPE]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage
+from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage, version
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 
@@ -121,7 +121,7 @@ class _Contents:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        self._version = version(value) if isinstance(value, Tensor) else None
         self._copy = value.detach().clone() if has_dense_storage(value) else None
 
     def same(self, before: _Contents) -> bool:

@@ -30,6 +30,7 @@ from pytest_modelprobe.models import (
     seeding,
     settings_preserved,
     unseen,
+    version,
 )
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of, qualified
@@ -489,14 +490,13 @@ def _taken(leaf: Tensor) -> Tensor | None:
 @contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Record what each layer returns, and in which layer the model raises."""
-    known: dict[int, tuple[Tensor, int]] = {}  # by id, each with its version when it was last recorded
+    known: dict[int, tuple[Tensor, int | None]] = {}  # by id, each with its version when it was last recorded
 
     def is_new(tensor: Tensor) -> bool:
         trace.quantized |= tensor.is_quantized
-        version = 0 if tensor.is_inference() else tensor._version
-        there = known.get(id(tensor))
-        known[id(tensor)] = tensor, version
-        return there is None or there[1] != version
+        now, there = version(tensor), known.get(id(tensor))
+        known[id(tensor)] = tensor, now
+        return there is None or there[1] != now
 
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         number = f" (call {call.index + 1})" if call.index else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
-from .distribution import is_distributed, layout, notes_on, original_class, rank, sharded_parameters, world_size
+from .distribution import is_distributed, layout, notes_on, original_class, sharded_parameters
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .hooks import ChangingHook, ModuleHook, changing_hooks
@@ -18,7 +18,7 @@ from .layers import (
     own_parameters,
     type_name,
 )
-from .memory import as_array, as_real, has_dense_storage
+from .memory import as_array, as_real, has_dense_storage, version
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
@@ -54,12 +54,11 @@ __all__ = [
     "own_parameters",
     "parts",
     "preserved",
-    "rank",
     "run_eagerly",
     "seeded",
     "settings_preserved",
     "sharded_parameters",
     "type_name",
     "unseen",
-    "world_size",
+    "version",
 ]

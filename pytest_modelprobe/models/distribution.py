@@ -14,39 +14,13 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._torch import shards
+from pytest_modelprobe.record import process_group
 
 FSDP2 = "FSDP2: activations are of this rank's batch, parameters and their gradients this rank's shards"
 TENSOR_PARALLEL = "tensor parallel: parameters are this rank's shards, and so may values be"
 DDP = "DistributedDataParallel: gradients are this rank's, before averaging"
 
 _MOST_FRAMES = 30
-
-
-def world_size() -> int:
-    """Return the number of ranks of the default process group; 1 where there is none.
-
-    >>> world_size()
-    1
-    """
-    distributed = _distributed()
-    return 1 if distributed is None else int(distributed.get_world_size())
-
-
-def rank() -> int:
-    """Return the number of this rank, from 0.
-
-    >>> rank()
-    0
-    """
-    distributed = _distributed()
-    return 0 if distributed is None else int(distributed.get_rank())
-
-
-def _distributed() -> Any:
-    """Return torch.distributed where a process group is initialized, else None."""
-    distributed = sys.modules.get("torch.distributed")
-    there = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return distributed if there else None
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -102,7 +76,7 @@ def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> It
         modules: Of the model.
         frame: The call of the model; a wrapper that calls it is found by it.
     """
-    if _distributed() is None:
+    if process_group() is None:
         return
     found = list(modules)
     managed = sharded_parameters(found)

@@ -24,6 +24,16 @@ def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
     )
 
 
+def version(tensor: torch.Tensor) -> int | None:
+    """Return how often a tensor was written to; None if torch does not count it: inference and lazy tensors.
+
+    >>> x = torch.ones(2)
+    >>> version(x.add_(1))
+    1
+    """
+    return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor as pairs of real numbers, along a last axis of its own; any other as it is.
 

@@ -68,15 +68,13 @@ def _properties(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> 
 
 def _table(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> str:
     """Return a small table in HTML: a row for each run and each snapshot."""
-    from html import escape
-
-    from pytest_modelprobe.report.text import count, printable
+    from pytest_modelprobe.report.text import count, html_escaped
 
     rows = []
     for run in runs:
         seen = f"{count(run['layers'], 'layer')}, {count(run['calls'], 'call')}"
         rows.append((run["name"], seen, f"{run['dead']:,} dead" if run["dead"] else ""))
     rows += [(snapshot["snapshot"], snapshot["verdict"], snapshot["first_line"]) for snapshot in snapshots]
-    lines = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in rows)
+    lines = ("".join(f"<td>{html_escaped(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<table class="modelprobe"><caption>modelprobe</caption>{body}</table>'

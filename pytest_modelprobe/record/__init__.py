@@ -9,6 +9,7 @@ from .garbage import gc_paused
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
+from .ranks import process_group, this_rank
 from .record import COMPILED_INSIDE, Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
 from .selection import Glob, Selector, nearest, select
@@ -75,10 +76,12 @@ __all__ = [
     "parent",
     "numbers_in",
     "old_name",
+    "process_group",
     "qualified",
     "renamed",
     "resolve_rename",
     "select",
+    "this_rank",
     "with_applied_gradients",
     "with_rerun",
 ]

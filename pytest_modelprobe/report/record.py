@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 
 from pytest_modelprobe.record import Record, elements, nearest
 
-from .text import Cell, count, layer_rows, listed, number, printable, table
+from .text import Cell, count, html_escaped, layer_rows, listed, number, printable, table
 
 MOST_LAYERS = 60
 """Layers that ``print(record)`` shows."""
@@ -54,22 +53,18 @@ def as_html(record: Record) -> str:
     notes = [f"... {count(more, 'row')} more: record.table() has them all"] * bool(more) + [
         f"note: {note}" for note in record.notes
     ]
-    head = "".join(f"<th>{_escaped(column)}</th>" for column in columns)
-    body = "".join(f"<tr><th>{_escaped(str(row[0]))}</th>{''.join(map(_cell, row[1:]))}</tr>" for row in shown)
+    head = "".join(f"<th>{html_escaped(column)}</th>" for column in columns)
+    body = "".join(f"<tr><th>{html_escaped(str(row[0]))}</th>{''.join(map(_cell, row[1:]))}</tr>" for row in shown)
     return (
-        f"<div><p>{_escaped(headline(record))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"{''.join(f'<p>{_escaped(note)}</p>' for note in notes)}</div>"
+        f"<div><p>{html_escaped(headline(record))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"{''.join(f'<p>{html_escaped(note)}</p>' for note in notes)}</div>"
     )
 
 
 def _cell(cell: Cell) -> str:
     text = cell if isinstance(cell, str) else number(cell)
     side = "right" if text[:1] in "-+0123456789" else "left"
-    return f'<td style="text-align: {side}">{_escaped(text)}</td>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))
+    return f'<td style="text-align: {side}">{html_escaped(text)}</td>'
 
 
 def unknown_layer(record: Record, name: object) -> str:

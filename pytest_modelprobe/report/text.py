@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections import Counter
@@ -101,10 +102,25 @@ def printable(text: str) -> str:
     >>> printable("::error::fc"), printable("a ##[group]fc"), printable("test_fc.py::test_a")
     (':\\x3aerror::fc', 'a ##\\x5bgroup]fc', 'test_fc.py::test_a')
     """
-    half = LONGEST // 2
-    shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
-    shown = "".join(_escape(c) if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
+    half, shown = LONGEST // 2, text
+    if len(text) > LONGEST:
+        shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
+    if not shown.isprintable():  # as most text is
+        shown = "".join(_escape(c) if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
     return _COMMAND.sub(lambda start: start[0][:-1] + _escape(start[0][-1]), shown)
+
+
+def html_escaped(text: str) -> str:
+    r"""Return text for HTML: what `printable` returns, with ``&``, ``<``, ``>`` and quotes as references.
+
+    >>> html_escaped("<b>" + chr(27))
+    '&lt;b&gt;\\x1b'
+    """
+    # Most of a page are numbers and names that need nothing.
+    return text if _PLAIN.fullmatch(text) else html.escape(printable(text))
+
+
+_PLAIN = re.compile(r"[\w ,.()+-]{0,200}", re.ASCII)
 
 
 def _escape(sign: str) -> str:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_modelprobe.assertions.activations import Dead
+from pytest_modelprobe.assertions.ranges import MIN_SLOPE
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, Step, Value, elements
 
 from .status import statuses
 from .values import number, plain_mapping, rms_of, tensor_data, text
 
-_SLOPE = 0.05  # as the default of `assert_not_saturated`
-_BENT = {"Tanh": (-math.sqrt(1 - _SLOPE), math.sqrt(1 - _SLOPE)),
-         "Sigmoid": ((1 - math.sqrt(1 - _SLOPE)) / 2, (1 + math.sqrt(1 - _SLOPE)) / 2)}  # fmt: skip
+_BENT = {"Tanh": (-math.sqrt(1 - MIN_SLOPE), math.sqrt(1 - MIN_SLOPE)),
+         "Sigmoid": ((1 - math.sqrt(1 - MIN_SLOPE)) / 2, (1 + math.sqrt(1 - MIN_SLOPE)) / 2)}  # fmt: skip
 """Type name of functions → the outputs between which their slope is above the least share of its maximum."""
 
 

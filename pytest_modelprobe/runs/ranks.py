@@ -8,8 +8,7 @@ import json
 import zlib
 
 from pytest_modelprobe._torch import default_store
-from pytest_modelprobe.models import rank, world_size
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, process_group, this_rank
 
 _turns = itertools.count()
 """Numbers the exchanges of this process: every rank makes the same ones, in the same order."""
@@ -23,11 +22,12 @@ def merged(record: Record, *, mean_loss: bool = True, timeout: float = 60) -> Re
         mean_loss: See `Record.merge`.
         timeout: Seconds to wait for the other ranks.
     """
-    if world_size() == 1:
+    mine = this_rank()
+    if process_group() is None or mine.world_size == 1:
         return Record.merge([record], mean_loss=mean_loss)
     turn, store = next(_turns), default_store()
-    store.set(_key(turn, rank()), zlib.compress(json.dumps(record.to_dict()).encode()))
-    keys = [_key(turn, other) for other in range(world_size())]
+    store.set(_key(turn, mine.rank), zlib.compress(json.dumps(record.to_dict()).encode()))
+    keys = [_key(turn, other) for other in range(mine.world_size)]
     store.wait(keys, datetime.timedelta(seconds=timeout))
     records = [Record.from_dict(json.loads(zlib.decompress(store.get(key)))) for key in keys]
     return Record.merge(records, mean_loss=mean_loss)

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any, overload
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
-from pytest_modelprobe.models import Layers, original_class
+from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
 from .compiled import Compiled, is_inside
@@ -217,7 +216,7 @@ class Watch:
         tensors = (*self.model.parameters(), *self.model.buffers())
         now = (
             self._capture.changes,
-            tuple((id(t), not (is_lazy(t) or t.is_inference()) and t._version) for t in tensors),
+            tuple((id(t), version(t)) for t in tensors),
         )
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:

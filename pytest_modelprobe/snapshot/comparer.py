@@ -23,7 +23,7 @@ from pytest_modelprobe.comparison import (
 )
 from pytest_modelprobe.exceptions import SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, Texts, file_name, parsed, read, write
-from pytest_modelprobe.record import Layer, Record, applicable_rename
+from pytest_modelprobe.record import Layer, Record, applicable_rename, this_rank
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.text import listed, printable
 
@@ -34,7 +34,6 @@ from .forked import ForkedResults
 from .naming import DEVICES, folder_of, kind, stem_of
 from .outcome import UNEQUAL, Outcome
 from .preconditions import Refusal
-from .ranks import this_rank
 from .session import SnapshotSession
 from .stored import Stored, read_stored, structure_of, texts_to_write
 from .summary import shown_path
@@ -126,15 +125,15 @@ class Comparer:
         arguments.check_globs(record)
         place = self._place(record, arguments)
         outcome = Outcome(place, record, record.rerun, caller.f_code, caller.f_lineno, arguments.compare)
-        place_of_rank = this_rank()
+        mine = this_rank()
         parts, outcome.not_compared = _compared_parts(arguments.compare, self._policy.compare)
         always = arguments.compare if self._policy.for_this_run else parts
         if always is None:
             outcome.verdict, outcome.text = "unreadable", messages.nothing_compared(arguments.compare, self._policy)
-        elif place_of_rank.world_size > 1 and record.ranks is None:
+        elif mine.world_size > 1 and record.ranks is None:
             outcome.verdict = "unreadable"
-            outcome.text = messages.one_rank(self.name, place_of_rank.rank, place_of_rank.world_size)
-        elif parts is None or place_of_rank.rank:  # the record is the same in every rank, and the file too
+            outcome.text = messages.one_rank(self.name, mine.rank, mine.world_size)
+        elif parts is None or mine.rank:  # the record is the same in every rank, and the file too
             outcome.verdict = "not compared"
         else:
             try:

@@ -11,8 +11,7 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.exporters import exporter
-from pytest_modelprobe.models import rank
-from pytest_modelprobe.record import Record, Selector
+from pytest_modelprobe.record import Record, Selector, this_rank
 from pytest_modelprobe.runs import Watch
 
 
@@ -66,12 +65,12 @@ class StepLog:
         self._watch: Watch | None = None
         self._step = 0
         self._exit = ExitStack()
-        writes = tensorboard and rank() == 0
+        writes = tensorboard and this_rank().rank == 0
         self._scalars = self._exit.enter_context(exporter("tensorboard", log_dir=self._folder)) if writes else None
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Watch the model if the step, counted from 0, is one of those that are written. Safe to repeat."""
-        if self._watch is None and step % self._every == 0 and rank() == 0:
+        if self._watch is None and step % self._every == 0 and this_rank().rank == 0:
             self._watch = Watch(model, layers=self._layers, isolate=False)
             self._step = step
 

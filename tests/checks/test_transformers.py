@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -136,7 +137,12 @@ CASES = [
     ),
 ]
 
+LIKE_OTHERS = {"bert", "llama", "vit"}
+"""Run in `tox -e long` alone."""
 
-@checks.parametrize_with_checks(CASES)
+
+@checks.parametrize_with_checks(
+    [one for one in CASES if one.name not in LIKE_OTHERS or "MODELPROBE_LONG" in os.environ]
+)
 def test_standard(modelprobe: ModelProbe, check: Callable[[ModelProbe], Any]) -> None:
     check(modelprobe)

@@ -1,6 +1,8 @@
 """Named initialization: every weight is drawn from its own name."""
 
 import copy
+import inspect
+import json
 import random
 import subprocess
 import sys
@@ -555,44 +557,51 @@ def test_an_error_of_the_factory_passes_and_the_states_are_put_back():
     assert rng_states() == before
 
 
-def test_weights_are_the_same_in_another_process():
-    code = (
-        "from torch import nn; from pytest_modelprobe.models.initialization import build;"
-        "print(build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = build(lambda: nn.Linear(2, 1), seed=0).weight.flatten().tolist()
-    assert out.stdout.strip() == str(here)
-
-
-def test_building_a_model_does_not_import_the_compiler():
-    code = (
-        "import sys; from torch import nn; from pytest_modelprobe import ModelProbe;"
-        "ModelProbe().build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)));"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("before", ["import torch._dynamo", "pass"])
-def test_a_factory_may_run_compiled_code(before):
-    code = f"""
-import torch
-from torch import nn
-from pytest_modelprobe.models.initialization import build
-{before}
-
-class Net(nn.Module):
+class Compiled(nn.Module):
     def __init__(self):
         super().__init__()
         doubled = torch.compile(lambda x: x * 2 + torch.rand(2), backend="eager")
         self.weight = nn.Parameter(doubled(torch.randn(2)))
 
-print(torch.equal(build(Net, seed=0).weight, build(Net, seed=0).weight))
+
+IN_ANOTHER_PROCESS = f"""
+import json, sys
+import torch
+from torch import nn
+from pytest_modelprobe.models.initialization import build
+
+seen = [build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)[0].weight.tolist()]
+seen.append("torch._dynamo" in sys.modules)
+{inspect.getsource(Compiled)}
+seen.append(torch.equal(build(Compiled, seed=0).weight, build(Compiled, seed=0).weight))
+print(json.dumps(seen))
 """
-    out = subprocess.run([sys.executable, "-Werror", "-c", code], capture_output=True, text=True, check=True)
-    assert (out.stdout.strip(), out.stderr) == ("True", "")
+
+
+@pytest.fixture(scope="module")
+def another_process(tmp_path_factory):
+    path = tmp_path_factory.mktemp("process") / "code.py"  # a class that is compiled has to have a source
+    path.write_text(IN_ANOTHER_PROCESS)
+    out = subprocess.run([sys.executable, "-Werror", path], capture_output=True, text=True, check=True)
+    assert out.stderr == ""
+    return json.loads(out.stdout)
+
+
+def test_weights_are_the_same_in_another_process(another_process):
+    here = build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)
+    assert another_process[0] == here[0].weight.tolist()
+
+
+def test_building_a_model_does_not_import_the_compiler(another_process):
+    assert another_process[1] is False
+
+
+def test_a_factory_may_be_the_first_to_run_compiled_code(another_process):
+    assert another_process[2] is True
+
+
+def test_a_factory_may_run_compiled_code():
+    assert torch.equal(build(Compiled, seed=0).weight, build(Compiled, seed=0).weight)
 
 
 def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monkeypatch):

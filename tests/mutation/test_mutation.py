@@ -313,7 +313,8 @@ def test_compiled():
     net = torch.compile(Net(), backend="eager", fullgraph=True)
     assert net(torch.ones(1, 4)).tolist() == [[7.0, 23.0]]
 """
-    result = mutate(pytester, tests, "-W", "error")
+    # What torch.compile says in Python 3.13.0.
+    result = mutate(pytester, tests, "-W", "error", "-W", "ignore:Guards may run slower:RuntimeWarning")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["OptimizedModule(Net) (root), 1 test: to_float64"])
 
@@ -343,10 +344,9 @@ def test_snapshot(modelprobe, modelprobe_snapshot):
     assert files == {path: path.read_bytes() for path in Path("__modelprobe__").rglob("*.json")}
 
 
-@pytest.mark.usefixtures("_installed_plugins")
 def test_workers_of_xdist_share_the_mutants(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + CHECKS_SHAPE)
-    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-n2", "-p", "no:randomly")
+    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
     assert verdicts(result) == "0 % of the faults were noticed: 0 of 14"
 
 

@@ -10,6 +10,7 @@ import functools
 import html.parser
 import itertools
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -41,11 +42,16 @@ PAYLOADS = [
     "%0A::error::x", "%25", "a,file=b", "a:b,line=1", ";", "'\"", "$(id)", "`id`", "x" * 5000,
 ]  # fmt: skip
 AROUND = ["{}", "fc {}", "{} fc", "fc{}", "{}fc", " {}", "({})", "a.{}.b", "{0} {0}"]
-NAMES = [around.format(payload) for payload, around in itertools.product(PAYLOADS, AROUND)]
+NAMES = [
+    around.format(payload)
+    for (i, payload), (j, around) in itertools.product(enumerate(PAYLOADS), enumerate(AROUND))
+    # Each alone and in two others: all are in `tox -e long`.
+    if j == 0 or j % 4 == i % 4 or "MODELPROBE_LONG" in os.environ
+]
 
 
-def test_there_are_some_eight_hundred() -> None:
-    assert len(set(NAMES)) > 750
+def test_there_are_some_hundreds() -> None:
+    assert len(set(NAMES)) > 250
 
 
 @functools.cache

@@ -157,6 +157,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]
     "t5": (t5, lambda seed: {"input_ids": ids(seed), "labels": ids(seed + 1)}),
     "lstm": (Recurrent, lambda seed: {"x": ids(seed)}),
 }
+LIKE_OTHERS = {"bert", "llama", "vit"}
+NAMES = [pytest.param(name, marks=[pytest.mark.long] if name in LIKE_OTHERS else []) for name in MODELS]
 
 
 def made(name: str, seed: int, *, training: bool = False) -> nn.Module:
@@ -169,20 +171,20 @@ def responses_of(name: str, *, training: bool = False) -> Responses:
     return respond(made(name, 0, training=training), **MODELS[name][1](0))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_layer_of_a_real_model_can_be_called_alone(name: str) -> None:
     assert {key: r.reason for key, r in responses_of(name).items() if r.reason} == {}
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_responses_repeat_bit_for_bit(name: str, training: bool) -> None:
     again = respond(made(name, 0, training=training), **MODELS[name][1](0))
     assert repr(again) == repr(responses_of(name, training=training))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_and_input_data_do_not_count(name: str, training: bool) -> None:
     expected = responses_of(name, training=training)
     model = made(name, 1, training=training)
@@ -195,7 +197,7 @@ def test_weights_and_input_data_do_not_count(name: str, training: bool) -> None:
     assert changed(actual, expected) == set()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_left_as_it_was_bit_for_bit(name: str) -> None:
     model = made(name, 0, training=True)
     model(**MODELS[name][1](0))

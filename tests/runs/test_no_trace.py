@@ -194,15 +194,21 @@ def check(model: nn.Module) -> None:
 
 
 ACTIONS = {"run": run, "update": update, "check": check}
-WHERE = {
-    f"{depth}-{action}": (DEPTHS[depth], ACTIONS[action])
+WHERE = [
+    pytest.param(
+        DEPTHS[depth],
+        ACTIONS[action],
+        id=f"{depth}-{action}",
+        # What puts back is the same for all actions.
+        marks=[pytest.mark.long] if action == "check" and depth != "attribute" else [],
+    )
     for depth in DEPTHS
     for action in ACTIONS
     if action != "update" or depth in ("attribute", "in an object in a dict in an object")  # of many runs
-}
+]
 
 
-@pytest.mark.parametrize(("depth", "action"), WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize(("depth", "action"), WHERE)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_what_a_forward_changes_is_as_it_was(
     kind: Case, depth: Callable[[Any], Any], action: Callable[[nn.Module], None]

@@ -17,7 +17,7 @@ PDB = """
 
     class Stands(pdb.Pdb):
         def interaction(self, frame, trace):
-            self.setup(frame, trace)
+            self.setup(frame, getattr(trace, "__traceback__", trace))  # an exception since Python 3.13
             at = self.curframe
             print("STANDS AT", linecache.getline(at.f_code.co_filename, self.stack[self.curindex][1]).strip())
     """

@@ -833,15 +833,6 @@ def test_nothing_is_reported_of_a_reason_if_nothing_ran_or_the_update_was_refuse
     result.stdout.no_fnmatch_line("no architecture changed*")
 
 
-@pytest.mark.parametrize("reason", ["", "  "])
-def test_an_empty_reason_is_a_usage_error(project: Project, reason: str) -> None:
-    result = project.update(f"--modelprobe-reason={reason}", test=SAME)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: --modelprobe-reason is empty: say why the architecture changes, or leave it out"]
-    )
-
-
 def test_an_update_accepts_only_some_causes(project: Project) -> None:
     project.update(test=TWO)
     test = TWO.replace("record()", "record(eps=1e-3)", 1).replace("== record()", "== record()")
@@ -906,11 +897,23 @@ def test_a_small_limit_accepts_what_has_no_size_where_the_output_is_the_same(pro
     project.update("--modelprobe-accept=any<1e-4").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("text", ["structure<1e-3", "color<1", "any<x", "any<-1", "<1", ""])
-def test_what_cannot_be_accepted_is_a_usage_error(project: Project, text: str) -> None:
-    result = project.update(f"--modelprobe-accept={text}", test=SAME)
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        *(
+            (f"reason={text}", "reason is empty: say why the architecture changes, or leave it out")
+            for text in ("", "  ")
+        ),
+        *(
+            (f"accept={text}", f"accept={text}: give a kind of cause and a limit, as in *any")
+            for text in ("structure<1e-3", "color<1", "any<x", "any<-1", "<1", "")
+        ),
+    ],
+)
+def test_a_wrong_value_of_an_update_is_a_usage_error(project: Project, option: str, said: str) -> None:
+    result = project.update(f"--modelprobe-{option}", test=SAME)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-accept={text}: give a kind of cause and a limit, as in *any"])
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-{said}"])
 
 
 @pytest.mark.parametrize("option", ["reason=x", "accept=any"])
@@ -1188,7 +1191,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no
 
 
 @forks
-@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "xdist"])
+@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "1"]], ids=["one process", "xdist"])
 def test_what_a_forked_process_compares_is_in_use(project: Project, arguments: list[str]) -> None:
     project.update(*arguments, test=IN_A_CHILD).assert_outcomes(passed=2)
     before = project.contents()
@@ -1321,7 +1324,8 @@ def test_an_interrupted_run_deletes_nothing(project: Project) -> None:
     project.update(test=TWO)
     before = project.contents()
     project.write("test_net", FEWER + "\ndef test_z(): raise KeyboardInterrupt")
-    result = project.pytester.runpytest_subprocess("-p", "pytest_modelprobe.plugin", "--snapshot-update")
+    options = ("-p", "pytest_modelprobe.plugin", "--snapshot-update")
+    result = project.pytester.runpytest_inprocess(*options, no_reraise_ctrlc=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert project.contents() == before
 
@@ -1498,7 +1502,7 @@ def test_another_snapshot_fixture_is_named(project: Project) -> None:
     )
 
 
-@pytest.mark.parametrize("dist", ["load", "loadscope"])
+@pytest.mark.parametrize("dist", ["load", pytest.param("loadscope", marks=pytest.mark.long)])
 def test_workers_of_xdist_share_the_work_and_the_controller_reports(project: Project, dist: str) -> None:
     project.update(test=TWO)
     test = FEWER + "\ndef test_z(modelprobe_snapshot):\n    assert record() == modelprobe_snapshot\n"
@@ -1521,7 +1525,7 @@ def test_tests_run_again_are_counted_once(project: Project) -> None:
     test = one("TRIES.append(1)\nassert record() == modelprobe_snapshot\nassert len(TRIES) == 2", before="TRIES = []")
     project.write("test_net", test)
     args = ("-p", "pytest_modelprobe.plugin", "-p", "pytest_rerunfailures", "--reruns=1", "--snapshot-update")
-    result = project.pytester.runpytest_subprocess(*args, "--modelprobe-json=out.json")
+    result = project.pytester.runpytest(*args, "--modelprobe-json=out.json")
     result.stdout.fnmatch_lines(["*1 passed, 1 rerun*"])
     assert len(project.names()) == 2
     (test,) = json.loads((project.pytester.path / "out.json").read_text())["tests"]

@@ -115,7 +115,7 @@ def test_a_walsh_hadamard_transform_of_eight_rows_gives_all_sums():
 # --- how far off estimates are ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [100, 1000, 2**18, 2**18 + 2**16])
+@pytest.mark.parametrize("size", [100, 1000, pytest.param(2**18, marks=pytest.mark.long), 2**18 + 2**16])
 def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
     found = np.array([np.linalg.norm(project(x := draw(size, seed=seed))) / x.norm().item() for seed in range(100)])
     assert found.mean() == pytest.approx(1, abs=0.06)

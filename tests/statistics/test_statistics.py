@@ -296,7 +296,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("read", [read, read_on_device])
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (8, 6, 40, 50), (1, 3, 520, 510), (2, 800, 20, 20)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 3, 5, 6), pytest.param((8, 6, 40, 50), marks=pytest.mark.long), (1, 3, 520, 510), (2, 800, 20, 20)],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, shape, read):
     tensor = LAYOUTS[layout](draw(*shape).relu())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Iterable
 
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.report.text import html_escaped
 
 
 class Markup(str):
@@ -19,19 +18,6 @@ class Markup(str):
 Child = str | int | None | Iterable["Child"]
 
 Attribute = str | int | float | bool | None
-
-
-def escaped(text: str) -> str:
-    r"""Return text for HTML: control characters as escapes, then ``&``, ``<``, ``>`` and quotes as references.
-
-    >>> escaped("<b>" + chr(27))
-    '&lt;b&gt;\\x1b'
-    """
-    # Most of a page are numbers and names that need nothing.
-    return text if _PLAIN.fullmatch(text) else html.escape(printable(text))
-
-
-_PLAIN = re.compile(r"[\w ,.()+-]{0,200}", re.ASCII)
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
@@ -61,7 +47,7 @@ _NO_END = {"input", "img", "meta", "td", "th", "tr"}
 
 def preformatted(text: str) -> Markup:
     """Return text of several lines as an element that keeps them, and that the keyboard can scroll."""
-    lines = Markup("\n".join(map(escaped, text.split("\n"))))
+    lines = Markup("\n".join(map(html_escaped, text.split("\n"))))
     return tag("pre", lines, tabindex=0)
 
 
@@ -74,7 +60,7 @@ def _text(child: Child) -> str:
     if isinstance(child, Markup):
         return child
     if isinstance(child, str):
-        return escaped(child)
+        return html_escaped(child)
     if child is None:
         return ""
     return str(child) if isinstance(child, int) else "".join(map(_text, child))
@@ -86,7 +72,7 @@ def _attribute(key: str, value: Attribute) -> str:
     name = key.rstrip("_").replace("_", "-")
     if value is True:
         return f" {name}"
-    text = coordinate(value) if isinstance(value, float) else escaped(str(value))
+    text = coordinate(value) if isinstance(value, float) else html_escaped(str(value))
     return f" {name}={text}" if _UNQUOTED.fullmatch(text) else f' {name}="{text}"'
 
 

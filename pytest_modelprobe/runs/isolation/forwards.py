@@ -14,7 +14,6 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
@@ -28,6 +27,7 @@ from pytest_modelprobe.models import (
     has_dense_storage,
     preserved,
     seeding,
+    version,
 )
 from pytest_modelprobe.record import ForwardKind, IsolatedResponse
 
@@ -86,7 +86,7 @@ class KeptForwards:
         self._layers = layers
         self._kinds: dict[ForwardKind, dict[object, KeptForward]] = defaultdict(dict)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._held: dict[str, list[tuple[ReferenceType[Tensor], int]]] = {}
+        self._held: dict[str, list[tuple[ReferenceType[Tensor], int | None]]] = {}
 
     @property
     def kept(self) -> dict[ForwardKind, list[KeptForward]]:
@@ -157,7 +157,7 @@ class KeptForwards:
         return None
 
     def _note_state(self) -> None:
-        self._held = {name: [(ref(t), _version(t)) for t in held] for name, held in _held(self._layers).items()}
+        self._held = {name: [(ref(t), version(t)) for t in held] for name, held in _held(self._layers).items()}
         found = [(m, name, b) for m in self._layers.modules.values() for name, b in _written_buffers(m)]
         if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
             with statistics.ambient_modes_disabled(), torch.no_grad():
@@ -249,11 +249,7 @@ def _held(layers: Layers) -> dict[str, list[Tensor]]:
     }
 
 
-def _is_same(then: Sequence[tuple[ReferenceType[Tensor], int]], now: Sequence[Tensor]) -> bool:
+def _is_same(then: Sequence[tuple[ReferenceType[Tensor], int | None]], now: Sequence[Tensor]) -> bool:
     return len(then) == len(now) and all(
-        was() is tensor and version == _version(tensor) for (was, version), tensor in zip(then, now, strict=True)
+        was() is tensor and before == version(tensor) for (was, before), tensor in zip(then, now, strict=True)
     )
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version

@@ -24,6 +24,7 @@ from pytest_modelprobe.models import (
     flatten_call,
     has_dense_storage,
     map_tensors,
+    version,
 )
 
 from .reasons import CannotTellError, line
@@ -191,11 +192,11 @@ class Tracer:
         return placeholder  # type: ignore[no-any-return]
 
     def _kind(self, tensor: Tensor) -> str:
-        version = None if tensor.is_inference() else tensor._version
-        known, kind = self._kinds.get(tensor, (None, ""))
-        if version is None or known != version:
+        now = version(tensor)
+        then, kind = self._kinds.get(tensor, (None, ""))
+        if now is None or then != now:
             kind = kind_of(tensor)
-            self._kinds[tensor] = version, kind
+            self._kinds[tensor] = now, kind
         return str(kind)
 
 
