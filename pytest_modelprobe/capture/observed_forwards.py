@@ -39,10 +39,14 @@ class ObservedStep:
         """The parameters that the optimizer holds, and all buffers, after it."""
         self.modes: dict[str, bool] = {}
         """Whether each layer was in training mode as the optimizer stepped."""
+        self.keys: dict[ForwardKind, list[Tensor]] = {}
+        """Of the samples of each forward."""
         self._newest_pass = -1
 
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
+        if forward.keys is not None:
+            self.keys.setdefault(forward.kind, []).append(forward.keys)
         self.forwards.append(forward)
         if self.parts or len(self.forwards) > 1:
             self.merge()
@@ -121,14 +125,16 @@ class ObservedForwards:
         """Begin another forward; a step that was taken is over then."""
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
-        self.newest = Forward(self.count, kind, statistics.samples_of(inputs, self._kinds[kind]))
+            self.newest = None
+        self._decide()
+        if self.step.taken:
+            self._end_step()
+        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.keys.get(kind, ()))
+        self.newest = Forward(self.count, kind, samples)
         self._kinds[kind] += 1
         self.first = self.first or self.newest
         self.count += 1
         self.alive.add(self.newest)
-        self._decide()
-        if self.step.taken:
-            self._end_step()
 
     def take_traced(self) -> None:
         """Add what traced hooks saw: what a backward pass reached to the step, all else to the evaluations."""
