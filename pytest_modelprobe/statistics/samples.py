@@ -106,7 +106,7 @@ WHOLE = Samples()
 """For a tensor without a batch."""
 
 
-def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Sequence[Tensor] = ()) -> Samples:
+def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = None) -> Samples:
     """Return the samples of a forward, given its arguments; nothing waits for another device.
 
     The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
@@ -114,7 +114,7 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Sequence[Tensor]
     Args:
         inputs: The arguments.
         turn: Number of the forward among those of its kind, from 0.
-        before: The keys of the samples of each microbatch that is of the same batch and came before.
+        before: The keys of the samples of the microbatches that are of the same batch and came before.
 
     >>> x = torch.randn(3, 5)
     >>> signs, reordered = samples_of([x]).signs((3, 7)), samples_of([x.flip(0)]).signs((3, 7))
@@ -133,13 +133,15 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Sequence[Tensor]
             return Samples(turn)
         size, *inner = batch[0].shape
         try:
-            hashes, keys = _hashes(batch, [keys for keys in before if keys.device == batch[0].device])
+            if before is not None and before.device != batch[0].device:
+                before = None
+            hashes, keys = _hashes(batch, before)
             return Samples(turn, hashes, batch_sizes(size, inner), keys)
         except NotImplementedError:  # the device cannot do it
             return Samples(turn)
 
 
-def _hashes(batch: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _hashes(batch: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return a hash of each sample, and a key that equal samples share, int64."""
     read = [_elements_read(tensor) for tensor in batch]
     keys = found = None
@@ -153,8 +155,8 @@ def _hashes(batch: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, 
         exact = _row_hashes([_bits(x) for x in read])
         keys = exact if keys is None else keys
         numbers = _occurrences(exact)
-    if before:
-        earlier = torch.cat(list(before)).sort().values
+    if before is not None:
+        earlier = before.sort().values
         times = torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
         numbers = times if numbers is None else numbers + times
     return found if numbers is None else found ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0

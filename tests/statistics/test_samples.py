@@ -126,7 +126,7 @@ def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
 def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size):
     before, found = [], []
     for part in given.split(size):
-        samples = samples_of([part], before=before)
+        samples = samples_of([part], before=torch.cat(before) if before else None)
         before.append(samples.keys)
         found.append(samples.signs((len(part),)))
     np.testing.assert_array_equal(np.concatenate(found, 1), signs_of(given))
