@@ -30,8 +30,8 @@ class TensorObservation:
     """A tensor among the inputs or outputs of a call: its reduction, and that of its gradient when it arrives."""
 
     __slots__ = (
-        "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
-        "shape", "targets",
+        "axis", "backward", "backward_inner", "device", "dtype", "forward", "layout", "number", "overwritten",
+        "requires_grad", "shape", "targets",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
