@@ -677,7 +677,8 @@ def report(results: dict[str, Any]) -> str:
             "measured noise: [TOLERANCE.md](TOLERANCE.md). What mutated files and killed updates came to:",
             "[ATTACKS.md](ATTACKS.md). Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
             "Which planted faults the tests of the examples and of a public package notice:",
-            "[MUTATION.md](MUTATION.md).",
+            "[MUTATION.md](MUTATION.md). A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
+            "HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
             "",
         ]
     if "llama" in results:

@@ -63,7 +63,7 @@ CHANGES = [
         "An attribute",
         "Somebody copies a default from another framework.",
         "self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)",
-        "self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width)",
+        "self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-4), nn.LayerNorm(width)",
     ),
     (
         "A module's own code",

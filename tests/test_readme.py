@@ -180,6 +180,12 @@ def close(a: str, b: str, *, rel_tol: float) -> bool:
 NUMBER = re.compile(r"-?[\d,]*\.?\d+(e-?\d+)?")
 
 
+def test_failures_on_the_home_page_are_those_of_other_pages() -> None:
+    (shown,) = (block["text"] for block in FENCE.finditer(PAGES["docs/index.md"]))
+    others = "".join(text for page, text in PAGES.items() if page != "docs/index.md")
+    assert [line for line in shown.splitlines() if f"AssertionError: {line}" not in others] == []
+
+
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```pycon" in text])
 def test_examples_in_the_documentation_run(name: str) -> None:
     assert doctest.testfile(str(ROOT / name), module_relative=False).failed == 0

@@ -96,7 +96,7 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     if same and finding.kind in ("structure", "renamed"):
         return f"{told}; behavior unchanged"
     by = diagnosis.output if finding.kind == "behavior" else None
-    return told if by is None else f"{told}; output changed by {percent(by)}"
+    return told if by is None else f"{told}; the model's output changed by {percent(by)}"
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:
@@ -285,7 +285,9 @@ def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
                 what = "all layers" if cause.is_retraining else cause.what
                 said = sure + _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
-                models[change.model] = max((models.get(change.model), cause.change), key=lambda size: size or 0.0)
+                models[change.model] = max(
+                    (models.get(change.model), comparison.known_change(cause)), key=lambda size: size or 0.0
+                )
     return [
         [said, kind, percent(max(models.values(), key=lambda size: size or 0.0)), listed(list(models))]
         for (said, kind), models in alike.items()

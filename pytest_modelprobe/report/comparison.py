@@ -46,7 +46,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     effect = _effect(first)
     retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
     if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
-        effect = f"{';' if first.share_method else ':'} output changed{_by(diagnosis.output)}"
+        effect = f"{';' if first.share_method else ':'} the model's output changed{_by(diagnosis.output)}"
     shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
@@ -148,7 +148,7 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
         [
             _repeated(cause_text(cause), times),
             cause.kind,
-            percent(cause.change),
+            percent(known_change(cause)),
             _times_noise(cause) or "-",
             _SEEN[cause.evidence],
             "; ".join(cause.hints) or "-",
@@ -310,11 +310,18 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
     return found
 
 
+def known_change(cause: Cause) -> float | None:
+    """Return the relative change of what a cause changed; None where that has another shape."""
+    return None if cause.effect == "shape" else cause.change
+
+
 def _effect(cause: Cause) -> str:
+    if cause.effect == "shape":
+        return ": its output has another shape"
     if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
         return ""
     noise = _times_noise(cause)
-    what = f"{cause.effect} changed " if cause.effect else ""
+    what = f"{'its ' if cause.effect == 'output' else ''}{cause.effect} changed " if cause.effect else ""
     times = f", {noise} x its noise" if noise else ""
     why = f", {listed(cause.hints)}" if math.isinf(cause.change) and cause.hints else ""
     return f": {what}by {percent(cause.change)}{times}{why}"

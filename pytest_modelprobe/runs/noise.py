@@ -9,6 +9,7 @@ a flip; `BACKWARD_ULPS` do, and change smooth models in proportion only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,10 +63,19 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
     plain = as_real(tensor.detach())
     bits = plain.view(_BITS[plain.element_size()])  # numbers of one sign are ordered as their bits
     magnitude = bits & torch.iinfo(bits.dtype).max
-    most = int(torch.tensor(torch.finfo(plain.dtype).max / 2, dtype=plain.dtype).view(bits.dtype))
-    signs = _signs(plain.numel(), name).to(plain.device, bits.dtype).view(plain.shape) * 2 - 1
-    result = torch.where((magnitude > units) & (magnitude < most), bits + signs * units, bits).view(plain.dtype)
+    most = _half_of_largest(plain.dtype)
+    steps = _signs(plain.numel(), name).to(plain.device, bits.dtype).view(plain.shape).mul_(2 * units).sub_(units)
+    least, largest = magnitude.aminmax() if magnitude.numel() else (most, 0)
+    if least <= units or largest >= most:  # most tensors have neither: that saves half of the time
+        steps.masked_fill_((magnitude <= units).logical_or_(magnitude >= most), 0)
+    result = steps.add_(bits).view(plain.dtype)
     return torch.view_as_complex(result) if tensor.is_complex() else result
+
+
+@functools.cache
+def _half_of_largest(dtype: torch.dtype) -> int:
+    """Return the bits of half the largest number of a dtype."""
+    return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype.itemsize]))
 
 
 def _signs(count: int, name: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
 
 from . import noise
-from .isolation import Key, isolate, noisy
+from .isolation import Key, Part, isolate_repeatedly, noisy
 from .loss import Loss, loss_of
 from .origin import find_gradient_origin, find_origin
 from .rerun import (
@@ -114,7 +114,8 @@ class Run:
         reason = self._obstacle(None if request.only else record, model)
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
-        return with_responses_of_one_forward(record, self._isolate(record, request))
+        (responses,) = self._isolate(record, request, [(None, "all")])
+        return with_responses_of_one_forward(record, responses)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response, see `noise`."""
@@ -122,17 +123,18 @@ class Run:
         reason = self._obstacle(record, model)
         if reason is None:
             try:
-                with progress("measuring noise: run", (4 if responses_of(record) else 2) * _REPEATS) as each:
+                alone = 1 + (self.loss is not None) if responses_of(record) else 0
+                with progress("measuring noise: run", (2 + alone) * _REPEATS) as each:
                     return self._measured(record, each)
             except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
                 reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
     def _measured(self, record: Record, each: Parts) -> Record:
-        again, _ = self._observed(repeat=1)
-        where = noise.first_difference(record, again)
+        repeat, _ = self._observed(repeat=1)
+        where = noise.first_difference(record, repeat)
         if where is not None:
-            repeats = [again, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
+            repeats = [repeat, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
             return with_note(
                 noise.with_nondeterminism(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
@@ -146,29 +148,39 @@ class Run:
         responses = responses_of(record)
         if not responses:
             return measured
-        request = IsolationRequest(record)
-        handed, gradients = (
-            noisy(responses, [self._isolate(record, request, move) for move in each(moves)]) for moves in (near, far)
-        )
-        return with_responses_of_one_forward(
-            measured, {key: dataclasses.replace(handed[key], gradient=gradients[key].gradient) for key in responses}
-        )
+        # Calls of one class with equal responses have equal noise: a synthetic tensor does not depend on the layer.
+        first: dict[tuple[str, str], Key] = {}
+        alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
+        distinct = {key: responses[key] for key in first.values()}
+        request = IsolationRequest(record, only={layer for layer, _ in distinct})
+        alone: list[tuple[noise.Perturbation | None, Part]] = [(move, "outputs") for move in near]
+        alone += [(move, "gradients") for move in far if self.loss is not None]
+        taken = self._isolate(record, request, alone, each)
+        found = noisy(distinct, taken[:_REPEATS])
+        if self.loss is not None:
+            again = noisy(distinct, taken[_REPEATS:])
+            found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
+        return with_responses_of_one_forward(measured, {key: found[alike[key]] for key in responses})
 
     def _isolate(
-        self, record: Record, request: IsolationRequest, move: noise.Perturbation | None = None
-    ) -> dict[Key, IsolatedResponse]:
+        self,
+        record: Record,
+        request: IsolationRequest,
+        repeats: Sequence[tuple[noise.Perturbation | None, Part]],
+        each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    ) -> list[dict[Key, IsolatedResponse]]:
         with self._prepared():
-            return isolate(
+            return isolate_repeatedly(
                 self.model,
                 self._forward,
+                repeats,
+                each,
                 layers=modules_of(record),
                 only=request.only,
                 recipes={key: response.recipes for key, response in responses_of(request.like).items()},
                 arguments=arguments_of(request),
                 names=request.names,
                 gradient=self.loss is not None,
-                perturb=move,
-                restores=False,
             )
 
     def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:

@@ -81,7 +81,7 @@ def test_a_port_with_another_epsilon_is_reported() -> None:
     model = port()
     model.ln.eps = 1e-2
     shown = failure_of(run(model), run(reference()), rename={"ln": "norm", "head": "fc"})
-    assert shown.startswith("ln.eps 1e-05 → 0.01: output changed by ")
+    assert shown.startswith("ln.eps 1e-05 → 0.01: its output changed by ")
     assert "(root): Reference → Port" in shown
 
 

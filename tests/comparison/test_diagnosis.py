@@ -1819,7 +1819,12 @@ def test_an_attribute_that_lists_other_children_has_no_effect_that_is_made_up() 
     found = refactored(old, new)
     (listed,) = (cause for cause in found.causes if cause.what == "order")
     assert listed.change is None
-    assert first_line(found).startswith("0.eps 1e-05 → 0.1: output changed by ")
+    assert first_line(found).startswith("0.eps 1e-05 → 0.1: its output changed by ")
+
+
+def test_a_layer_that_grows_is_not_said_to_change_by_a_share() -> None:
+    old, new = (functools.partial(nn.Sequential, nn.Linear(8, width), nn.ReLU()) for width in (4, 6))
+    assert first_line(refactored(old, new)).startswith("0.weight (4, 8) → (6, 8): its output has another shape; ")
 
 
 # --- a change of behavior beside a refactoring ---------------------------------------------------------------------
@@ -2052,14 +2057,14 @@ def test_a_mask_that_is_made_otherwise_is_named(
     diagnosis = diagnosed_mask(kind, fault, monkeypatch, trained=trained)
     line = first_line(diagnosis)
     assert line.startswith(f"model: builds another attention_mask (for layers.0): {share} of its entries differ; ")
-    assert ("; output changed by " in line) == (not trained)
+    assert ("; the model's output changed by " in line) == (not trained)
     assert {cause.kind for cause in diagnosis.causes} == ({"computation", "weights"} if trained else {"computation"})
 
 
 def test_a_mask_that_is_not_made_any_more_accuses_none_of_those_who_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosis = diagnosed_mask(transformers.BertModel, without_padding, monkeypatch)
     line = first_line(diagnosis)
-    assert line.startswith("(root): own code no longer gives encoder attention_mask: output changed by ")
+    assert line.startswith("(root): own code no longer gives encoder attention_mask: the model's output changed by ")
     assert len(diagnosis.causes) == 1
 
 
@@ -2113,7 +2118,7 @@ def test_what_a_child_does_without_a_tensor_is_the_consequence_of_who_gave_it(
 ) -> None:
     old = recorded(PROBE.build(lambda: Biasing(then)), PROBE.randn(4, 8), **run)
     found = diagnose(compare(recorded(PROBE.build(lambda: Biasing(now)), PROBE.randn(4, 8), like=old, **run), old))
-    assert first_line(found).startswith(f"(root): own code {told}: output changed by ")
+    assert first_line(found).startswith(f"(root): own code {told}: the model's output changed by ")
     assert [cause_text(cause) for cause in found.causes] == [f"(root): own code {told}"]
 
 
@@ -2170,7 +2175,7 @@ def test_a_mask_in_another_dtype_that_masks_others_is_named() -> None:
 
     line = first_line(diagnosed_pair(Windowed(seen), Windowed(windowed)))
     assert line.startswith(
-        "(root): builds another mask (for attn): about 27 % of its entries differ; output changed by "
+        "(root): builds another mask (for attn): about 27 % of its entries differ; the model's output changed by "
     )
 
 
@@ -2202,7 +2207,9 @@ def test_a_dtype_that_decides_what_a_mask_of_everything_does_is_the_cause() -> N
     old, new = Windowed(floats), Windowed(none_of_the_last)
     old.attn, new.attn = Summed(), Summed()
     line = first_line(diagnosed_pair(old, new))
-    assert line.startswith("(root): own code gives attn mask (6, 6) bool, not (6, 6) float32: output changed by ")
+    assert line.startswith(
+        "(root): own code gives attn mask (6, 6) bool, not (6, 6) float32: the model's output changed by "
+    )
 
 
 def test_a_mask_that_is_expanded_and_one_that_is_copied_are_one() -> None:
@@ -2305,7 +2312,9 @@ class Causal(nn.Module):
 def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
     diagnosis = diagnosed_pair(Asked(), Asked(is_causal=False))
     line = first_line(diagnosis)
-    assert line.startswith("(root): own code gives attn is_causal False, not the default: output changed by ")
+    assert line.startswith(
+        "(root): own code gives attn is_causal False, not the default: the model's output changed by "
+    )
     assert len(diagnosis.causes) == 1
 
 
@@ -2348,7 +2357,9 @@ def test_an_argument_that_requests_an_output_does_not_excuse_the_code_that_got_i
 
 def test_an_argument_that_has_an_effect_is_the_caller_s_doing() -> None:
     diagnosis = diagnosed_pair(Requesting(twice=True), Requesting())
-    assert first_line(diagnosis).startswith("(root): own code no longer gives inner twice: output changed by ")
+    assert first_line(diagnosis).startswith(
+        "(root): own code no longer gives inner twice: the model's output changed by "
+    )
     assert len(diagnosis.causes) == 1
 
 

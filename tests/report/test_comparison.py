@@ -38,9 +38,13 @@ def code(layer: str, what: str = "", **fields: Any) -> Cause:
         (of(eps("norm")), "norm.eps 1e-05 → 1e-06; 1 cause"),
         (
             of(eps("norm", change=0.0013, noise=1e-6)),
-            "norm.eps 1e-05 → 1e-06: output changed by 0.13 %, 1,300 x its noise; 1 cause",
+            "norm.eps 1e-05 → 1e-06: its output changed by 0.13 %, 1,300 x its noise; 1 cause",
         ),
-        (of(eps("norm", change=math.inf)), "norm.eps 1e-05 → 1e-06: output changed by ∞ %; 1 cause"),
+        (
+            of(dataclasses.replace(eps("conv", change=math.inf), what="stride", actual=2, expected=1, effect="shape")),
+            "conv.stride 1 → 2: its output has another shape; 1 cause",
+        ),
+        (of(eps("norm", change=math.inf)), "norm.eps 1e-05 → 1e-06: its output changed by ∞ %; 1 cause"),
         (
             of(code("block", change=math.inf, hints=("all zero before",))),
             "block: own code changed: by ∞ %, all zero before; 1 cause",
@@ -278,7 +282,7 @@ def test_the_whole_text() -> None:
     assert (
         text(diagnosis, ["Look at it.", "Or do not."])
         == """\
-h.*.norm.eps 1e-05 → 1e-06 x3: output changed by 2 %, 20,000 x its noise; 2 causes, 3 layers after them moved
+h.*.norm.eps 1e-05 → 1e-06 x3: its output changed by 2 %, 20,000 x its noise; 2 causes, 3 layers after them moved
 
 cause                             class         changed by   x noise   seen                   looks like
 h.*.norm.eps 1e-05 → 1e-06 x3     attribute     2 %           20,000   in the record          -

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading
-from pytest_modelprobe.runs.isolation import Key, fits, isolate, kind_of, noisy, synthetic
+from pytest_modelprobe.runs.isolation import Key, fits, isolate, isolate_repeatedly, kind_of, noisy, synthetic
 from pytest_modelprobe.runs.noise import Perturbation, relative_change
 
 Responses = dict[Key, IsolatedResponse]
@@ -385,6 +385,33 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].bias.requires_grad_(False)
     assert respond(model, torch.ones(2, 4))["0", 0].without_gradient == ("bias",)
+
+
+def test_a_part_of_the_responses_is_that_of_all() -> None:
+    model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50)).eval()
+    ids = torch.arange(6).unsqueeze(0)
+    whole, outputs, gradients = isolate_repeatedly(
+        model, lambda: model(ids), [(None, "all"), (None, "outputs"), (None, "gradients")], gradient=True
+    )
+    assert all(response.handed == outputs[key].handed for key, response in whole.items())
+    assert all(response.gradient == gradients[key].gradient for key, response in whole.items())
+    assert all(response.gradient is None for response in outputs.values())
+    assert all(handed.reading is None for response in gradients.values() for handed in response.handed)
+
+
+def test_a_repeat_does_not_see_what_one_before_it_left_behind() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    model = Counting()
+    first, second = isolate_repeatedly(model, lambda: model(torch.ones(2)), [(None, "all"), (None, "all")])
+    assert first == second
 
 
 def test_without_a_loss_there_is_no_gradient() -> None:

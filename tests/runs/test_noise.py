@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.runs import run
+from pytest_modelprobe.runs.isolation import isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
     Perturbation,
     first_difference,
@@ -37,6 +40,28 @@ def probe() -> Iterator[ModelProbe]:
 def measured(record: Record) -> Record:
     assert record.rerun is not None
     return record.rerun.measured(record)
+
+
+def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probe.build(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))))
+    record = probe.run(model, probe.randn(2, 4), loss="random")
+    assert record.rerun is not None
+    record = record.rerun.isolated(record)
+    called: list[set[str] | None] = []
+
+    def noted(*args: Any, only: set[str] | None, **kwargs: Any) -> Any:
+        called.append(only)
+        return isolate_repeatedly(*args, only=only, **kwargs)
+
+    def of_each(*args: Any, only: object, **kwargs: Any) -> Any:
+        return isolate_repeatedly(*args, **kwargs)
+
+    monkeypatch.setattr(run, "isolate_repeatedly", of_each)
+    expected = measured(record)
+    monkeypatch.setattr(run, "isolate_repeatedly", noted)
+    assert measured(record) == expected
+    # An input of the model needs no gradient: 0.0 has another response than 1.0 and 2.0.
+    assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}]
 
 
 # --- moving numbers -----------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_what_is_dead_is_reported_when_a_snapshot_is_created(project: Project) -
 
 
 CHANGES = {
-    "attribute": ("eps=1e-5", "eps=1e-3", "norm.eps 1e-05 → 0.001: output changed by *; 1 cause*"),
+    "attribute": ("eps=1e-5", "eps=1e-3", "norm.eps 1e-05 → 0.001: its output changed by *; 1 cause*"),
     "architecture": ("nn.LayerNorm(16, eps=1e-5)", "nn.BatchNorm1d(16)", "norm: LayerNorm → BatchNorm1d*"),
     "computation": ("torch.relu(", "torch.tanh(", "(root): own code changed*"),
     "weights": ("self.fc2 = ", "nn.init.zeros_(self.fc1.bias); self.fc2 = ", "fc1: weights changed by *(bias)*"),
@@ -895,7 +895,7 @@ def test_an_update_accepts_structure_only_where_the_numbers_are_the_same(project
     result = project.update("--modelprobe-accept=structure")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*not written: * is not covered by --modelprobe-accept='structure': the output changed by *"]
+        ["*not written: * is not covered by --modelprobe-accept='structure': the model's output changed by *"]
     )
     assert project.contents() == before
 
@@ -940,7 +940,7 @@ def test_a_layer_that_a_test_says_was_renamed_is_the_same_with_the_same_weights(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*AssertionError: fc2 renamed to head: output changed by *",
+            "*AssertionError: fc2 renamed to head: the model's output changed by *",
             "*Only other names? modelprobe_snapshot(rename={'head': 'fc2'}), and modelprobe.build(..., rename=...)*",
         ]
     )

@@ -36,7 +36,7 @@ class Cause:
     """Relative change of the layer's output, or of the weight itself."""
     noise: float | None = None
     effect: str = ""
-    """Of a cause that the records show: what it changed, ``output`` or a buffer."""
+    """Of a cause that the records show: what it changed, ``output``, its ``shape``, or a buffer."""
     evidence: Evidence = "recorded"
     gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
     """Of a gradient: the loss changed; the gradient of one value changed; some values get none; grad mode changed; the

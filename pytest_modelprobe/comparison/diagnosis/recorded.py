@@ -87,6 +87,8 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
+        if index.of_call(pair, "interface", side="output"):
+            effect = "shape"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
     # The layers that it calls, and its weights, may have changed themselves.
     alone = index.has_no_child_calls(pair) and not index.has(cause.layer, "weights")

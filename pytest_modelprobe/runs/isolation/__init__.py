@@ -24,15 +24,15 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import Key, Perturb, Session
+from .alone import Key, Part, Perturb, Session
 from .contexts import is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "Key", "KeptForward", "KeptForwards", "Perturb", "fits", "isolate", "kind_of", "merged", "noisy", "recipes_of",
-    "synthetic",
+    "Key", "KeptForward", "KeptForwards", "Part", "Perturb", "fits", "isolate", "isolate_repeatedly", "kind_of",
+    "merged", "noisy", "recipes_of", "synthetic",
 ]  # fmt: skip
 
 
@@ -47,7 +47,6 @@ def isolate(
     names: Mapping[str, str] | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
-    restores: bool = True,
 ) -> dict[Key, IsolatedResponse]:
     """Return the response of each called layer to synthetic tensors; of equal calls of a layer, the first one only.
 
@@ -65,7 +64,6 @@ def isolate(
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
             not applied to masks, integers and the like.
-        restores: False: the caller restores the model.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -80,10 +78,50 @@ def isolate(
     ... ) == responses
     True
     """
+    with preserved(model):
+        (responses,) = isolate_repeatedly(
+            model,
+            forward,
+            [(perturb, "all")],
+            layers=layers,
+            only=only,
+            recipes=recipes,
+            arguments=arguments,
+            names=names,
+            gradient=gradient,
+        )
+    return responses
+
+
+def isolate_repeatedly(
+    model: nn.Module,
+    forward: Callable[[], object],
+    repeats: Sequence[tuple[Perturb | None, Part]],
+    each: Callable[[Sequence[tuple[Perturb | None, Part]]], Iterable[tuple[Perturb | None, Part]]] = iter,
+    *,
+    layers: Collection[str] | None = None,
+    only: Collection[str] | None = None,
+    recipes: Mapping[Key, Mapping[str, str]] | None = None,
+    arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
+    names: Mapping[str, str] | None = None,
+    gradient: bool = False,
+) -> list[dict[Key, IsolatedResponse]]:
+    """Return what `isolate` returns for each of some perturbations; the model runs once for all of them.
+
+    Args:
+        repeats: Perturbations, as in `isolate`, and what is read of the responses: ``"outputs"`` leaves out the
+            gradient, ``"gradients"`` the readings of what is handed on. What is computed is the same bit for bit.
+        each: Takes the repeats and yields them, to show progress.
+
+    The other arguments are those of `isolate`. The caller restores the model.
+
+    >>> model = nn.Linear(4, 4)
+    >>> first, second = isolate_repeatedly(model, lambda: model(torch.ones(2, 4)), [(None, "all"), (None, "outputs")])
+    >>> first == second == isolate(model, lambda: model(torch.ones(2, 4)))
+    True
+    """
     found = Layers(model)
     with contextlib.ExitStack() as stack:
-        if restores:
-            stack.enter_context(preserved(model))
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
@@ -91,9 +129,11 @@ def isolate(
         with torch.set_grad_enabled(gradient):
             forward()
         calls = [call for call in traced.finish() if call.alone]
+        state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
         stack.enter_context(without_warnings(gradient))
-        session = stack.enter_context(
-            Session(
+        taken = []
+        for perturb, of in each(repeats):
+            session = Session(
                 found,
                 traced,
                 recipes or {},
@@ -101,11 +141,14 @@ def isolate(
                 arguments=arguments or {},
                 names=names or {},
                 gradient=gradient,
+                of=of,
                 perturb=perturb,
             )
-        )
-        each = stack.enter_context(progress("isolated call", len(calls)))
-        return {(call.layer, call.index): session.response(call) for call in each(calls)}
+            with session, progress("isolated call", len(calls)) as shown:
+                taken.append({(call.layer, call.index): session.response(call) for call in shown(calls)})
+            if state is not None:
+                state.restore()  # what the calls left behind is not there in the next repeat
+        return taken
 
 
 def noisy(

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ Key = tuple[str, int]
 
 Perturb = Callable[[Tensor, str], Tensor]
 
+Part = Literal["all", "outputs", "gradients"]
+"""What is read of each response."""
+
 
 class Session:
     """Calls layers alone, one after the other; `module.forward` of all layers is replaced meanwhile."""
@@ -46,6 +49,7 @@ class Session:
         arguments: Mapping[Key, Mapping[str, Plain]],
         names: Mapping[str, str],
         gradient: bool,
+        of: Part,
         perturb: Perturb | None,
     ) -> None:
         self.layers = layers
@@ -56,6 +60,7 @@ class Session:
         self.recipes = recipes
         self.arguments = arguments
         self.gradient = gradient
+        self.of = of
         self.perturb = perturb
         self.draws = Draws()
         self.current: _IsolatedCall | None = None
@@ -389,12 +394,16 @@ class _IsolatedCall:
                 self._computed(f"{label} after", tensor)
 
     def _computed(self, where: str, tensor: Tensor) -> None:
+        if self._session.of == "gradients":
+            return
         self._emitted.append((where, None))
         self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
-        if not (self._session.gradient and tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
+        if not self._session.gradient or self._session.of == "outputs":
+            return
+        if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
             weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
