@@ -309,6 +309,15 @@ def waited(tensor: Tensor) -> Tensor | None:
     return cast(Tensor, cast(Any, tensor).trigger_wait())
 
 
+def spec_of_local(tensor: Tensor) -> Any:
+    """Return the spec, which has the placements, of the DTensor of which a tensor is the local one; None elsewhere.
+
+    The node of ``DTensor.to_local`` in the graph has it: without gradients, or in a torch whose node has another
+    attribute, it is not known.
+    """
+    return None if tensor.grad_fn is None else getattr(tensor.grad_fn, "dtensor_spec", None)
+
+
 default_store: Callable[[], Any] = _private(
     "torch.distributed.distributed_c10d._get_default_store", cannot="records of several ranks cannot be exchanged"
 )

@@ -53,6 +53,7 @@ from .observation import (
 from .observed_forwards import Observations, ObservedStep
 from .parameters import ParameterReading, named_tensors
 from .tensors import plain_name
+from .units import is_pointwise
 
 Which = Literal["all", "first", "last", "evaluations"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step."""
@@ -205,6 +206,10 @@ class _Builder:
         self.ties: dict[int, str] = {}
         self.readings = self._collect()
         self.numbers: dict[tuple[int, int], int] = {}
+        self.layouts: dict[tuple[int, int], str] = {}
+        self.whole: dict[tuple[int, int], Reduced] = {}
+        """Of a tensor of which some places have a part: its gradient where it is whole."""
+        self._find_layouts()
         self.sources = _Sources(self)
 
     def layers(self) -> dict[str, Layer]:
@@ -284,7 +289,28 @@ class _Builder:
             recomputed=call.recomputed,
         )
 
+    def _find_layouts(self) -> None:
+        """Find the layout of each tensor: one place where it, or a DTensor with its memory, was seen may tell."""
+        calls = [call for calls in self.calls.values() for _, call in calls]
+        values = [seen for call in calls for _, seen in (*call.inputs, *call.outputs)]
+        self.layouts = {seen.number: seen.layout for seen in values if seen.layout is not None}
+        if not self.layouts:
+            return
+        modules = self.observed.layers.modules
+        for call in (*calls, *reversed(calls)):
+            if call.layer in modules and is_pointwise(modules[call.layer]) and call.inputs and call.outputs:
+                one, other = call.inputs[0][1].number, call.outputs[0][1].number
+                for known, unknown in ((one, other), (other, one)):
+                    if known in self.layouts:
+                        self.layouts.setdefault(unknown, self.layouts[known])
+        for seen in values:
+            if seen.backward is not None and seen.backward.reason is None:
+                self.whole.setdefault(seen.number, seen.backward)
+
     def _value(self, path: str, seen: TensorObservation, source: str | None) -> Value:
+        backward = seen.backward
+        if backward is not None and backward.reason is not None:
+            backward = self.whole.get(seen.number, backward)
         return Value(
             path=path,
             shape=seen.shape,
@@ -294,9 +320,10 @@ class _Builder:
             tensor=self.numbers.setdefault(seen.number, len(self.numbers)),
             forward=self.reading(seen.forward),
             # A view that was overwritten receives at most the gradient of its uses before that.
-            backward=None if seen.backward is None or seen.overwritten else self.reading(seen.backward),
+            backward=None if backward is None or seen.overwritten else self.reading(backward),
             backward_inner=None if seen.backward_inner is None else self.reading(seen.backward_inner),
             overwritten=seen.overwritten,
+            layout=self.layouts.get(seen.number),
             source=source,
         )
 

@@ -26,6 +26,7 @@ from pytest_modelprobe._torch import (
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models import (
     RUN_EAGERLY,
+    TENSOR_PARALLEL,
     Flat,
     Layers,
     flatten,
@@ -287,6 +288,7 @@ class Capture:
         if outermost:
             self._begin_forward(name, module, inputs)
             self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
+            self._tensors.reads_layouts = TENSOR_PARALLEL in self.notes
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():

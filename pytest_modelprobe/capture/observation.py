@@ -33,8 +33,8 @@ class TensorObservation:
     """
 
     __slots__ = (
-        "axis", "backward", "backward_inner", "device", "dtype", "forward", "number", "overwritten", "requires_grad",
-        "shape", "targets",
+        "axis", "backward", "backward_inner", "device", "dtype", "forward", "layout", "number", "overwritten",
+        "requires_grad", "shape", "targets",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
@@ -46,6 +46,8 @@ class TensorObservation:
         self.requires_grad = tensor.requires_grad
         self.axis = forward.axis
         self.forward = forward
+        self.layout: str | None = None
+        """What this rank has of it, where tensor parallelism tells."""
         self.backward: Reduced | None = None
         self.backward_inner: Reduced | None = None
         self.overwritten = False
@@ -277,12 +279,13 @@ class Forward:
 class DoneForward:
     """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
 
-    __slots__ = ("_graph", "calls", "costs", "kind", "trained_by")
+    __slots__ = ("_graph", "calls", "costs", "keys", "kind", "trained_by")
     forwards = 1
 
     def __init__(self, forward: Forward) -> None:
         self.kind, self.calls, self.costs = forward.kind, forward.calls, forward.costs
         self.trained_by = forward.trained_by
+        self.keys = forward.samples.keys
         self._graph = ref(forward)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
@@ -16,6 +17,9 @@ from pytest_modelprobe.statistics import Reduced
 
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
 from .parameters import ParameterReading
+
+_MOST_SAMPLES = 1 << 12
+"""How many samples of the microbatches of a step are known again, so that memory does not grow without a step."""
 
 
 class ObservedStep:
@@ -39,10 +43,17 @@ class ObservedStep:
         """The parameters that the optimizer holds, and all buffers, after it."""
         self.modes: dict[str, bool] = {}
         """Whether each layer was in training mode as the optimizer stepped."""
+        self.keys: dict[ForwardKind, Tensor] = {}
+        """Of the newest samples of its forwards."""
         self._newest_pass = -1
 
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
+        if forward.keys is not None:
+            before = self.keys.get(forward.kind)
+            with statistics.ambient_modes_disabled():
+                known = [] if before is None or before.device != forward.keys.device else [before]
+                self.keys[forward.kind] = torch.cat([*known, forward.keys])[-_MOST_SAMPLES:]
         self.forwards.append(forward)
         if self.parts or len(self.forwards) > 1:
             self.merge()
@@ -119,14 +130,16 @@ class ObservedForwards:
         """Begin another forward; a step that was taken is over then."""
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
-        self.newest = Forward(self.count, kind, statistics.samples_of(inputs, self._kinds[kind]))
+            self.newest = None
+        self._decide()
+        if self.step.taken:
+            self._end_step()
+        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.keys.get(kind))
+        self.newest = Forward(self.count, kind, samples)
         self._kinds[kind] += 1
         self.first = self.first or self.newest
         self.count += 1
         self.alive.add(self.newest)
-        self._decide()
-        if self.step.taken:
-            self._end_step()
 
     def take_traced(self) -> None:
         """Add what traced hooks saw: what a backward pass reached to the step, all else to the evaluations."""

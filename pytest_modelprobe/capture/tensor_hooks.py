@@ -10,6 +10,7 @@ import torch
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import is_view, tensor_hooks, without_torch_function
+from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
 from .guard import HookGuard
@@ -35,6 +36,8 @@ class TensorObserver:
         self.on_gradient = on_gradient
         self.model_storages: frozenset[int] = frozenset()
         """Keys of the storages of the model's parameters and buffers."""
+        self.reads_layouts = False
+        """Whether the model is tensor parallel."""
         self._views = views
         self._small = small
         self._histograms = histograms
@@ -43,6 +46,12 @@ class TensorObserver:
 
     def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         """Return the observation of a tensor in a new place; ``axis`` is that of its units."""
+        seen = self._observe(forward, tensor, axis)
+        if self.reads_layouts:
+            seen.layout = value_layout(tensor)
+        return seen
+
+    def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         if not tensor.requires_grad:
             return TensorObservation(tensor, *self._read(forward, tensor, axis))
         hook = self._hook_on(tensor)
@@ -55,9 +64,15 @@ class TensorObserver:
                 return before  # one observation in both places
             seen = TensorObservation(tensor, before.number, before.forward)
         else:
-            _, reduced = self._read(forward, tensor, axis)
-            # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
-            seen = TensorObservation(tensor, before.number if before is not None else forward.next_number(), reduced)
+            number, reduced = self._read(forward, tensor, axis)
+            if before is not None:
+                number = before.number
+            elif not (self.reads_layouts and is_distributed(tensor)):
+                # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
+                number = forward.next_number()
+                if self.reads_layouts and (known := forward.reductions.get(content_key(tensor) or ())):
+                    known.number = number  # also that of a DTensor that is made of it
+            seen = TensorObservation(tensor, number, reduced)
         hook.add(forward, seen)
         if view:
             self._views.add(tensor, seen)
@@ -84,7 +99,11 @@ class TensorObserver:
 
     def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
         """Return the number of a tensor's contents, and their reduction."""
-        key = content_key(tensor)
+        # A DTensor that a layer is given has the memory of the local tensor that the layer before returned.
+        local = local_tensor(tensor) if self.reads_layouts else tensor
+        key = content_key(local)
+        if local is not tensor and value_layout(tensor) == "partial":
+            key = None  # its local tensor is no part of it
         if key is not None and (key[0] in self.model_storages or is_parameter(tensor)):
             key = None  # `p.data.add_()` changes a parameter without a new version
         known = None if key is None else forward.reductions.get(key)
@@ -100,7 +119,7 @@ class TensorObserver:
             small=self._small,
         )
         if key is not None:
-            forward.reductions[key] = ReductionCacheEntry(tensor, number, reduced)
+            forward.reductions[key] = ReductionCacheEntry(local, number, reduced)
         return number, reduced
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:

@@ -52,6 +52,16 @@ def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -
     return axis if axis is None or -axis <= output.dim() else None
 
 
+def is_pointwise(module: nn.Module) -> bool:
+    """Whether a module computes each element from that in the same place, as activations and dropout do.
+
+    >>> is_pointwise(nn.GELU()), is_pointwise(nn.Linear(2, 2))
+    (True, False)
+    """
+    cls: type = type(module)
+    return _rule(cls) == _INHERITED
+
+
 def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int | None:
     cls: type = type(module)
     rule = _rule(cls)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
-from .distribution import is_distributed, layout, notes_on, original_class, sharded_parameters
+from .distribution import (
+    TENSOR_PARALLEL,
+    is_distributed,
+    layout,
+    local_tensor,
+    notes_on,
+    original_class,
+    sharded_parameters,
+    value_layout,
+)
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .hooks import ChangingHook, ModuleHook, changing_hooks
@@ -24,6 +33,7 @@ from .seeding import derive, seeded
 
 __all__ = [
     "RUN_EAGERLY",
+    "TENSOR_PARALLEL",
     "Autocast",
     "ChangingHook",
     "ModuleCall",
@@ -47,6 +57,7 @@ __all__ = [
     "is_distributed",
     "is_persistent",
     "layout",
+    "local_tensor",
     "map_tensors",
     "notes_on",
     "original_class",
@@ -60,5 +71,6 @@ __all__ = [
     "sharded_parameters",
     "type_name",
     "unseen",
+    "value_layout",
     "version",
 ]

@@ -5,19 +5,21 @@ Nothing of torch.distributed is imported: what is not loaded is not in use.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from pytest_modelprobe._torch import shards
-from pytest_modelprobe.record import process_group
+from pytest_modelprobe._torch import shards, spec_of_local, waited, without_subclasses
+from pytest_modelprobe.record import process_group, this_rank
 
 FSDP2 = "FSDP2: activations are of this rank's batch, parameters and their gradients this rank's shards"
 TENSOR_PARALLEL = "tensor parallel: parameters are this rank's shards, and so may values be"
+MIXED = "several kinds of parallelism: which part of a value this rank has is not known"
 DDP = "DistributedDataParallel: gradients are this rank's, before averaging"
 
 _MOST_FRAMES = 30
@@ -60,9 +62,31 @@ def layout(tensor: torch.Tensor) -> str | None:
 
     >>> layout(torch.ones(1))
     """
+    return _layout(cast(Any, tensor).placements) if is_distributed(tensor) else None
+
+
+def value_layout(tensor: torch.Tensor) -> str | None:
+    """Return the layout of a DTensor, or of that whose local tensor this is; None where it is not known.
+
+    >>> value_layout(torch.ones(1))
+    """
+    if is_distributed(tensor):
+        return layout(tensor)
+    spec = spec_of_local(tensor)
+    return None if spec is None else _layout(spec.placements)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a DTensor, which shares its memory; other tensors as they are."""
     if not is_distributed(tensor):
-        return None
-    placements = cast(Any, tensor).placements
+        return tensor
+    with torch.no_grad(), without_subclasses():
+        local: torch.Tensor = cast(Any, tensor).to_local()
+        there = waited(local)
+    return local if there is None else there
+
+
+def _layout(placements: Sequence[Any]) -> str:
     if any(placement.is_partial() for placement in placements):
         return "partial"
     dims = sorted({placement.dim for placement in placements if placement.is_shard()})
@@ -82,13 +106,16 @@ def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> It
     managed = sharded_parameters(found)
     if managed or any(map(is_fully_sharded, found)):
         yield FSDP2
-    if any(
-        (module, name) not in managed and is_distributed(parameter)
+    parallel = [
+        parameter
         for module in found
         for name, parameter in module._parameters.items()
-        if parameter is not None
-    ):
+        if parameter is not None and (module, name) not in managed and is_distributed(parameter)
+    ]
+    if parallel:
         yield TENSOR_PARALLEL
+    if any(map(_is_on_part_of_a_mesh, (*parallel, *managed.values()))):
+        yield MIXED
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return
@@ -96,3 +123,12 @@ def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> It
             yield DDP
             return
         frame = frame.f_back
+
+
+def _is_on_part_of_a_mesh(parameter: torch.Tensor) -> bool:
+    """Whether a DTensor is not spread over all ranks alike."""
+    if not is_distributed(parameter):
+        return False
+    mesh = cast(Any, parameter).device_mesh
+    axes = [mesh.size(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+    return len(axes) > 1 or math.prod(axes) != this_rank().world_size

@@ -43,7 +43,11 @@ class Value:
     overwritten: bool = False
     """The value is a view that was overwritten in place: whether a gradient arrived cannot be known."""
     layout: str | None = field(default=None, compare=False)
-    """In a record merged over ranks, what each had: ``batch``, a part of the samples, or ``replicated``, the same."""
+    """In a record merged over ranks, what each had: ``batch``, a part of the samples, or ``replicated``, the same.
+
+    Under tensor parallelism what this rank has: ``replicated``, ``shard(1)``, a part along that dimension, or
+    ``partial``, a term of the sum; None where no DTensor tells.
+    """
     source: str | None = None
     """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
 

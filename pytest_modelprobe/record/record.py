@@ -255,6 +255,7 @@ class Record:
         Shards of parameters are put together; replicas have to be equal. The parameters' gradients are those that an
         optimizer applied, so give records of a step. Layers that only some ranks have, as under pipeline parallelism,
         come from these. In the record of a step, microbatches count as one batch. What is no batch has no fingerprint.
+        Of a tensor-parallel model, whose ranks are given the same batch, values are put together by their layouts.
 
         Args:
             records: One of each rank, in order.
@@ -262,7 +263,8 @@ class Record:
 
         Raises:
             AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
-            UsageError: There are no records, or of tensor parallelism, whose values are shards of unknown dimensions.
+            UsageError: There are no records, or ranks have their parts in several ways, as tensor parallelism beside
+                FSDP2.
 
         >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
         >>> merged.forwards, merged.ranks

@@ -3,7 +3,7 @@
 A sample is known by what the model was given for it: it has the same signs at any world size, in any order and in any
 microbatch. Its hash is of integers as they are, and of floating elements by what rounding hardly ever changes: the
 exponent of their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the
-signs as they are. Samples that are equal in every bit are numbered.
+signs as they are. Samples that are equal in every bit are numbered, from those of the microbatches before on.
 """
 
 from __future__ import annotations
@@ -45,9 +45,17 @@ class Samples:
         turn: Number of the forward among those of its kind, from 0: it has the signs of values without a batch.
         hashes: Of the samples, int64; None: there is no batch.
         sizes: Of dimension 0 of the values that have the batch there.
+        keys: Of the samples, int64: those of equal samples are equal.
     """
 
-    def __init__(self, turn: int = 0, hashes: Tensor | None = None, sizes: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        turn: int = 0,
+        hashes: Tensor | None = None,
+        sizes: Collection[int] = (),
+        keys: Tensor | None = None,
+    ) -> None:
+        self.keys = keys
         self.whole = self if hashes is None else Samples(turn)
         """Without the batch: for what has none."""
         self._turn = turn
@@ -110,10 +118,15 @@ WHOLE = Samples()
 """For a tensor without a batch."""
 
 
-def samples_of(inputs: Iterable[Tensor], turn: int = 0) -> Samples:
+def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = None) -> Samples:
     """Return the samples of a forward, given its arguments; nothing waits for another device.
 
     The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
+
+    Args:
+        inputs: The arguments.
+        turn: Number of the forward among those of its kind, from 0.
+        before: The keys of the samples of the microbatches that are of the same batch and came before.
 
     >>> x = torch.randn(3, 5)
     >>> signs, reordered = samples_of([x]).signs((3, 7)), samples_of([x.flip(0)]).signs((3, 7))
@@ -132,20 +145,62 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0) -> Samples:
             return Samples(turn)
         size, *inner = batch[0].shape
         try:
-            return Samples(turn, _hashes(batch), batch_sizes(size, inner))
+            if before is not None and before.device != batch[0].device:
+                before = None
+            hashes, keys = _hashes(batch, before)
+            return Samples(turn, hashes, batch_sizes(size, inner), keys)
         except NotImplementedError:  # the device cannot do it
             return Samples(turn)
 
 
-def _hashes(batch: Sequence[Tensor]) -> Tensor:
-    """Return a hash of each sample, int64."""
+def _hashes(batch: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a hash of each sample, and a key that equal samples share, int64."""
     read = [_elements_read(tensor) for tensor in batch]
+    keys = found = None
     if read[0].is_cpu:
+        keys = _keys_by_numpy([as_array(x) for x in read])
         quick = _hashes_by_numpy([as_array(x) for x in read])
-        if quick is not None:
-            return torch.from_numpy(quick.view(np.int64))
-    found = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-    return found ^ mix(_occurrences(_row_hashes([_bits(x) for x in read])) * signed(GAMMA))  # 0 stays 0
+        found = None if quick is None else torch.from_numpy(quick.view(np.int64))
+    numbers = None
+    if found is None or keys is None:
+        found = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
+        exact = _row_hashes([_bits(x) for x in read])
+        keys = exact if keys is None else keys
+        numbers = _occurrences(exact)
+    if before is not None:
+        earlier = before.sort().values
+        times = torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
+        numbers = times if numbers is None else numbers + times
+    return found if numbers is None else found ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
+
+
+def _keys_by_numpy(batch: Sequence[Array]) -> Tensor | None:
+    """Return keys in a fraction of the time of a hash of all bits; None where samples are not finite."""
+    keys = np.zeros(len(batch[0]), np.uint64)
+    with np.errstate(all="ignore"):
+        for x in batch:
+            if x.dtype.kind != "f":
+                keys = mixed(keys) + _row_hashes_by_numpy([x])
+                continue
+            sums = np.einsum("nm,m->n", x, _weights()[: x.shape[1]])
+            if not np.isfinite(np.add.reduce(sums)):
+                return None
+            keys = mixed(keys) + sums.view(np.uint64)
+    return torch.from_numpy(keys.view(np.int64))
+
+
+@functools.cache
+def _weights() -> Array:
+    """Return weights of elements by which samples that differ have other sums."""
+    return hashes(_SALT + 1, 2 * _READ).astype(np.float64) / 2.0**64 + 0.5
+
+
+def _times_in(before: Sequence[Tensor], keys: Tensor) -> Tensor | None:
+    """Return how often each key is among those of the microbatches before; None where there are none."""
+    if not before:
+        return None
+    ordered = torch.cat(list(before)).sort().values
+    return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
 
 
 def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:

@@ -18,7 +18,8 @@ from pytest_modelprobe import (
     assert_grad_finite,
     assert_params_updated,
 )
-from pytest_modelprobe.models.distribution import DDP, FSDP2, TENSOR_PARALLEL
+from pytest_modelprobe.models.distribution import DDP, FSDP2, MIXED, TENSOR_PARALLEL, notes_on
+from pytest_modelprobe.record import Call, Record
 
 
 @pytest.fixture
@@ -103,6 +104,55 @@ def test_a_nan_in_the_output_of_a_collective_is_found(mesh: distributed.DeviceMe
     assert watch.record.notes == (TENSOR_PARALLEL,)
     with pytest.raises(AssertionError, match="layer '2'"):
         assert_finite(watch)
+
+
+def test_dtensors_that_pass_tell_the_layouts_of_values(mesh: distributed.DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    parallel.parallelize_module(model, mesh, {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()})
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        step(model)
+    found = {layer: [v.layout for v in (*c.inputs, *c.outputs)] for layer, c in named_calls(watch.record)}
+    assert found == {
+        "(root)": ["replicated", "replicated"],
+        "0": ["replicated", "shard(1)"],
+        "1": ["shard(1)", "shard(1)"],
+        "2": ["shard(1)", "replicated"],
+    }
+
+
+def test_a_tensor_and_the_dtensor_made_of_it_are_one_with_one_gradient(mesh: distributed.DeviceMesh) -> None:
+    model = net()
+    parallel.parallelize_module(model, mesh, {"2": parallel.ColwiseParallel()})
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        step(model)
+    (made,), (given,) = watch.record["1"].calls[0].outputs, watch.record["2"].calls[0].inputs
+    assert (given.tensor, given.layout, given.backward) == (made.tensor, "replicated", made.backward)
+    assert given.backward is not None
+    assert given.backward.statistics is not None
+
+
+def test_layouts_are_not_read_where_no_layer_is_tensor_parallel(mesh: distributed.DeviceMesh) -> None:
+    with ModelProbe() as probe:
+        watch = probe.watch(model := net())
+        step(model)
+    assert {v.layout for _, call in watch.record.calls for v in (*call.inputs, *call.outputs)} == {None}
+
+
+def test_a_mesh_of_a_part_of_the_ranks_is_noted() -> None:
+    store = distributed.HashStore()
+    distributed.init_process_group("fake", store=store, rank=0, world_size=4)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = parallel.parallelize_module(net(), mesh["tensor"], {"0": parallel.ColwiseParallel()})
+        assert list(notes_on(model.modules())) == [TENSOR_PARALLEL, MIXED]
+    finally:
+        distributed.destroy_process_group()
+
+
+def named_calls(record: Record) -> list[tuple[str, Call]]:
+    return [(layer.name, call) for layer, call in record.calls]
 
 
 class Partial(nn.Module):

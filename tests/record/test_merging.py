@@ -8,6 +8,7 @@ import pytest
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Units, Value
+from pytest_modelprobe.record.parts import merge_part, merged_of, split
 
 
 def reading(*elements: float, **more: object) -> Reading:
@@ -18,8 +19,10 @@ def reading(*elements: float, **more: object) -> Reading:
 
 
 def value(path: str, *elements: float, backward: Reading | None = None, **more: object) -> Value:
+    layout = more.pop("layout", None)
     forward = reading(*elements, fingerprint=(1.0,) * 16, **more)
-    return Value(path=path, shape=(len(elements), 1), dtype="float32", device="cpu", forward=forward, backward=backward)
+    of_output = {"dtype": "float32", "device": "cpu", "forward": forward, "backward": backward, "layout": layout}
+    return Value(path=path, shape=(len(elements), 1), **of_output)
 
 
 def record(inputs: tuple[float, ...], output: Value, weight: Parameter, *, step: int | None = 0) -> Record:
@@ -187,11 +190,143 @@ def test_stages_of_a_pipeline_are_put_side_by_side() -> None:
     assert list(Record.merge(stages).layers) == ["a", "b"]
 
 
+def tensor_parallel(*outputs: Value, own: Parameter | None = None) -> list[Record]:
+    note = "tensor parallel: parameters are this rank's shards, and so may values be"
+    records = [record((1.0, 2.0), out, own or weight(reading(1.0))) for out in outputs]
+    return [dataclasses.replace(one, notes=(note,)) for one in records]
+
+
+def test_shards_of_a_value_are_put_together_along_their_dimension() -> None:
+    parts = [
+        dataclasses.replace(value("output", x, x + 1, layout="shard(1)"), backward=reading(x, x)) for x in (1.0, 3.0)
+    ]
+    parts = [
+        dataclasses.replace(
+            part, forward=dataclasses.replace(part.forward, units=Units(axis=-1, low=(low,), high=(low,)))
+        )
+        for part, low in zip(parts, (1.0, 3.0), strict=True)
+    ]
+    merged = Record.merge(tensor_parallel(*parts))
+    out = merged["fc"].output
+    assert (out.shape, out.layout, out.forward.statistics) == (
+        (2, 2),
+        "shard(1)",
+        reading(1.0, 2.0, 3.0, 4.0).statistics,
+    )
+    assert out.forward.units == Units(axis=-1, low=(1.0, 3.0), high=(1.0, 3.0))
+    assert out.forward.fingerprint is None
+    assert out.gradient.mean == 2.0
+    assert (merged.ranks, merged.notes) == (2, ())
+
+
+def test_a_value_that_all_ranks_have_is_taken_once() -> None:
+    out = value("output", 1.0, 3.0, backward=reading(2.0, 4.0), layout="replicated")
+    merged = Record.merge(tensor_parallel(out, out))["fc"].output
+    assert (merged.shape, merged.layout, merged.statistics.count) == ((2, 1), "replicated", 2)
+    assert merged.gradient.mean == 3.0
+
+
+def test_replicas_of_a_value_that_differ_are_named() -> None:
+    outs = [value("output", 1.0, x, layout="replicated") for x in (3.0, 5.0)]
+    with pytest.raises(AssertionError) as caught:
+        Record.merge(tensor_parallel(*outs))
+    assert str(caught.value) == (
+        "ranks disagree: fc output has another mean in [rank 1] than in [rank 0]: 3, not 2. All ranks of a "
+        "tensor-parallel model should have the same of it: look at the batch that each is given, and at what draws "
+        "random numbers"
+    )
+
+
+def test_a_value_that_differs_is_named_before_the_gradients_that_differ_by_it() -> None:
+    outs = [value("output", 1.0, x, layout="replicated") for x in (3.0, 5.0)]
+    records = [
+        tensor_parallel(out, own=weight(reading(1.0), applied=reading(x)))[0]
+        for out, x in zip(outs, (0.1, 0.1 + 1.2e-16), strict=True)
+    ]
+    with pytest.raises(AssertionError, match="ranks disagree: fc output"):
+        Record.merge(records)
+    with pytest.raises(AssertionError, match=r"the gradient of fc.weight .*: 0.10000000000000013, not 0.1\."):
+        Record.merge([records[0], dataclasses.replace(records[1], layers=with_output(records[1], outs[0]))])
+
+
+def with_output(one: Record, out: Value) -> dict[str, Layer]:
+    call = dataclasses.replace(one["fc"].calls[0], outputs=(out,))
+    return {"fc": dataclasses.replace(one["fc"], calls=(call,))}
+
+
+def test_a_value_without_a_layout_is_not_known_where_ranks_differ() -> None:
+    outs = [value("output", 1.0, x) for x in (3.0, 5.0)]
+    unknown = Record.merge(tensor_parallel(*outs))["fc"].output.forward
+    assert unknown == Reading(reason="each rank has another, and no layout says which part of the whole it is")
+    assert Record.merge(tensor_parallel(outs[0], outs[0]))["fc"].output.statistics.mean == 2.0
+
+
+def test_a_partial_value_is_not_known() -> None:
+    outs = [value("output", 1.0, x, layout="partial") for x in (3.0, 5.0)]
+    found = Record.merge(tensor_parallel(*outs))["fc"].output
+    assert (found.layout, found.forward) == ("partial", Reading(reason="each rank has a term of it, and not the sum"))
+
+
+def stages() -> list[Record]:
+    """Return records of three ranks: the first two have the layers fc to d and the third has d and head."""
+    records = []
+    for x in (1.0, 2.0, 3.0):
+        one = record((x, x + 1), value("output", x, 2 * x, backward=reading(x, x)), weight(reading(0.5)))
+        inner = dataclasses.replace(one["fc"].calls[0], root="fc", started=5, finished=9)
+        layers = {
+            name: dataclasses.replace(one["fc"], name=name, calls=(dataclasses.replace(inner, root="fc"),))
+            for name in (("d", "head") if x == 3.0 else ("b", "a", "d"))
+        }
+        records.append(dataclasses.replace(one, layers={"fc": one["fc"]} | layers))
+    return records
+
+
+def in_parts(records: list[Record], parts: int) -> Record:
+    of_ranks = [split(one, parts) for one in records]
+    return merged_of([merge_part([of[number] for of in of_ranks], mean_loss=True) for number in range(parts)])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_merging_in_parts_makes_the_same_record(parts: int) -> None:
+    whole, found = Record.merge(stages()), in_parts(stages(), parts)
+    assert found.to_dict() == whole.to_dict()
+    assert list(found.layers) == ["fc", "b", "a", "d", "head"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_merging_in_parts_names_the_first_layer_on_which_ranks_disagree(parts: int) -> None:
+    records = stages()
+    other = {
+        name: dataclasses.replace(layer, type="Other") for name, layer in records[1].layers.items() if name != "fc"
+    }
+    records[1] = dataclasses.replace(records[1], layers=dict(records[1].layers) | other)
+    with pytest.raises(AssertionError, match=r"ranks disagree: b has another class in \[rank 1\]"):
+        in_parts(records, parts)
+    mixed = [dataclasses.replace(one, notes=("several kinds of parallelism: ...",)) for one in records]
+    with pytest.raises(UsageError, match="tensor parallelism beside FSDP2"):
+        in_parts(mixed, parts)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_merging_in_parts_names_the_rank_whose_output_is_not_finite(parts: int) -> None:
+    records = stages()
+    broken = Reading(statistics=Statistics(count=2, nan=1, min=2.0, max=2.0, mean=2.0))
+    layers = dict(records[0].layers)
+    for name, finished in (("b", 9), ("a", 7)):
+        call = layers[name].calls[0]
+        out = dataclasses.replace(call.outputs[0], forward=broken)
+        layers[name] = dataclasses.replace(
+            layers[name], calls=(dataclasses.replace(call, outputs=(out,), finished=finished),)
+        )
+    records[0] = dataclasses.replace(records[0], layers=layers)
+    assert in_parts(records, parts).notes == ("a output is not finite in [rank 0], and is finite in [rank 1]",)
+
+
 @pytest.mark.parametrize(
     ("records", "why"),
     [
         ([], "there is no record to merge"),
-        ([Record(model="Net", notes=("tensor parallel: ...",))], "along any dimension"),
+        ([Record(model="Net", notes=("several kinds of parallelism: ...",))], "tensor parallelism beside FSDP2 or DDP"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(records: list[Record], why: str) -> None:

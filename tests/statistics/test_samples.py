@@ -83,6 +83,8 @@ def test_the_digest_of_a_batch_knows_the_place_within_the_sample_and_the_sample(
     assert len(digests) == 7
 
 
+EQUAL_IN_PARTS = draw(3, 700)[[0, 1, 0, 2, 2, 0]]
+
 # --- what a sample is known by ----------------------------------------------------------------------------------------
 
 
@@ -124,6 +126,21 @@ def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
     for given in (torch.ones(64, 5), torch.zeros(64, 5).long()):
         y = torch.ones(64, 100)
         assert 0.4 < math.hypot(*fingerprint(y, samples_of([given]))) / y.norm().item() < 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [EQUAL_IN_PARTS, EQUAL_IN_PARTS.double(), (100 * EQUAL_IN_PARTS).long()],
+    ids=["float32", "float64", "int64"],
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size):
+    before, found = [], []
+    for part in given.split(size):
+        samples = samples_of([part], before=torch.cat(before) if before else None)
+        before.append(samples.keys)
+        found.append(samples.signs((len(part),)))
+    np.testing.assert_array_equal(np.concatenate(found, 1), signs_of(given))
 
 
 def test_inputs_that_cannot_be_read_have_no_batch():
@@ -220,8 +237,12 @@ def test_an_evaluation_before_the_training_leaves_the_fingerprints_of_the_first_
     assert found[0] == found[1]
 
 
-def test_microbatches_add_up_to_the_batch(modelprobe):
-    x, found = draw(8, 6, seed=9), []
+EQUAL = draw(4, 6, seed=9)[[0, 1, 0, 2, 2, 3, 0, 2]]
+
+
+@pytest.mark.parametrize("x", [draw(8, 6, seed=9), EQUAL, torch.ones(8, 6)], ids=["different", "some equal", "equal"])
+def test_microbatches_add_up_to_the_batch(modelprobe, x):
+    found = []
     for parts in (1, 2, 4):
         model = net()
         watch = modelprobe.watch(model)
@@ -235,3 +256,24 @@ def test_microbatches_add_up_to_the_batch(modelprobe):
         for one, other in zip(found[0], several, strict=True):
             assert len(one.fingerprint) == K
             assert estimated_change(other.fingerprint, one.fingerprint) < 1e-6
+
+
+def test_equal_samples_are_numbered_anew_in_each_step(modelprobe):
+    model = net()
+    watch = modelprobe.watch(model, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        model(EQUAL).square().sum().backward()
+        optimizer.step()
+        model(EQUAL)  # an evaluation
+        optimizer.zero_grad()
+    first, second = (step["1"].output.forward.fingerprint for step in watch.steps)
+    assert first == second
+    assert watch.evaluations["1"].output.forward.fingerprint == pytest.approx([2 * x for x in first])
+
+
+def test_equal_samples_of_forwards_that_no_backward_pass_reached_are_numbered_alike(modelprobe):
+    watch = modelprobe.watch(net())
+    for _ in range(2):
+        watch.model(EQUAL)
+    assert watch.first["1"].output.forward.fingerprint == watch.last["1"].output.forward.fingerprint

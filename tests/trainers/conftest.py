@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,23 @@ from pytest_modelprobe import (
     assert_params_updated,
     assert_update_ratio,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/trainers.md"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the cases that the page of the trainers claims for the ``ROW`` of a module: forwards and backwards a step."""
+    if {"case", "forwards"} <= set(metafunc.fixturenames):
+        _, header, rows = re.split(r"^(\| trainer \| plain .*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+        cases = _cells(header)[1:]
+        (row,) = [cells for line in rows.splitlines() if line and (cells := _cells(line))[0] == metafunc.module.ROW]
+        each = [(case, *map(int, re.findall(r"\d+", cell))) for case, cell in zip(cases, row[1:], strict=True)]
+        assert all(forwards == backwards for _, forwards, backwards in each)
+        metafunc.parametrize(("case", "forwards"), [some[:2] for some in each], ids=cases)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 class Net(nn.Module):
@@ -69,6 +88,8 @@ def holds() -> Callable[..., None]:
             assert_params_updated(watch)
             assert_update_ratio(watch)
             assert_frozen(watch, layers=frozen)
+            with pytest.raises(AssertionError, match="not frozen"):
+                assert_frozen(watch, layers="**")
             trained = [p for layer in watch.first_step.layers.values() for p in layer.parameters if p.requires_grad]
             assert all(p.applied is not None for p in trained)
             steps = [[p for p in step.parameters if p.updated is not None] for step in watch.steps]

@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
+ROW = "Accelerate"
+
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", ["plain", "accumulation", "bf16", "clipping", "evaluation", "compile"])
-def test_a_loop(case: str, network: Any, samples: Any, holds: Any) -> None:
-    parts = 2 if case == "accumulation" else 1
-
+def test_a_loop(case: str, forwards: int, network: Any, samples: Any, holds: Any) -> None:
     def make() -> nn.Module:
         model: nn.Module = network()
         if case == "compile":
@@ -27,7 +26,7 @@ def test_a_loop(case: str, network: Any, samples: Any, holds: Any) -> None:
         accelerate.state.AcceleratorState._reset_state(True)
         accelerate.utils.set_seed(1)
         accelerator = accelerate.Accelerator(
-            cpu=True, gradient_accumulation_steps=parts, mixed_precision="bf16" if case == "bf16" else "no"
+            cpu=True, gradient_accumulation_steps=forwards, mixed_precision="bf16" if case == "bf16" else "no"
         )
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, 8, shuffle=True))
@@ -42,4 +41,4 @@ def test_a_loop(case: str, network: Any, samples: Any, holds: Any) -> None:
                 with torch.no_grad():
                     prepared(x)
 
-    holds(make, fit, forwards=parts, frozen="stem", evaluated=case == "evaluation")
+    holds(make, fit, forwards=forwards, frozen="stem", evaluated=case == "evaluation")

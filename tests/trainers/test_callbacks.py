@@ -116,6 +116,18 @@ def test_every_second_step_is_written(train: Any, network: Any, samples: Any, tm
 
 
 @TRAINERS
+def test_scalars_for_tensorboard_are_written_beside_the_records(
+    train: Any, network: Any, samples: Any, tmp_path: Any
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path, network(), samples, {"every": 2, "tensorboard": True}, 1)
+    events = accumulator.EventAccumulator(str(tmp_path / "records")).Reload()
+    (tag,) = [tag for tag in events.Tags()["scalars"] if tag.endswith("net.head/output_rms")]
+    assert [(event.step, event.value > 0) for event in events.Scalars(tag)] == [(0, True), (2, True)]
+    assert len(list((tmp_path / "records").glob("step-*.json"))) == 2
+
+
+@TRAINERS
 def test_a_step_with_accumulation_has_all_its_forwards(train: Any, network: Any, samples: Any, tmp_path: Any) -> None:
     seen: list[Any] = []
     train(tmp_path, network(), samples, {"every": 4, "assertions": [seen.append]}, 2)

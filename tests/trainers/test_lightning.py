@@ -1,4 +1,4 @@
-"""Lightning: the Trainer, which steps in a closure and begins with a sanity check, and Fabric."""
+"""Lightning's Trainer, which steps in a closure and begins with a sanity check."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning")
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
+ROW = "Lightning, `Trainer`"
+OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
     "clipping": {"gradient_clip_val": 1e-3},
-    "evaluation": {},
-    "compile": {},
 }
-IGNORED = pytest.mark.filterwarnings("ignore")
 
 
-@IGNORED
-@pytest.mark.parametrize("case", CASES)
-def test_a_trainer(case: str, network: Any, samples: Any, holds: Any, tmp_path: Any) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer(case: str, forwards: int, network: Any, samples: Any, holds: Any, tmp_path: Any) -> None:
     class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
@@ -52,20 +48,7 @@ def test_a_trainer(case: str, network: Any, samples: Any, holds: Any, tmp_path: 
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
-            **CASES[case],
+            **OPTIONS.get(case, {}),
         ).fit(model, loader, evaluation if case == "evaluation" else None)
 
-    holds(Lit, fit, forwards=2 if case == "accumulation" else 1, evaluated=case == "evaluation")
-
-
-@IGNORED
-def test_fabric(network: Any, samples: Any, modelprobe: Any) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    model = network()
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    watch = modelprobe.watch(wrapped)
-    x, y = samples[:8]
-    fabric.backward(nn.functional.cross_entropy(wrapped(x), y))
-    optimizer.step()
-    assert list(watch.first_step.layers) == ["(root)", "fc", "act", "drop", "stem", "head"]
-    assert (watch.first_step.forwards, watch.first_step.backwards) == (1, 1)
+    holds(Lit, fit, forwards=forwards, evaluated=case == "evaluation")

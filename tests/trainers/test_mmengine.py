@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +15,10 @@ from torch import nn
 
 pytest.importorskip("mmengine")
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
+ROW = "MMEngine, `Runner`"
+OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulative_counts": 2},
     "clipping": {"clip_grad": {"max_norm": 1e-3}},
-    "hooks": {},
-    "evaluation": {},
 }
 
 
@@ -25,16 +27,26 @@ def collated(samples: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES)
-def test_a_runner(case: str, network: Any, samples: Any, holds: Any, tmp_path: Any) -> None:
+def test_a_runner(case: str, forwards: int, network: Any, samples: Any, holds: Any, tmp_path: Any) -> None:
     from mmengine.evaluator import BaseMetric, Evaluator
     from mmengine.model import BaseModel
-    from mmengine.runner import Runner
+    from mmengine.optim import OptimWrapper
+    from mmengine.runner import Runner, autocast
+
+    class OptimWrapperInBF16(OptimWrapper):  # type: ignore[misc]
+        """What `AmpOptimWrapper`, which is for accelerators alone, does in bfloat16."""
+
+        @contextlib.contextmanager
+        def optim_context(self, model: nn.Module) -> Iterator[None]:
+            with super().optim_context(model), autocast(device_type="cpu", dtype=torch.bfloat16):
+                yield
 
     class Model(BaseModel):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = network()
+            if case == "compile":
+                self.net.compile(backend="eager")
 
         def forward(self, x: torch.Tensor, y: torch.Tensor, mode: str = "tensor") -> Any:
             out = self.net(x)
@@ -59,9 +71,9 @@ def test_a_runner(case: str, network: Any, samples: Any, holds: Any, tmp_path: A
             model=model,
             work_dir=str(tmp_path / uuid.uuid4().hex),
             train_dataloader=loader("InfiniteSampler"),
-            optim_wrapper={"optimizer": optimizer, **CASES[case]},
+            optim_wrapper=(OptimWrapperInBF16 if case == "bf16" else OptimWrapper)(optimizer, **OPTIONS.get(case, {})),
             train_cfg={"by_epoch": False, "max_iters": 4, "val_interval": 2},
-            custom_hooks=[{"type": "EMAHook"}] if case == "hooks" else [],
+            custom_hooks=[{"type": "EMAHook"}],
             randomness={"seed": 1},
             log_level="ERROR",
             experiment_name=uuid.uuid4().hex,
@@ -69,7 +81,7 @@ def test_a_runner(case: str, network: Any, samples: Any, holds: Any, tmp_path: A
         ).train()
 
     # Each batch passes through the data preprocessor first, a forward of its own.
-    holds(Model, fit, forwards=2 if case == "accumulation" else 1, frozen="net.stem", evaluated=True)
+    holds(Model, fit, forwards=forwards, frozen="net.stem", evaluated=True)
 
 
 @pytest.fixture
@@ -130,3 +142,35 @@ def test_the_seed_of_the_sampler_makes_epochs_that_differ_and_repeat(runner: Any
     assert all(torch.equal(a, b) for a, b in zip(unwatched, watched, strict=True))
     epochs = watched[: len(watched) // 2], watched[len(watched) // 2 :]
     assert not all(torch.equal(a, b) for a, b in zip(*epochs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_logger_writes_the_same_numbers_watched_and_not(runner: Any, modelprobe: Any, tmp_path: Any) -> None:
+    logged = []
+    for watched in (False, True):
+        one = runner(default_hooks={"logger": {"type": "LoggerHook", "interval": 1}})
+        watch = modelprobe.watch(one.model, steps=2) if watched else None
+        one.train()
+        (path,) = Path(one.log_dir).glob("vis_data/scalars.json")
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        logged.append([(line["step"], line["loss"], line["lr"]) for line in lines])
+    assert len(logged[1]) == 16  # each iteration of two epochs
+    assert logged[0] == logged[1]
+    assert watch is not None
+    assert [step.forwards for step in watch.steps] == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_train_step_runs_eagerly_while_it_is_watched(runner: Any, modelprobe: Any) -> None:
+    """The option of the `Runner` compiles the optimizer with the model: its rounding is that of eager steps then."""
+    option, states = {"cfg": {"compile": {"backend": "eager"}}}, []
+    for options, is_watched in (({}, False), (option, False), (option, True)):
+        one = runner(**options)
+        watch = modelprobe.watch(one.model, steps=2) if is_watched else None
+        one.train()
+        states.append(one.model.state_dict())
+    assert watch is not None
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 2
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[2][name]), name
+        torch.testing.assert_close(tensor, states[1][name])

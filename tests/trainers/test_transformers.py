@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
+ROW = "transformers, `Trainer`"
+OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
     "clipping": {"max_grad_norm": 1e-3},
@@ -30,8 +30,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES)
-def test_a_trainer(case: str, holds: Any, tmp_path: Any) -> None:
+def test_a_trainer(case: str, forwards: int, holds: Any, tmp_path: Any) -> None:
     def make() -> torch.nn.Module:
         torch.manual_seed(5)
         sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,10 +45,10 @@ def test_a_trainer(case: str, holds: Any, tmp_path: Any) -> None:
     def fit(model: torch.nn.Module) -> None:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[],
-            save_strategy="no", seed=1, learning_rate=1e-4, disable_tqdm=True, logging_strategy="no", **CASES[case],
+            save_strategy="no", seed=1, learning_rate=1e-4, disable_tqdm=True, logging_strategy="no",
+            **OPTIONS.get(case, {}),
         )  # fmt: skip
         data = Tokens()
         transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data).train()
 
-    forwards = 2 if case == "accumulation" else 1
     holds(make, fit, forwards=forwards, frozen="bert.embeddings.**", evaluated=case == "evaluation")

@@ -12,13 +12,21 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
+ROW = "trl, `SFTTrainer`, with peft"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "clipping": {"max_grad_norm": 1e-3},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_supervised_fine_tuning(modelprobe: Any, tmp_path: Any) -> None:
+def test_supervised_fine_tuning(case: str, forwards: int, holds: Any, tmp_path: Any) -> None:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-
-    from pytest_modelprobe import assert_frozen, assert_grad_finite
 
     words = {"<unk>": 0, "<pad>": 1, "</s>": 2, **{f"w{i}": i + 3 for i in range(20)}}
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -30,22 +38,19 @@ def test_supervised_fine_tuning(modelprobe: Any, tmp_path: Any) -> None:
         torch.manual_seed(0)
         sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
         config = transformers.GPT2Config(vocab_size=len(words), bos_token_id=2, eos_token_id=2, pad_token_id=1, **sizes)
-        return peft.get_peft_model(transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+        # Adapters begin as 0 by default, and the gradient of half their weights with them.
+        adapters = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+        return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
 
     def fit(model: torch.nn.Module) -> None:
+        options = {"bf16": False, **OPTIONS.get(case, {})}
         arguments = trl.SFTConfig(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[],
-            bf16=False, save_strategy="no", seed=1, disable_tqdm=True, logging_strategy="no",
-            gradient_checkpointing=False,
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            save_strategy="no", seed=1, disable_tqdm=True, logging_strategy="no", gradient_checkpointing=False,
+            **options,
         )  # fmt: skip
-        trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+        trl.SFTTrainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+        ).train()
 
-    unwatched, model = make(), make()
-    fit(unwatched)
-    watch = modelprobe.watch(model, steps=2)
-    fit(model)
-    assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 2
-    assert_grad_finite(watch)
-    assert_frozen(watch, layers="**.base_layer")
-    for name, tensor in unwatched.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
+    holds(make, fit, forwards=forwards, frozen="**.base_layer", evaluated=case == "evaluation")

@@ -1,0 +1,114 @@
+"""Readings of several ranks as one, and what has to be equal in all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from .tensor_statistics import Histogram, Reading, Statistics, Units
+
+T = TypeVar("T")
+
+
+def demand_equal(have: Sequence[tuple[int, T]], name: str, what: str, of: Callable[[T], Any]) -> None:
+    """Raise AssertionError where a rank differs from the first in what all should have in common."""
+    rank, first = have[0]
+    for other, one in have[1:]:
+        if of(one) != of(first):
+            here, there = _shown(of(one)), _shown(of(first))
+            if here == there:
+                here, there = str(of(one)), str(of(first))
+            raise AssertionError(
+                f"ranks disagree: {name} has another {what} in [rank {other}] than in [rank {rank}]: "
+                f"{here}, not {there}. All ranks should have the same: look at the seed, at "
+                "the weights that each loads, and at what is frozen"
+            )
+
+
+def mean(reading: Reading | None) -> float | None:
+    """Return the mean, where there is one."""
+    return None if reading is None or reading.statistics is None else reading.statistics.mean
+
+
+def rms(reading: Reading | None) -> float | None:
+    """Return the root mean square, where there is one."""
+    return None if reading is None or reading.statistics is None else reading.statistics.rms
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_step: bool = False) -> Reading | None:
+    """Return the reading of the parts of all ranks together; None where none has one.
+
+    Args:
+        readings: Of each rank.
+        adds_up: Whether the parts are those of a batch, so that their fingerprints add up.
+        of_step: Whether microbatches count as one batch.
+    """
+    have = [reading for reading in readings if reading is not None]
+    if not have:
+        return None
+    unread = next((r for r in have if r.statistics is None and r.reason), None)
+    if unread is not None:  # the numbers of the others are not those of the whole
+        return Reading(tensors=have[0].tensors, reason=unread.reason)
+    statistics = [r.statistics for r in have if r.statistics is not None and r.statistics.count]
+    histograms = [r.histogram for r in have if r.histogram is not None]
+    return Reading(
+        tensors=1 if of_step and adds_up else have[0].tensors,
+        statistics=functools.reduce(Statistics.merge, statistics) if statistics else have[0].statistics,
+        fingerprint=_sum_of_fingerprints(have) if adds_up else None,
+        digest=_sum_of_digests(have) if adds_up else None,
+        units=_units([r.units for r in have]),
+        reason=next((r.reason for r in have if r.reason), None),
+        histogram=functools.reduce(Histogram.merge, histograms) if histograms else None,
+    )
+
+
+def _sum_of_fingerprints(readings: Sequence[Reading]) -> tuple[float, ...] | None:
+    all_have = [reading.fingerprint for reading in readings if reading.fingerprint is not None]
+    return tuple(map(math.fsum, zip(*all_have, strict=True))) if len(all_have) == len(readings) else None
+
+
+def _sum_of_digests(readings: Sequence[Reading]) -> str | None:
+    all_have = [int(reading.digest, 16) for reading in readings if reading.digest is not None]
+    return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(readings) else None
+
+
+def once(reading: Reading) -> Reading:
+    """Return the reading of a value that every microbatch has, as if it had been read in one."""
+    s, times = reading.statistics, reading.tensors
+    if s is None or times == 1 or s.count % times:
+        return reading
+    counts = {name: getattr(s, name) // times for name in ("count", "zeros", "nan", "posinf", "neginf")}
+    return dataclasses.replace(
+        reading, tensors=1, statistics=dataclasses.replace(s, **counts, deviations=s.deviations / times)
+    )
+
+
+def _units(units: Sequence[Units | None]) -> Units | None:
+    have = [one for one in units if one is not None]
+    if len(have) < len(units) or len({(one.axis, len(one)) for one in have}) != 1:
+        return None
+    lows, highs = zip(*(one.low for one in have), strict=True), zip(*(one.high for one in have), strict=True)
+    return Units(axis=have[0].axis, low=tuple(map(min, lows)), high=tuple(map(max, highs)))
+
+
+def scaled(reading: Reading, factor: float) -> Reading:
+    """Return the reading of the same tensor times a factor."""
+    s = reading.statistics
+    if s is None or s.mean is None or s.min is None or s.max is None:
+        return reading
+    scaled = dataclasses.replace(
+        s,
+        min=s.min * factor,
+        max=s.max * factor,
+        mean=s.mean * factor,
+        deviations=s.deviations * factor * factor,
+    )
+    fingerprint = None if reading.fingerprint is None else tuple(factor * x for x in reading.fingerprint)
+    return dataclasses.replace(reading, statistics=scaled, units=None, fingerprint=fingerprint, histogram=None)
