@@ -429,7 +429,10 @@ def test_what_cannot_be_probed_is_refused_with_a_sentence(probe: ModelProbe, kin
     [
         (lambda out: out, r"loss\(output\) returned a tensor of shape \(3, 2\): reduce it to a scalar"),
         (lambda out: out.sum().item(), r"loss\(output\) returns a scalar tensor; got float"),
-        (lambda out: out.sum().detach(), r"loss\(output\) has no gradient: it was detached"),
+        (
+            lambda out: out.sum().detach(),
+            r"loss\(output\) has no gradient, and the output has one: the function detaches",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused(probe: ModelProbe, loss: Any, message: str) -> None:
@@ -440,6 +443,13 @@ def test_a_loss_that_cannot_be_used_is_refused(probe: ModelProbe, loss: Any, mes
 def test_a_random_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match='no floating output requires a gradient, as loss="random" needs one'):
         probe.run(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2), loss="random")
+
+
+def test_a_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
+    with pytest.raises(
+        UsageError, match=r"loss\(output\) has no gradient: it was detached, .*every parameter is frozen"
+    ):
+        probe.run(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2), loss=torch.sum)
 
 
 def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:

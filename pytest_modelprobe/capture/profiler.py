@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import flop_counter
 
 from pytest_modelprobe._torch import (
     FLASH_ATTENTION_ON_CPU,
@@ -180,6 +179,8 @@ class TimedGuard(HookGuard):
 
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Return the formulas of `torch.utils.flop_counter`, and that of the fused attention on the CPU, which it lacks."""
+    from torch.utils import flop_counter  # it imports Triton, where that is installed
+
     formulas = dict(flop_counter.flop_registry)
     if FLASH_ATTENTION_ON_CPU is not None:
         formulas.setdefault(FLASH_ATTENTION_ON_CPU, _attention_flops)
@@ -187,6 +188,8 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    from torch.utils import flop_counter
+
     return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
 
 

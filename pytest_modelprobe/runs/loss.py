@@ -41,6 +41,8 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
     __tracebackhide__ = True
     if not callable(loss):
         projection = random_loss(output, seed=seed)
+        if projection is None and not _weighed(output):
+            raise NoGradientError('the model returns no floating tensor, as loss="random" needs one: run without loss=')
         if projection is None:
             raise NoGradientError(
                 'no floating output requires a gradient, as loss="random" needs one: is the model frozen, or its '
@@ -56,6 +58,11 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
         )
     if found.is_complex():
         raise UsageError("loss(output) is complex, which has no gradient: take .abs() or .real of it")
+    if not found.requires_grad and any(tensor.requires_grad for tensor in _floating(output)):
+        raise NoGradientError(
+            "loss(output) has no gradient, and the output has one: the function detaches it, computes under no_grad, "
+            "or takes a part of it that has none"
+        )
     if not found.requires_grad:
         raise NoGradientError(
             "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"

@@ -238,12 +238,18 @@ class Run:
             try:
                 self._step(move)
             except NoGradientError as error:
+                if torch.is_inference_mode_enabled():
+                    raise NoGradientError(
+                        "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, "
+                        "or without loss="
+                    ) from error
                 cut = detaching_call(assemble(watch._capture.observations()))
                 if cut is None:
                     raise
                 raise NoGradientError(
                     f"{cut.label} detaches its output from what it is computed of, so the loss has no gradient: look "
-                    "for .detach(), .data or torch.no_grad() in its forward, or run without loss="
+                    "for .detach(), .data, .item(), a comparison or torch.no_grad() in its forward, and for layers "
+                    "whose outputs it does not use, or run without loss="
                 ) from error
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
             observed = watch._capture.observations()

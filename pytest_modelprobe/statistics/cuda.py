@@ -54,6 +54,8 @@ class _Kernels:
                 return importlib.import_module(".triton_kernels", __package__)
             except ImportError as error:
                 self.problem = str(error)
+            except Exception as error:  # noqa: BLE001 - a Triton that is broken, or of another version
+                self.problem = f"{type(error).__name__}: {error}"
         return None
 
 

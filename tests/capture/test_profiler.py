@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -213,3 +215,15 @@ def test_a_profile_changes_no_equality_and_is_kept_by_to_dict() -> None:
 def test_a_snapshot_has_no_profile() -> None:
     model, x = nn.Linear(2, 3), torch.ones(4, 2)
     assert encode(PROBE.run(model, x, profile=True)) == encode(PROBE.run(model, x))
+
+
+PLAIN_RUN = """
+import sys, torch
+from pytest_modelprobe import ModelProbe
+ModelProbe().run(torch.nn.Linear(2, 2), torch.ones(1, 2))
+sys.exit("torch.utils.flop_counter" in sys.modules)
+"""
+
+
+def test_a_run_that_is_not_profiled_leaves_the_formulas_which_import_triton() -> None:
+    assert subprocess.run([sys.executable, "-c", PLAIN_RUN], check=False).returncode == 0

@@ -1827,6 +1827,20 @@ def test_a_layer_that_grows_is_not_said_to_change_by_a_share() -> None:
     assert first_line(refactored(old, new)).startswith("0.weight (4, 8) → (6, 8): its output has another shape; ")
 
 
+class Casting(nn.Linear):
+    """Casts what it gets to the dtype of its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_an_output_of_another_dtype_has_its_shape() -> None:
+    dtypes = torch.float32, torch.bfloat16
+    old, new = (functools.partial(lambda dtype: nn.Sequential(Casting(8, 4, dtype=dtype)), of) for of in dtypes)
+    line = first_line(refactored(old, new))
+    assert line.startswith("0.weight dtype float32 → bfloat16: its output changed by "), line
+
+
 # --- a change of behavior beside a refactoring ---------------------------------------------------------------------
 
 

@@ -47,7 +47,8 @@ class Numbers(nn.Module):
 def test_a_layer_that_detaches_is_named_and_not_the_one_after_it() -> None:
     assert message(nn.Sequential(nn.Linear(4, 4), Numbers(), nn.ReLU())) == (
         "layer '1' (Numbers) detaches its output from what it is computed of, so the loss has no gradient: look for "
-        ".detach(), .data or torch.no_grad() in its forward, or run without loss="
+        ".detach(), .data, .item(), a comparison or torch.no_grad() in its forward, and for layers whose outputs it "
+        "does not use, or run without loss="
     )
 
 
@@ -69,3 +70,17 @@ def test_another_layer_that_detaches_is_not_blamed_for_the_code_after_it() -> No
             return (self.teacher(x) + self.student(x)).detach()
 
     assert message(Teacher()).startswith("(root) detaches its output")
+
+
+def test_a_run_within_inference_mode_blames_no_layer() -> None:
+    with torch.inference_mode():
+        assert message(nn.Linear(4, 4)) == (
+            "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, or "
+            "without loss="
+        )
+
+
+def test_integers_are_not_said_to_be_detached() -> None:
+    assert message(nn.Sequential(nn.Linear(4, 4), Cuts(after=torch.Tensor.argmax))) == (
+        'the model returns no floating tensor, as loss="random" needs one: run without loss='
+    )

@@ -26,6 +26,15 @@ def test_without_triton_torch_computes(kernels, monkeypatch):
     assert kernels.problem == "import of triton halted; None in sys.modules"
 
 
+def test_with_a_triton_that_cannot_be_imported_torch_computes(kernels, monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("triton", "pytest_modelprobe.statistics.triton_kernels"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None
+    assert kernels.problem == "RuntimeError: no driver"
+
+
 def test_on_demand_torch_computes(kernels, monkeypatch):
     monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
     assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None

@@ -87,7 +87,7 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
         worst = worst_first(here)[0]
         name, _, after = worst.what.rpartition(" ")
         effect = name if after == "after" else "output"
-        if index.of_call(pair, "interface", side="output"):
+        if any(_is_reshaped(difference) for difference in index.of_call(pair, "interface", side="output")):
             effect = "shape"
         return dataclasses.replace(cause, change=worst.change, noise=worst.noise, effect=effect)
     # The layers that it calls, and its weights, may have changed themselves.
@@ -96,6 +96,12 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
     if moved is None or index.of_call(pair, "interface", side="output"):
         return cause  # another shape has no relative change
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
+
+
+def _is_reshaped(interface: Difference) -> bool:
+    """Whether a value has another shape, and not only another dtype."""
+    actual, expected = (str(said).rpartition(")")[0] for said in (interface.actual, interface.expected))
+    return actual != expected
 
 
 def all_redrawn(index: ComparisonIndex, causes: Collection[Cause]) -> bool:
