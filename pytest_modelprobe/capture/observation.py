@@ -71,6 +71,8 @@ class TensorObservation:
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
         """Merge the observation in the same place of another forward."""
         self.number = other.number
+        if self.layout != other.layout:
+            self.layout = None
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)
@@ -86,6 +88,7 @@ class TensorObservation:
         copy = object.__new__(TensorObservation)
         copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
+        copy.layout = self.layout
         copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
         copy.targets = ()
         return copy
