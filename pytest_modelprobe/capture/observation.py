@@ -90,7 +90,7 @@ class TensorObservation:
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
         copy.layout = self.layout
         copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
-        copy.targets = ()
+        copy.layout, copy.targets = self.layout, ()
         return copy
 
 
