@@ -88,7 +88,6 @@ class TensorObservation:
         copy = object.__new__(TensorObservation)
         copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
-        copy.layout = self.layout
         copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
         copy.layout, copy.targets = self.layout, ()
         return copy
