@@ -71,6 +71,8 @@ class TensorObservation:
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
         """Merge the observation in the same place of another forward."""
         self.number = other.number
+        if self.layout != other.layout:
+            self.layout = None
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)

@@ -58,7 +58,7 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
         return Merged(records[0], ("usage", 0, _MIXED))
     is_joined = any(note.startswith(TENSOR_PARALLEL) for record in records for note in record.notes)
     joining = Joining()
-    merging = _Merging(records[:1] if is_joined else records, mean_loss=mean_loss)
+    merging = _Merging(records[:1] if is_joined else records, mean_loss=mean_loss, is_joined=is_joined)
     layers = {}
     for name, place in sorted(places.items(), key=operator.itemgetter(1)):
         have = [(rank, record.layers[name]) for rank, record in enumerate(records) if name in record.layers]
@@ -101,10 +101,17 @@ def assembled(parts: Sequence[Merged]) -> Record:
 
 
 class _Merging:
-    """Merges what several ranks have of a layer, each with the number of its rank."""
+    """Merges what several ranks have of a layer, each with the number of its rank.
 
-    def __init__(self, records: Sequence[Record], *, mean_loss: bool) -> None:
+    Args:
+        records: See `merge_layers`.
+        mean_loss: See `Record.merge`.
+        is_joined: Whether the ranks of a tensor-parallel model are one by now, and layouts are known or are not.
+    """
+
+    def __init__(self, records: Sequence[Record], *, mean_loss: bool, is_joined: bool) -> None:
         self._mean_loss = mean_loss
+        self._is_joined = is_joined
         self._batches = _batches(records)
         self._same_inputs = len(records) > 1 and _have_same_inputs(records)
         self.is_step = records[0].step is not None
@@ -210,7 +217,7 @@ class _Merging:
             forward=of_all([value.forward for value in have]) or first.forward,
             backward=_map(of_mean, of_all([value.backward for value in have])),
             backward_inner=_map(of_mean, of_all([value.backward_inner for value in have])),
-            layout=first.layout or "batch",
+            layout=first.layout if self._is_joined else "batch",
         )
 
     def _replicated(self, have: list[Value]) -> Value:
@@ -225,7 +232,7 @@ class _Merging:
             first,
             forward=dataclasses.replace(first.forward, fingerprint=None, digest=None),
             backward=_map(lambda r: dataclasses.replace(r, fingerprint=None), first.backward),
-            layout=first.layout or "replicated",
+            layout=first.layout if self._is_joined else "replicated",
         )
 
 

@@ -114,12 +114,10 @@ class Joining:
 
     def _note_difference(self, where: tuple[int, str], first: tuple[int, Value], other: tuple[int, Value]) -> None:
         (rank, one), (another, value) = first, other
-        a, b = one.forward.statistics, value.forward.statistics
-        is_rms = a is not None and b is not None and _is_close(a, b, "mean")
-        what, of = ("rms", rms) if is_rms else ("mean", mean)
+        what, here, there = _difference(value.forward, one.forward)
         text = (
-            f"ranks disagree: {where[1]} has another {what} in [rank {another}] than in [rank {rank}]: "
-            f"{_shown(of(value.forward))}, not {_shown(of(one.forward))}. All ranks of a tensor-parallel model should "
+            f"ranks disagree: {where[1]} has another {what} in [rank {another}] than in [rank {rank}]: {here}, not "
+            f"{there}. All ranks of a tensor-parallel model should "
             "have the same of it: look at the batch that each is given, and at what draws random numbers"
         )
         self.different.append((where[0], text))
@@ -178,6 +176,18 @@ def _are_equal(a: Reading, b: Reading | None) -> bool:
     if (one.count, one.nan, one.posinf, one.neginf) != (other.count, other.nan, other.posinf, other.neginf):
         return False
     return all(_is_close(one, other, name) for name in ("min", "max", "mean", "rms"))
+
+
+def _difference(a: Reading, b: Reading) -> tuple[str, str, str]:
+    """Return what is another in two readings of tensors that are not equal, and that of each."""
+    one, other = a.statistics, b.statistics
+    if one is None or other is None:
+        return "mean", _shown(mean(a)), _shown(mean(b))
+    if one.nonfinite != other.nonfinite:
+        return "number of elements that are not finite", f"{one.nonfinite:,}", f"{other.nonfinite:,}"
+    different = (name for name in ("mean", "rms", "min", "max") if not _is_close(other, one, name))
+    name = next(different, "mean")
+    return name, _shown(getattr(one, name)), _shown(getattr(other, name))
 
 
 def _is_close(a: Statistics, b: Statistics, name: str) -> bool:

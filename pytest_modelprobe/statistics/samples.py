@@ -195,14 +195,6 @@ def _weights() -> Array:
     return hashes(_SALT + 1, 2 * _READ).astype(np.float64) / 2.0**64 + 0.5
 
 
-def _times_in(before: Sequence[Tensor], keys: Tensor) -> Tensor | None:
-    """Return how often each key is among those of the microbatches before; None where there are none."""
-    if not before:
-        return None
-    ordered = torch.cat(list(before)).sort().values
-    return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
-
-
 def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
     """Return the same in a tenth of the time; None where samples are equal, or not finite."""
     with np.errstate(all="ignore"):

@@ -237,6 +237,22 @@ def test_replicas_of_a_value_that_differ_are_named() -> None:
     )
 
 
+def test_replicas_of_which_one_has_nan_are_told_by_their_number() -> None:
+    out = value("output", 1.0, 3.0, layout="replicated")
+    statistics = dataclasses.replace(reading(1.0, 3.0 + 1e-3).statistics, count=3, nan=1)
+    other = dataclasses.replace(out, forward=Reading(statistics=statistics))
+    with pytest.raises(
+        AssertionError, match=r"fc output has another number of elements that are not finite in .*: 1, not 0\."
+    ):
+        Record.merge(tensor_parallel(out, other))
+
+
+def test_replicas_of_the_same_mean_and_rms_are_told_by_what_differs() -> None:
+    outs = [value("output", *x, layout="replicated") for x in ((-1.0, -1.0, 2.0), (1.0, 1.0, -2.0))]
+    with pytest.raises(AssertionError, match=r"fc output has another min in \[rank 1\] .*: -2, not -1\."):
+        Record.merge(tensor_parallel(*outs))
+
+
 def test_a_value_that_differs_is_named_before_the_gradients_that_differ_by_it() -> None:
     outs = [value("output", 1.0, x, layout="replicated") for x in (3.0, 5.0)]
     records = [
@@ -256,8 +272,9 @@ def with_output(one: Record, out: Value) -> dict[str, Layer]:
 
 def test_a_value_without_a_layout_is_not_known_where_ranks_differ() -> None:
     outs = [value("output", 1.0, x) for x in (3.0, 5.0)]
-    unknown = Record.merge(tensor_parallel(*outs))["fc"].output.forward
-    assert unknown == Reading(reason="each rank has another, and no layout says which part of the whole it is")
+    unknown = Record.merge(tensor_parallel(*outs))["fc"].output
+    assert unknown.forward == Reading(reason="each rank has another, and no layout says which part of the whole it is")
+    assert unknown.layout is None
     assert Record.merge(tensor_parallel(outs[0], outs[0]))["fc"].output.statistics.mean == 2.0
 
 
