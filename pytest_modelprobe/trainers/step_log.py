@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.exporters import exporter
+from pytest_modelprobe.exporters import Exporter, exporter
 from pytest_modelprobe.record import Record, Selector, this_rank
 from pytest_modelprobe.runs import Watch
 
@@ -65,8 +65,8 @@ class StepLog:
         self._watch: Watch | None = None
         self._step = 0
         self._exit = ExitStack()
-        writes = tensorboard and this_rank().rank == 0
-        self._scalars = self._exit.enter_context(exporter("tensorboard", log_dir=self._folder)) if writes else None
+        self._tensorboard = tensorboard
+        self._scalars: Exporter | None = None
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Watch the model if the step, counted from 0, is one of those that are written. Safe to repeat."""
@@ -84,7 +84,10 @@ class StepLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{self._step:08}.json"
         path.write_text(json.dumps(record.to_dict(), allow_nan=False), "utf-8")
-        if self._scalars is not None:
+        if self._tensorboard:
+            # Not before: a launcher copies callbacks into the ranks, and only then is it known which one writes.
+            if self._scalars is None:
+                self._scalars = self._exit.enter_context(exporter("tensorboard", log_dir=self._folder))
             self._scalars.write(record, self._step)
         for assertion in self._assertions:
             assertion(record)
@@ -92,6 +95,7 @@ class StepLog:
     def close(self) -> None:
         """Stop watching, and write what is not written yet. Safe to repeat."""
         self._stop()
+        self._scalars = None
         self._exit.close()
 
     def _stop(self) -> None:

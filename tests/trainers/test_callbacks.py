@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from typing import Any
 
@@ -125,6 +126,13 @@ def test_scalars_for_tensorboard_are_written_beside_the_records(
     (tag,) = [tag for tag in events.Tags()["scalars"] if tag.endswith("net.head/output_rms")]
     assert [(event.step, event.value > 0) for event in events.Scalars(tag)] == [(0, True), (2, True)]
     assert len(list((tmp_path / "records").glob("step-*.json"))) == 2
+
+
+def test_before_the_first_step_no_file_is_open_so_that_a_launcher_can_copy_the_callback(tmp_path: Any) -> None:
+    from pytest_modelprobe.trainers import StepLog
+
+    pickle.dumps(StepLog(tmp_path / "records", tensorboard=True))
+    assert not list(tmp_path.iterdir())
 
 
 @TRAINERS
