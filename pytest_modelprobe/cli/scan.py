@@ -49,13 +49,11 @@ def run_scan(options: argparse.Namespace) -> int:
 
 def _show_record(scanned: ScannedModel) -> Sequence[str]:
     """Print the inputs, the table of layers and the findings, and return these."""
-    from pytest_modelprobe.assertions.findings import findings
-
     given = " ".join(map(str, scanned.inputs))
     guessed = " (guessed; --input gives others)" if scanned.is_guessed and given else ""
     print(printable(f"Inputs: {given or 'none'}{guessed}") + "\n")
     print(scanned.record)
-    found = findings(scanned.record)
+    found = scanned.findings()
     print("\nFindings:" if found else "\nFindings: none")
     for finding in found:
         print(printable(f"  {finding}"))

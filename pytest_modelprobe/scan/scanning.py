@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pytest_modelprobe import assertions
+from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.checks import STANDARD, Outcome, outcome
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import ROOT, Record
 from pytest_modelprobe.runs import NoGradientError
 
 from .inputs import Input, arguments, guesses, how_to_name
@@ -44,6 +45,7 @@ class ScannedModel:
         if len({one.name is None for one in inputs}) > 1:
             raise UsageError(f"{shown(inputs)}: name every input, or none")
         self.is_guessed = not inputs
+        self._no_gradient = ""
         self.inputs = list(inputs) or self._guessed()
 
     def _built(self) -> nn.Module:
@@ -76,12 +78,22 @@ class ScannedModel:
         try:
             try:
                 return run(loss="random")
-            except NoGradientError:
+            except NoGradientError as error:
+                self._no_gradient = outcome.line_of(error)
                 return run()
         except Exception as error:  # whatever a model raises on inputs that do not fit
             raise UsageError(
                 f"{type(self.model).__name__} does not run on {shown(self.inputs)}: {outcome.line_of(error)}"
             ) from error
+
+    def findings(self) -> list[str]:
+        """Return a line for each thing that is wrong with the record."""
+        found = findings(self.record)
+        outputs = [value.dtype for _, value in self.record[ROOT].outputs]
+        trainable = any(parameter.requires_grad for parameter in self.model.parameters())
+        if self._no_gradient and trainable and any(dtype.startswith(("float", "bfloat")) for dtype in outputs):
+            found.append(f"no gradient: {self._no_gradient}")
+        return found
 
     def failed_assertions(self) -> list[str]:
         """Return the first line of each assertion on the record that fails."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from pytest_modelprobe import cli
+from pytest_modelprobe import ModelProbe, cli
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.scan import load
+from pytest_modelprobe.scan import Input, ScannedModel, load
 
 MODEL = """
 import torch
@@ -47,6 +47,14 @@ class Ends(Net):
         if not self.training:
             raise SystemExit(0)
         return super().forward(x)
+
+class Detached(Net):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+class Chosen(Net):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
 
 class Prototypes(nn.Module):
     def __init__(self):
@@ -221,3 +229,13 @@ def test_a_wrong_input_is_an_error_of_its_option(pytester: pytest.Pytester) -> N
     result = pytester.runpytest("--modelprobe-model=small_net:make_model", "--modelprobe-input=8x")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --modelprobe-input: '8x' is no input: write a shape such as 8x3x32x32;*"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Detached", ["never called: unused", "no gradient: "]), ("Chosen", ["never called: unused"])],
+)
+def test_a_trainable_model_whose_output_has_no_gradient_is_a_finding(name: str, expected: list[str]) -> None:
+    found = ScannedModel(load(f"small_net:{name}"), ModelProbe(), [Input((4, 8))]).findings()
+    assert len(found) == len(expected)
+    assert all(map(str.startswith, found, expected))
