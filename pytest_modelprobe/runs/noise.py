@@ -68,7 +68,7 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
     least, largest = magnitude.aminmax() if magnitude.numel() else (most, 0)
     if least <= units or largest >= most:  # most tensors have neither: that saves half of the time
         steps.masked_fill_((magnitude <= units).logical_or_(magnitude >= most), 0)
-    result = steps.add_(bits).view(plain.dtype)
+    result = (bits + steps).view(plain.dtype)  # bits first: the memory format is theirs
     return torch.view_as_complex(result) if tensor.is_complex() else result
 
 

@@ -150,8 +150,14 @@ class Run:
         if not responses:
             return measured
         # Calls of one class with equal responses have equal noise: a synthetic tensor does not depend on the layer.
-        first: dict[tuple[str, str], Key] = {}
-        alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
+        # Where a layer around a buffer may have written to it, calls of the layer are not left out: others read it.
+        written = [name for name, layer in record.layers.items() if any(b.after is not None for b in layer.buffers)]
+        around = {name[:at] for name in written for at, letter in enumerate(name) if letter == "."}
+        first: dict[tuple[object, ...], Key] = {}
+        alike = {
+            key: first.setdefault((record.layers[key[0]].type, repr(r), key if key[0] in around else None), key)
+            for key, r in responses.items()
+        }
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
         alone: list[tuple[noise.Perturbation | None, Part]] = [(move, "outputs") for move in near]

@@ -64,6 +64,41 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
     assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}]
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), scale))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * self.scale
+
+
+class WritesToChild(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scaled, self.norm = Scaled(scale), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.scaled.get_buffer("scale").add_(1)
+        return self.norm(self.scaled(x))
+
+
+def test_a_layer_that_writes_to_a_buffer_inside_is_called_for_the_noise_of_its_readers(
+    probe: ModelProbe,
+) -> None:
+    model = nn.Sequential(*(WritesToChild(float(i)) for i in range(4)))
+    record = probe.run(model, probe.randn(2, 4))
+    assert record.rerun is not None
+    record = measured(record.rerun.isolated(record))
+    for i in range(4):
+        response = record[f"{i}.scaled"].calls[0].response
+        assert response is not None
+        (output,) = response.handed
+        assert output.reading is not None
+        assert output.reading.noise is not None
+        assert output.reading.noise < 1e-6
+
+
 # --- moving numbers -----------------------------------------------------------------------------------------------
 
 
@@ -74,6 +109,11 @@ def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) ->
     units = change / x.to(torch.complex128).abs() / torch.finfo(dtype).eps
     assert units.min() > 0.4
     assert units.max() <= 1.0
+
+
+def test_a_moved_tensor_keeps_its_memory_format() -> None:
+    x = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert perturbed(x, "x", 1).stride() == x.stride()
 
 
 def test_a_name_tells_moves_apart_and_repeats_them() -> None:
