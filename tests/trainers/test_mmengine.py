@@ -99,7 +99,7 @@ def runner(network: Any, samples: Any, tmp_path: Any) -> Any:
             self.batches.append(x.clone())
             return {"loss": nn.functional.cross_entropy(self.net(x), y)}
 
-    def make(**options: Any) -> Any:
+    def make(work: str = "work", **options: Any) -> Any:
         model = Model()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         data = {
@@ -107,7 +107,7 @@ def runner(network: Any, samples: Any, tmp_path: Any) -> Any:
             "collate_fn": collated, "num_workers": 0,
         }  # fmt: skip
         return Runner(
-            model=model, work_dir=str(tmp_path / "work"), train_dataloader=data, optim_wrapper={"optimizer": optimizer},
+            model=model, work_dir=str(tmp_path / work), train_dataloader=data, optim_wrapper={"optimizer": optimizer},
             train_cfg={"by_epoch": True, "max_epochs": 2}, randomness={"seed": 1}, log_level="ERROR",
             experiment_name=uuid.uuid4().hex, **options,
         )  # fmt: skip
@@ -148,7 +148,8 @@ def test_the_seed_of_the_sampler_makes_epochs_that_differ_and_repeat(runner: Any
 def test_the_logger_writes_the_same_numbers_watched_and_not(runner: Any, modelprobe: Any, tmp_path: Any) -> None:
     logged = []
     for watched in (False, True):
-        one = runner(default_hooks={"logger": {"type": "LoggerHook", "interval": 1}})
+        # The folder of logs within it has the name of a second, in which both may begin.
+        one = runner(work=f"watched {watched}", default_hooks={"logger": {"type": "LoggerHook", "interval": 1}})
         watch = modelprobe.watch(one.model, steps=2) if watched else None
         one.train()
         (path,) = Path(one.log_dir).glob("vis_data/scalars.json")
