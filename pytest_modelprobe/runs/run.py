@@ -147,8 +147,19 @@ class Run:
             far=[self._observed(move)[0] for move in each(far)],
         )
         responses = responses_of(record)
+        return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, each))
+
+    def _noisy(
+        self,
+        record: Record,
+        responses: Mapping[Key, IsolatedResponse],
+        near: Sequence[noise.Perturbation],
+        far: Sequence[noise.Perturbation],
+        each: Parts,
+    ) -> dict[Key, IsolatedResponse]:
+        """Return the responses of a record with their noise."""
         if not responses:
-            return measured
+            return {}
         # Calls of one class with equal responses have equal noise: a synthetic tensor does not depend on the layer.
         # Where a layer around a buffer may have written to it, calls of the layer are not left out: others read it.
         written = [name for name, layer in record.layers.items() if any(b.after is not None for b in layer.buffers)]
@@ -167,7 +178,7 @@ class Run:
         if self.loss is not None:
             again = noisy(distinct, taken[_REPEATS:])
             found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
-        return with_responses_of_one_forward(measured, {key: found[alike[key]] for key in responses})
+        return {key: found[alike[key]] for key in responses}
 
     def _isolate(
         self,
