@@ -57,6 +57,19 @@ def network() -> type[Net]:
 
 
 @pytest.fixture
+def make(case: str) -> Callable[[], nn.Module]:
+    """Makes a network, which is compiled in that case of the table."""
+
+    def made() -> nn.Module:
+        model = Net()
+        if case == "compile":
+            model.compile(backend="eager")
+        return model
+
+    return made
+
+
+@pytest.fixture
 def samples() -> TensorDataset:
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
     return TensorDataset(x, x[:, :3].argmax(1))

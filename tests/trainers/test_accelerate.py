@@ -15,13 +15,7 @@ ROW = "Accelerate"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loop(case: str, forwards: int, network: Any, samples: Any, holds: Any) -> None:
-    def make() -> nn.Module:
-        model: nn.Module = network()
-        if case == "compile":
-            model.compile(backend="eager")
-        return model
-
+def test_a_loop(case: str, forwards: int, make: Any, samples: Any, holds: Any) -> None:
     def fit(model: nn.Module) -> None:
         accelerate.state.AcceleratorState._reset_state(True)
         accelerate.utils.set_seed(1)

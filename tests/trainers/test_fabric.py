@@ -16,13 +16,7 @@ ROW = "Lightning, `Fabric`"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_a_loop(case: str, forwards: int, network: Any, samples: Any, holds: Any) -> None:
-    def make() -> nn.Module:
-        model: nn.Module = network()
-        if case == "compile":
-            model.compile(backend="eager")
-        return model
-
+def test_a_loop(case: str, forwards: int, make: Any, samples: Any, holds: Any) -> None:
     def fit(model: nn.Module) -> None:
         lightning.seed_everything(1, verbose=False)
         precision = "bf16-mixed" if case == "bf16" else "32-true"

@@ -16,13 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"accumulation": {"gradient_accumulation_st
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_supervised_trainer(case: str, forwards: int, network: Any, samples: Any, holds: Any) -> None:
-    def make() -> nn.Module:
-        model: nn.Module = network()
-        if case == "compile":
-            model.compile(backend="eager")
-        return model
-
+def test_a_supervised_trainer(case: str, forwards: int, make: Any, samples: Any, holds: Any) -> None:
     def fit(model: nn.Module) -> None:
         torch.manual_seed(0)
         loader = DataLoader(samples, 8, shuffle=True)
