@@ -26,7 +26,6 @@ from pytest_modelprobe.report.text import Cell, count, failure, listed, number
 from .sources import (
     Subject,
     full_name,
-    is_floating,
     is_zero,
     newest_of,
     numbers,
@@ -176,7 +175,7 @@ def _gradient(value: Value) -> Statistics | None:
 
 def _was_given_zeros(step: Step) -> bool:
     """Whether all inputs of a call were zero."""
-    entered = [value for value in step.call.inputs if is_floating(value)]
+    entered = [value for value in step.call.inputs if value.is_floating]
     return bool(entered) and all(map(is_zero, entered))
 
 
@@ -205,7 +204,7 @@ def _zero_values(dead: Dead) -> list[Value]:
     layer = dead.record.layers[dead.step.layer.name]
     if dead.received:
         return [v for _, v in layer.inputs if v.path == dead.value.path]
-    return [v for _, v in layer.outputs if is_floating(v)]
+    return [v for _, v in layer.outputs if v.is_floating]
 
 
 def _forwards(layer: Layer) -> int:
@@ -248,7 +247,7 @@ def _dead_hint(dead: Dead) -> str:
             f"The zeros are produced in {label}'s own code, after {last.label}{extent}: look at that code. {intended}"
         )
     entered = _first_numbers(dead.step.call.inputs)
-    feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and is_floating(v)), None)
+    feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and v.is_floating), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:
         negative = f"Every input of {label} is negative" if entered.max < 0 else f"No input of {label} is positive"
         fed_by = dead.record.layers.get(feeder.partition(" ")[0])
@@ -339,7 +338,7 @@ def _values_with_units(layer: Layer) -> list[Value]:
     """
     values = [call.outputs[0] for call in layer.calls if call.outputs]
     by_chance = any(call.random for call in layer.calls)
-    sizes = {len(v.forward.units) if v.forward.units is not None and is_floating(v) else 0 for v in values}
+    sizes = {len(v.forward.units) if v.forward.units is not None and v.is_floating else 0 for v in values}
     return [] if by_chance or len(sizes) != 1 or 0 in sizes else values
 
 

@@ -11,7 +11,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Histogram, Layer, Reading, Record, Selector, Statistics, Value
 from pytest_modelprobe.report.text import Cell, count, failure, number, printable
 
-from .sources import Subject, called, is_floating, numbers, record_of, reject_unread_values
+from .sources import Subject, called, numbers, record_of, reject_unread_values
 
 _BINS = 10  # as the index is commonly computed: its limits, 0.1 and 0.25, are for so many
 
@@ -166,7 +166,7 @@ def _pairs(a: Record, b: Record, layers: Iterable[Layer]) -> Iterator[_Pair]:
 
 def _merged(values: Iterable[Value]) -> Reading | None:
     """Return the numbers of floating-point values together; None where there are none."""
-    found = [value.forward for value in values if is_floating(value) and numbers(value) is not None]
+    found = [value.forward for value in values if value.is_floating and numbers(value) is not None]
     if not found:
         return None
     merged = functools.reduce(Statistics.merge, (one.statistics for one in found if one.statistics is not None))

@@ -25,7 +25,7 @@ from pytest_modelprobe.report.text import Cell, count, failure, listed, number, 
 from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, has_zero_parameters, nonfinite_counts
-from .sources import LEAVE_OUT, Subject, backward_of, called, full_name, is_floating, not_ignored, selected
+from .sources import LEAVE_OUT, Subject, backward_of, called, full_name, not_ignored, selected
 
 # --- finite -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def find_cut(record: Record, layer: Layer) -> str | None:
         if cut:
             return f"The graph is cut {cut}: look for .detach(), .data, .item() or no_grad there."
     for step in tree.returned:
-        if step.call.finished < first.call.finished or not any(map(is_floating, step.call.outputs)):
+        if step.call.finished < first.call.finished or not any(value.is_floating for value in step.call.outputs):
             continue
         if step.last_child is None:
             if _cuts(step):
@@ -288,7 +288,7 @@ def _cuts(step: Step) -> bool:
 
 def _cut_before(tree: CallTree, step: Step) -> str | None:
     """Return where the graph was cut before a call: its inputs require no gradient, the output they come from does."""
-    entered = [value for value in step.call.inputs if is_floating(value)]
+    entered = [value for value in step.call.inputs if value.is_floating]
     if not entered or _requires(entered):
         return None
     made = tree.producer(step, entered[0])

@@ -182,7 +182,7 @@ def reject_unread(record: Record, layers: Selector) -> None:
 def reject_unread_values(layer: Layer, values: Iterable[Value]) -> None:
     """Raise NothingObservedError for a floating-point value of a layer of which no number is known."""
     for value in values:
-        if is_floating(value) and value.forward.statistics is None and value.forward.reason:
+        if value.is_floating and value.forward.statistics is None and value.forward.reason:
             raise NothingObservedError(
                 f"no number is known of {printable(layer.label)} {value.path}: {printable(value.forward.reason)}; "
                 f"{LEAVE_OUT}"
@@ -242,15 +242,10 @@ def deviation(total: int, low: int, high: int) -> str:
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def is_floating(value: Value) -> bool:
-    """Whether a value has a floating-point or complex dtype."""
-    return value.dtype.startswith(("float", "bfloat", "complex"))
-
-
 def numbers(value: Value) -> Statistics | None:
     """Return the statistics of a floating-point value; None for other dtypes and empty tensors."""
     statistics = value.forward.statistics
-    return statistics if is_floating(value) and statistics is not None and statistics.count else None
+    return statistics if value.is_floating and statistics is not None and statistics.count else None
 
 
 def is_zero(value: Value) -> bool:

@@ -513,7 +513,7 @@ def _largest(call: Call, of: str) -> float:
 def is_quantity(value: Value) -> bool:
     """Whether a value is floating-point and no attention mask."""
     numbers = value.forward.statistics
-    if not value.dtype.startswith(("float", "bfloat", "complex")):
+    if not value.is_floating:
         return False
     if numbers is None or numbers.min is None or numbers.max is None:
         return True

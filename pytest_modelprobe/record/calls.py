@@ -73,6 +73,11 @@ class Value:
             raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
         return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
 
+    @property
+    def is_floating(self) -> bool:
+        """Whether its dtype is a floating-point or complex one."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
 
 def _numbers(reading: Reading, what: str) -> FiniteStatistics:
     statistics = reading.statistics

@@ -27,7 +27,7 @@ def _has_graph(step: Step) -> bool:
 
 
 def _detaches(step: Step) -> bool:
-    floating = any("float" in value.dtype or "complex" in value.dtype for value in step.call.outputs)
+    floating = any(value.is_floating for value in step.call.outputs)
     return step.call.grad_enabled and floating and not _has_graph(step) and _is_given_graph(step)
 
 

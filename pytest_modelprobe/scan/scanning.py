@@ -89,9 +89,9 @@ class ScannedModel:
     def findings(self) -> list[str]:
         """Return a line for each thing that is wrong with the record."""
         found = findings(self.record)
-        outputs = [value.dtype for _, value in self.record[ROOT].outputs]
+        floating = any(value.is_floating for _, value in self.record[ROOT].outputs)
         trainable = any(parameter.requires_grad for parameter in self.model.parameters())
-        if self._no_gradient and trainable and any(dtype.startswith(("float", "bfloat")) for dtype in outputs):
+        if self._no_gradient and trainable and floating:
             found.append(f"no gradient: {self._no_gradient}")
         return found
 

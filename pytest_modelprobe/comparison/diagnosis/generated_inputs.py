@@ -75,7 +75,7 @@ def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -
     if not found.differs or a is None or e is None or not a.count or a.count != e.count or now.dtype != then.dtype:
         return None, "estimated"
     masked = _masked(now, a), _masked(then, e)
-    if _is_floating(then):
+    if then.is_floating:
         x, y = now.forward.fingerprint, then.forward.fingerprint
         if None in masked or x is None or y is None:
             return None, "estimated"
@@ -101,7 +101,7 @@ def _masked(value: Value, numbers: Statistics) -> int | None:
     """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
     if value.dtype == "bool":
         return numbers.count - numbers.zeros
-    if not _is_floating(value) or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
+    if not value.is_floating or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
         return None
     return numbers.count - numbers.zeros
 
@@ -119,10 +119,6 @@ def _hidden(value: Value, numbers: Statistics) -> Sequence[int]:
     """Return how many entries a mask may hide; nothing if it is no mask."""
     masked = _masked(value, numbers)
     return () if masked is None else (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
-
-
-def _is_floating(value: Value) -> bool:
-    return value.dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _both_inputs(call: CallPair, path: str) -> tuple[Value, Value] | None:
