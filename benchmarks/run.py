@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -33,16 +32,14 @@ import pytest
 import scale
 import tensors
 import torch
+from modes import MODES, Step, forward_of, in_turns, mean_square, ratios, step_of
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
 from pytest_modelprobe import ModelProbe, Watch, files
-from pytest_modelprobe import statistics as reduction
 from pytest_modelprobe.comparison import compare, layers_behind_zeros
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-Step = Callable[[], None]
-Mode = Callable[[nn.Module], Any]
 
 # --- models -------------------------------------------------------------------------------------------------------
 
@@ -72,152 +69,7 @@ def in_bfloat16() -> tuple[nn.Module, dict[str, Any]]:
 
 MODELS = {"ResNet-50, 8 x 224²": resnet50, "GPT-2, 6 blocks, 2 x 256": gpt2, "ViT-B, 6 blocks, 4 x 224²": vit}
 
-# --- modes --------------------------------------------------------------------------------------------------------
-
-
-def nothing() -> None:
-    pass
-
-
-@contextlib.contextmanager
-def unwatched(model: nn.Module) -> Iterator[Step]:
-    yield nothing
-
-
-@contextlib.contextmanager
-def idle(model: nn.Module) -> Iterator[Step]:
-    """Watched before, and no more."""
-    Watch(model).close()
-    yield nothing
-
-
-@contextlib.contextmanager
-def without_statistics(model: nn.Module) -> Iterator[Step]:
-    """All of the watch but the reading of elements."""
-    reduce = reduction.reduce
-    reduction.reduce = lambda tensor, **options: reduction.Reduced(reason="not read")
-    try:
-        with Watch(model):
-            yield nothing
-    finally:
-        reduction.reduce = reduce
-
-
-@contextlib.contextmanager
-def statistics_alone(model: nn.Module) -> Iterator[Step]:
-    options = reduction.reduce.__kwdefaults__
-    options["fingerprint"] = False
-    try:
-        with Watch(model):
-            yield nothing
-    finally:
-        options["fingerprint"] = True
-
-
-@contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[Step]:
-    with Watch(model):
-        yield nothing
-
-
-@contextlib.contextmanager
-def watched_and_read(model: nn.Module) -> Iterator[Step]:
-    """The record is made after the step, from all steps so far."""
-    with Watch(model) as watch:
-        yield lambda: watch.record and None
-
-
-@contextlib.contextmanager
-def naive(model: nn.Module) -> Iterator[Step]:
-    """What one writes by hand: eight statistics of each output and its gradient, each read at once."""
-    kept: dict[str, list[float]] = {}
-
-    def read(name: str, x: torch.Tensor) -> None:
-        kept[name] = [
-            x.mean().item(), x.std().item(), x.min().item(), x.max().item(), x.abs().mean().item(), x.norm().item(),
-            (x == 0).float().mean().item(), torch.isnan(x).any().item(),
-        ]  # fmt: skip
-
-    def hook(name: str) -> Any:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                read(name, output.detach())
-                if output.requires_grad:
-                    output.register_hook(lambda gradient: read(f"{name} gradient", gradient))
-
-        return see
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    yield nothing
-    for handle in handles:
-        handle.remove()
-
-
-MODES: dict[str, Mode] = {
-    "unwatched": unwatched,
-    "idle": idle,
-    "hooks alone": without_statistics,
-    "statistics alone": statistics_alone,
-    "watched": watched,
-    "watched, record read": watched_and_read,
-    "naive hooks": naive,
-}
-
 # --- measuring ----------------------------------------------------------------------------------------------------
-
-
-def mean_square(output: Any) -> torch.Tensor:
-    tensor: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return tensor.float().pow(2).mean()
-
-
-def forward_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    args = [inputs["input"]] if "input" in inputs else []
-    kwargs = {name: value for name, value in inputs.items() if name != "input"}
-    return lambda: model(*args, **kwargs)
-
-
-def step_of(model: nn.Module, inputs: dict[str, Any]) -> Step:
-    forward = forward_of(model, inputs)
-
-    def step() -> None:
-        model.zero_grad()
-        mean_square(forward()).backward()
-
-    return step
-
-
-def in_turns(model: nn.Module, step: Step, modes: dict[str, Mode], rounds: int) -> dict[str, list[float]]:
-    """Return seconds of each mode, a number a round. What attaching costs is measured apart."""
-    times: dict[str, list[float]] = {name: [] for name in modes}
-    order = list(modes)
-    shuffle = random.Random(0).shuffle
-    gc.freeze()  # else each collection below looks at all of torch again
-    for turn in itertools.count(-1):  # the first round warms up
-        if turn == rounds:
-            return times
-        shuffle(order)
-        for name in order:
-            gc.collect()
-            with modes[name](model) as finish:
-                step()  # what is left of one step for the next to do counts as the next one's
-                start = time.perf_counter()
-                step()
-                finish()
-                seconds = time.perf_counter() - start
-            if turn >= 0:
-                times[name].append(seconds)
-    return times
-
-
-def ratios(times: dict[str, list[float]], base: str = "unwatched") -> dict[str, tuple[float, float, float]]:
-    """Return lower quartile, median and upper quartile of each mode's ratio to the base."""
-    found = {}
-    for name, values in times.items():
-        each = [a / b for a, b in zip(values, times[base], strict=True)]
-        low, middle, high = statistics.quantiles(each, n=4)
-        found[name] = low, middle, high
-    return found
 
 
 def bench_model(make: Callable[[], tuple[nn.Module, dict[str, Any]]], rounds: int) -> dict[str, Any]:
