@@ -22,11 +22,12 @@ from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
-from .compiled import by_kernel
+from .compiled import by_kernel, by_kernel_merged
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
+from .packed import has_fingerprint
 from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Reduced, merged_row
 from .samples import WHOLE, Samples, samples_of
@@ -83,7 +84,7 @@ def reduce(
     if not (histogram or function_modes()):
         by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
         if by_one_read is not None:
-            return by_one_read
+            return by_one_read if small is not None else by_one_read.computed()
     with ambient_modes_disabled():
         return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
 
@@ -115,9 +116,10 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
-    for one in (a, b):
-        if one.pending is not None:
-            one.computed()
+    merged = by_kernel_merged(a, b)
+    if merged is not None:
+        return merged
+    a, b = a.computed(), b.computed()
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
     on_cpu = a.rows is None and b.rows is None
     if a.row is not None and b.row is not None:
@@ -153,6 +155,8 @@ def any_nonfinite(reduced: Iterable[Reduced]) -> bool:
     """
     remote = []
     for one in reduced:
+        if one.packed is not None and has_fingerprint(one.packed):
+            continue
         row = one.computed().row
         if row is not None and any(row[1:4]):
             return True

@@ -17,13 +17,13 @@ from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import is_wrapped
 
 from .fingerprint import project
+from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
 from .reduced import Reduced
 from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
 
 
 def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
@@ -52,23 +52,25 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
-    if found is None:
+    packed = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
+    if packed is None:
         return None
-    row, ranges, numbers = found
-    reduced = Reduced(1, row)
-    if axis is not None and ranges is not None:
-        dtype, units = _FLOAT64 if kind == 1 else _FLOAT32, shape[axis]
-        # By far quicker than to unpack an array of both.
-        reduced.low = np.ndarray(units, dtype, ranges)
-        reduced.high = np.ndarray(units, dtype, ranges, units * dtype.itemsize)
-        reduced.axis = axis
-    if numbers is not None:
-        reduced.fingerprint = np.frombuffer(numbers, _FLOAT64)
-    elif samples is not None:  # not finite
+    reduced = Reduced(axis=axis, packed=packed)
+    if samples is not None and not has_fingerprint(packed):  # not finite
+        reduced = reduced.computed()
         with ambient_modes_disabled():
             reduced.fingerprint = project(x.detach(), samples)
     return reduced
+
+
+def by_kernel_merged(a: Reduced, b: Reduced) -> Reduced | None:
+    """Return two reductions together, or None: they are not both as the kernel returned them, or differ in kind."""
+    if a.packed is None or b.packed is None or a.axis != b.axis or kernel.active is None:
+        return None
+    if a.histogram is not None or b.histogram is not None:
+        return None
+    packed = kernel.active.merge(a.packed, b.packed)
+    return None if packed is None else Reduced(a.tensors + b.tensors, axis=a.axis, packed=packed)
 
 
 def on_threads(work: Callable[[], None], most: int) -> None:

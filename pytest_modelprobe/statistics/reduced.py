@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pytest_modelprobe.record import merge_moments
 
+from .packed import unpack
+
 Array = npt.NDArray[Any]
 
 Row = tuple[float, ...]
@@ -51,13 +53,18 @@ class Reduced:
     """Why there are no statistics, or no units any more."""
     pending: Batch | None = None
     """The batch that has yet to compute everything but the axis."""
+    packed: bytes | None = None
+    """Row, range of units and fingerprint as the compiled kernel returned them, until they are needed."""
 
     def computed(self) -> Reduced:
-        """Return this reduction, its numbers computed."""
+        """Return this reduction with its numbers: this object, or another where they were packed."""
         pending = self.pending  # another thread may flush it meanwhile
         if pending is not None:
             pending.flush()
-        return self
+        if self.packed is None:
+            return self
+        row, low, high, fingerprint = unpack(self.packed)
+        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, self.histogram, self.reason)
 
 
 def row_of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
