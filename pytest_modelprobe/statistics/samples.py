@@ -156,37 +156,48 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = 
 def _hashes(batch: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return a hash of each sample, and a key that equal samples share, int64."""
     read = [_elements_read(tensor) for tensor in batch]
-    keys = found = None
+    keys = None
     if read[0].is_cpu:
-        keys = _keys_by_numpy([as_array(x) for x in read])
-        quick = _hashes_by_numpy([as_array(x) for x in read])
-        found = None if quick is None else torch.from_numpy(quick.view(np.int64))
-    numbers = None
-    if found is None or keys is None:
-        found = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-        exact = _row_hashes([_bits(x) for x in read])
-        keys = exact if keys is None else keys
-        numbers = _occurrences(exact)
+        arrays = [as_array(x) for x in read]
+        with np.errstate(all="ignore"):
+            known = _keys_by_numpy(arrays)
+            found = None if known is None else _hashes_by_numpy(arrays)
+            if known is not None and found is not None:
+                if before is not None:
+                    _number_by_numpy(found, known, as_array(before))
+                return torch.from_numpy(found.view(np.int64)), torch.from_numpy(known)
+        keys = None if known is None else torch.from_numpy(known)
+    exact = _row_hashes([_bits(x) for x in read])
+    keys = exact if keys is None else keys
+    numbers = _occurrences(exact)
     if before is not None:
         earlier = before.sort().values
-        times = torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
-        numbers = times if numbers is None else numbers + times
-    return found if numbers is None else found ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
+        numbers += torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
+    hashes = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
+    return hashes ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
 
 
-def _keys_by_numpy(batch: Sequence[Array]) -> Tensor | None:
-    """Return keys in a fraction of the time of a hash of all bits; None where samples are not finite."""
-    keys = np.zeros(len(batch[0]), np.uint64)
-    with np.errstate(all="ignore"):
-        for x in batch:
-            if x.dtype.kind != "f":
-                keys = mixed(keys) + _row_hashes_by_numpy([x])
-                continue
+def _number_by_numpy(found: Array, keys: Array, before: Array) -> None:
+    """Change the hashes of samples that were seen before, in place, by how often they were."""
+    earlier = np.sort(before)
+    times = np.searchsorted(earlier, keys, "right") - np.searchsorted(earlier, keys)
+    if times.any():
+        found ^= mixed(times.astype(np.uint64) * np.uint64(GAMMA))
+
+
+def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
+    """Return keys, int64, in a fraction of the time of a hash of all bits; None where samples are not finite."""
+    keys: Array | None = None
+    for x in batch:
+        if x.dtype.kind == "f":
             sums = np.einsum("nm,m->n", x, _weights()[: x.shape[1]])
             if not np.isfinite(np.add.reduce(sums)):
                 return None
-            keys = mixed(keys) + sums.view(np.uint64)
-    return torch.from_numpy(keys.view(np.int64))
+            found = sums.view(np.uint64)
+        else:
+            found = _row_hashes_by_numpy([x])
+        keys = found if keys is None else mixed(keys) + found
+    return None if keys is None else keys.view(np.int64)
 
 
 @functools.cache
@@ -197,14 +208,13 @@ def _weights() -> Array:
 
 def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
     """Return the same in a tenth of the time; None where samples are equal, or not finite."""
-    with np.errstate(all="ignore"):
-        norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
-        if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
-            return None
-        parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
-        found = _row_hashes_by_numpy(parts)
-        # Equal samples have equal norms.
-        return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
+    norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
+    if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
+        return None
+    parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
+    found = _row_hashes_by_numpy(parts)
+    # Equal samples have equal norms.
+    return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
 
 
 def _summaries_by_numpy(x: Array, norm: Array) -> Array:
