@@ -9,7 +9,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import is_view, tensor_hooks, without_torch_function
+from pytest_modelprobe._torch import hook_tensor, is_view, tensor_hooks, unhook_tensor, without_torch_function
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
 from pytest_modelprobe.statistics import Reduced, SmallTensors
 
@@ -94,7 +94,7 @@ class TensorObserver:
         """Remove the hooks from all tensors that are alive."""
         for alive in self._hooks:
             if (hook := alive()) is not None:
-                hook.handle.remove()
+                unhook_tensor(hook.hooks, hook)
         self._hooks.clear()
 
     def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
@@ -131,7 +131,7 @@ class TensorObserver:
             if type(known) is _TensorHook and known.observer is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
-        hook.handle = tensor.register_hook(hook)
+        hook.hooks = hook_tensor(tensor, hook)
         self._hooks.append(ref(hook))
         return hook
 
@@ -139,14 +139,14 @@ class TensorObserver:
 class _TensorHook:
     """Our hook on one tensor: hands its gradient to every observation of it."""
 
-    __slots__ = ("__weakref__", "_fired", "handle", "observed", "observer", "version")
+    __slots__ = ("__weakref__", "_fired", "hooks", "observed", "observer", "version")
     __torch_unserializable__ = True  # else torch warns when the tensor is pickled
 
     def __init__(self, observer: TensorObserver, version: int | None) -> None:
         self.observer = observer
         self._fired = False
         self.version = version
-        self.handle: Any = None
+        self.hooks: Any = None
         # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
         self.observed: MutableMapping[Forward, list[TensorObservation]] = (
             {} if version is not None else WeakKeyDictionary()
