@@ -233,7 +233,8 @@ def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], object]) -> weakref.ref
     if node is None or type(tensor) is not Tensor or _takes_hooks is None or tensor_hooks(tensor) is not None:
         tensor.register_hook(hook)
         return weakref.ref(cast("dict[int, Callable[..., Any]]", tensor_hooks(tensor)))
-    hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict({id(hook): hook})  # handles count from 0
+    hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+    hooks[id(hook)] = hook  # handles count from 0
     tensor._backward_hooks = hooks
     cast(Any, node)._register_hook_dict(tensor)
     return weakref.ref(hooks)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ForwardKind, Training
-from pytest_modelprobe.statistics import Reduced
+from pytest_modelprobe.statistics import Reduction
 
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
 from .parameters import ParameterReading
@@ -35,11 +35,11 @@ class ObservedStep:
         """Backward passes that reached a parameter."""
         self.taken = False
         """Whether an optimizer has stepped."""
-        self.applied: dict[str, Reduced] = {}
+        self.applied: dict[str, Reduction] = {}
         """Gradients of parameters by full name, as the optimizer had them."""
-        self.before: dict[str, Reduced] = {}
+        self.before: dict[str, Reduction] = {}
         """Parameters and buffers by full name before the optimizer stepped."""
-        self.after: dict[str, Reduced] = {}
+        self.after: dict[str, Reduction] = {}
         """The parameters that the optimizer holds, and all buffers, after it."""
         self.modes: dict[str, bool] = {}
         """Whether each layer was in training mode as the optimizer stepped."""

@@ -11,7 +11,7 @@ import torch
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import hook_tensor, is_view, tensor_hooks, unhook_tensor, without_torch_function
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import Reduction, SmallTensors
 
 from .guard import HookGuard
 from .observation import Forward, ReductionCacheEntry, TensorObservation
@@ -97,7 +97,7 @@ class TensorObserver:
                 unhook_tensor(hook.hooks, hook)
         self._hooks.clear()
 
-    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
+    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
         """Return the number of a tensor's contents, and their reduction."""
         # A DTensor that a layer is given has the memory of the local tensor that the layer before returned.
         local = local_tensor(tensor) if self.reads_layouts else tensor

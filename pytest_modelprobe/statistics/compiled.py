@@ -19,14 +19,14 @@ from pytest_modelprobe._torch import is_wrapped
 from .fingerprint import project
 from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
-from .reduced import Reduced
+from .reduced import Packed, Reduction
 from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
+def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduction | None:
     """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
     That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
@@ -52,25 +52,24 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    packed = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
-    if packed is None:
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
+    if numbers is None:
         return None
-    reduced = Reduced(axis=axis, packed=packed)
-    if samples is not None and not has_fingerprint(packed):  # not finite
-        reduced = reduced.computed()
-        with ambient_modes_disabled():
-            reduced.fingerprint = project(x.detach(), samples)
+    packed = Packed(1, axis, numbers)
+    if samples is None or has_fingerprint(numbers):
+        return packed
+    reduced = packed.computed()  # not finite
+    with ambient_modes_disabled():
+        reduced.fingerprint = project(x.detach(), samples)
     return reduced
 
 
-def by_kernel_merged(a: Reduced, b: Reduced) -> Reduced | None:
-    """Return two reductions together, or None: they are not both as the kernel returned them, or differ in kind."""
-    if a.packed is None or b.packed is None or a.axis != b.axis or kernel.active is None:
+def by_kernel_merged(a: Reduction, b: Reduction) -> Packed | None:
+    """Return two reductions together, or None: they are not both of the kernel, or differ in kind."""
+    if type(a) is not Packed or type(b) is not Packed or a.axis != b.axis or kernel.active is None:
         return None
-    if a.histogram is not None or b.histogram is not None:
-        return None
-    packed = kernel.active.merge(a.packed, b.packed)
-    return None if packed is None else Reduced(a.tensors + b.tensors, axis=a.axis, packed=packed)
+    numbers = kernel.active.merge(a.numbers, b.numbers)
+    return None if numbers is None else Packed(a.tensors + b.tensors, a.axis, numbers)
 
 
 def on_threads(work: Callable[[], None], most: int) -> None:

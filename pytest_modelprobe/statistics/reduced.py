@@ -53,18 +53,37 @@ class Reduced:
     """Why there are no statistics, or no units any more."""
     pending: Batch | None = None
     """The batch that has yet to compute everything but the axis."""
-    packed: bytes | None = None
-    """Row, range of units and fingerprint as the compiled kernel returned them, until they are needed."""
 
     def computed(self) -> Reduced:
-        """Return this reduction with its numbers: this object, or another where they were packed."""
+        """Return this reduction, its numbers computed."""
         pending = self.pending  # another thread may flush it meanwhile
         if pending is not None:
             pending.flush()
-        if self.packed is None:
-            return self
-        row, low, high, fingerprint = unpack(self.packed)
-        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, self.histogram, self.reason)
+        return self
+
+
+class Packed:
+    """The reduction of one tensor, or of several merged, as the compiled kernel returned it.
+
+    An object of many fields takes longer to make than the numbers of a small tensor to compute.
+    """
+
+    __slots__ = ("axis", "numbers", "tensors")
+    reason = None
+    """There always are numbers."""
+
+    def __init__(self, tensors: int, axis: int | None, numbers: bytes) -> None:
+        self.tensors = tensors
+        self.axis = axis
+        self.numbers = numbers
+
+    def computed(self) -> Reduced:
+        """Return the same numbers, unpacked."""
+        row, low, high, fingerprint = unpack(self.numbers)
+        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint)
+
+
+Reduction = Reduced | Packed
 
 
 def row_of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:
