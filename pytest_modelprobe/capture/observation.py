@@ -281,13 +281,13 @@ class Forward:
 class DoneForward:
     """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
 
-    __slots__ = ("_graph", "calls", "costs", "keys", "kind", "trained_by")
+    __slots__ = ("_graph", "calls", "costs", "kind", "samples", "trained_by")
     forwards = 1
 
     def __init__(self, forward: Forward) -> None:
         self.kind, self.calls, self.costs = forward.kind, forward.calls, forward.costs
         self.trained_by = forward.trained_by
-        self.keys = forward.samples.keys
+        self.samples = forward.samples
         self._graph = ref(forward)
 
     @property

@@ -32,7 +32,7 @@ def may_draw(module: nn.Module) -> bool:
         type(module) not in _WITHOUT_DRAWS
         or "forward" in module.__dict__
         or not len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
-        or any(map(bool, global_hooks))
+        or any(global_hooks)
         or bool(function_modes())
     )
 

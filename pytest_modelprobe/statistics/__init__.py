@@ -30,7 +30,7 @@ from .histogram import count, from_counts
 from .packed import has_fingerprint
 from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Packed, Reduced, Reduction, merged_row
-from .samples import WHOLE, Samples, samples_of
+from .samples import WHOLE, Samples, SeenSamples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Reduced",
     "Reduction",
     "Samples",
+    "SeenSamples",
     "SmallTensors",
     "any_nonfinite",
     "collect",
