@@ -221,16 +221,8 @@ class ParameterGradient:
         return self._newest if self._before is None else merged(self._before, self._newest)
 
 
-class ReductionCacheEntry:
-    """The reduction that all tensors with one content key have."""
-
-    __slots__ = ("_storage", "number", "reduced")
-
-    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduction) -> None:
-        self.number = number
-        self.reduced = reduced
-        # While a storage is held weakly its address is not used again, so that the key stays valid.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+KnownReduction = tuple[tuple[int, int], Reduction, StorageWeakRef]
+"""Number of a tensor, its reduction, and its storage: while it is held weakly its address is not used again."""
 
 
 class Forward:
@@ -254,7 +246,7 @@ class Forward:
         self._events = itertools.count()
         self.costs: Costs | None = None
         """None: they are not measured."""
-        self.reductions: dict[ContentKey, ReductionCacheEntry] = {}
+        self.reductions: dict[ContentKey, KnownReduction] = {}
         """Of the tensors seen in this forward."""
 
     def begin_call(self, layer: str) -> CallObservation:
