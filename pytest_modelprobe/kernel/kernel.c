@@ -161,8 +161,8 @@ static INLINE float of_float16(const char *from) {
 #define JOIN(a, b) JOIN_(a, b)
 
 #if VECTORS
-#define SPLAT(value) ((V){0} + (T)(value))
-#define DSPLAT(value) ((D){0} + (double)(value))
+#define SPLAT(value) ((T)(value) - (V){0}) /* the compiler knows that nothing is subtracted */
+#define DSPLAT(value) ((double)(value) - (D){0})
 #define NO_INTEGERS ((I){0})
 #define LOAD(from) (*(const U *)(const void *)(from))
 #define STORE(to, value) (*(U *)(void *)(to) = (value))
@@ -315,7 +315,7 @@ static void lay_out(
         if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= CHUNK / NARROW)) {
             plan->within = plan->inner;
             plan->inner = 1;
-            while (plan->repeats * 2 <= rows && plan->repeats * width < COLUMNS) plan->repeats *= 2;
+            while (plan->repeats * 2 <= rows && plan->repeats * width < 64) plan->repeats *= 2;
             plan->ranges = width * plan->repeats;
         }
     }

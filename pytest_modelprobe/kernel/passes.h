@@ -12,6 +12,7 @@
 #define DEACH for (int k = 0; k < DSTEPS; k++)
 #ifndef SIGNED_SUM /* a sign is +1 or -1: the product is exact, contracted or not */
 #define SIGNED_SUM(sum, x, sign) ((sum) + (x) * (sign))
+#define SIGNED_DSUM(sum, x, sign) ((sum) + (x) * (sign))
 #endif
 
 /* The sum of 16 lanes. */
@@ -480,8 +481,8 @@ static APART void NAME(finish)(const Fold *fold, const T *sums, double *numbers)
             DEACH {
                 D sum = DLOAD(sums + s * COLUMNS + c + k * HALF);
                 if (fold->flushed) sum += DOUBLES(totals + c + k * HALF);
-                a[k] += sum * DOUBLES(one + c + k * HALF);
-                b[k] += sum * DOUBLES(two + c + k * HALF);
+                a[k] = SIGNED_DSUM(a[k], sum, DOUBLES(one + c + k * HALF));
+                b[k] = SIGNED_DSUM(b[k], sum, DOUBLES(two + c + k * HALF));
             }
         numbers[2 * s] = NAME(total)(a) / 4;
         numbers[2 * s + 1] = NAME(total)(b) / 4;
@@ -719,17 +720,16 @@ UNUSED static void NAME(merge_ranges)(T *ranges, const T *others, int64_t n) {
 UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t inner, int64_t repeats, T *low, T *high) {
     const T *lows = columns, *highs = columns + units * inner * repeats;
     for (int64_t u = 0; u < units; u++) {
-        T l = INFINITY, h = -INFINITY;
-        for (int64_t r = 0; r < repeats; r++)
-            for (int64_t i = 0; i < inner; i++) {
-                T a = lows[(r * units + u) * inner + i], b = highs[(r * units + u) * inner + i];
-                if (a != a) l = h = a;
-                if (a < l) l = a;
-                if (b > h) h = b;
-            }
-        low[u] = l + 0; /* no negative zero: which of them is met first depends on the order */
-        high[u] = h + 0;
+        low[u] = lows[u * inner] + 0; /* no negative zero: which of them is met first depends on the order */
+        high[u] = highs[u * inner] + 0;
     }
+    for (int64_t r = 0; r < repeats; r++, lows += units * inner, highs += units * inner)
+        for (int64_t i = r ? 0 : 1; i < inner; i++)
+            for (int64_t u = 0; u < units; u++) {
+                T a = lows[u * inner + i] + 0, b = highs[u * inner + i] + 0;
+                low[u] = (a < low[u]) | (a != a) ? a : low[u];
+                high[u] = (b > high[u]) | (b != b) ? b : high[u];
+            }
 }
 
 #undef STEPS
@@ -744,6 +744,7 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef HALF
 #undef DLOAD
 #undef SIGNED_SUM
+#undef SIGNED_DSUM
 #if X86 && BYTES
 #undef LEAST
 #undef MOST
