@@ -171,7 +171,7 @@ static INLINE float of_float16(const char *from) {
 #define STORE_INTEGERS(to, value) (*(IU *)(void *)(to) = (value))
 #define COUNT_ZEROS(count, x) ((count) - (I)((x) == 0))
 #define VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes)))
-#define UNALIGNED(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
+#define UNALIGNED_VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
 #if !X86
 #define CHOSEN(test, a, b) ((V)(((I)(test) & (I)(a)) | (~(I)(test) & (I)(b))))
 #define LEAST(a, b) CHOSEN((a) < (b), a, b)

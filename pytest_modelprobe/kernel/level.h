@@ -18,12 +18,12 @@
 #define HALF (BYTES / 8)
 #define DLOAD(from) __builtin_convertvector(*(const HU *)(const void *)(from), D)
 VECTOR(V, float, BYTES);
-UNALIGNED(U, float, BYTES);
+UNALIGNED_VECTOR(U, float, BYTES);
 VECTOR(I, int32_t, BYTES);
-UNALIGNED(IU, int32_t, BYTES);
+UNALIGNED_VECTOR(IU, int32_t, BYTES);
 VECTOR(D, double, BYTES);
-UNALIGNED(DU, double, BYTES);
-UNALIGNED(HU, float, (BYTES / 2));
+UNALIGNED_VECTOR(DU, double, BYTES);
+UNALIGNED_VECTOR(HU, float, (BYTES / 2));
 #else
 #define LANES 1
 #define HALF 1
@@ -52,11 +52,11 @@ typedef double D;
 #define HALF (BYTES / 8)
 #define DLOAD(from) (*(const DU *)(const void *)(from))
 VECTOR(V, double, BYTES);
-UNALIGNED(U, double, BYTES);
+UNALIGNED_VECTOR(U, double, BYTES);
 VECTOR(I, int64_t, BYTES);
-UNALIGNED(IU, int64_t, BYTES);
+UNALIGNED_VECTOR(IU, int64_t, BYTES);
 VECTOR(D, double, BYTES);
-UNALIGNED(DU, double, BYTES);
+UNALIGNED_VECTOR(DU, double, BYTES);
 #else
 #define LANES 1
 #define HALF 1

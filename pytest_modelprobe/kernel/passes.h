@@ -727,8 +727,8 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
         for (int64_t i = r ? 0 : 1; i < inner; i++)
             for (int64_t u = 0; u < units; u++) {
                 T a = lows[u * inner + i] + 0, b = highs[u * inner + i] + 0;
-                low[u] = (a < low[u]) | (a != a) ? a : low[u];
-                high[u] = (b > high[u]) | (b != b) ? b : high[u];
+                low[u] = ((a < low[u]) | (a != a)) ? a : low[u];
+                high[u] = ((b > high[u]) | (b != b)) ? b : high[u];
             }
 }
 
