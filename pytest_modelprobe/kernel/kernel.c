@@ -17,12 +17,14 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define INLINE inline __attribute__((always_inline, unused))
+#define APART __attribute__((noinline, unused)) /* else registers do not suffice */
 #define UNUSED __attribute__((unused))
 #ifndef VECTORS /* -DVECTORS=0: as without the vectors of these compilers */
 #define VECTORS 1
 #endif
 #else
 #define INLINE __forceinline
+#define APART __declspec(noinline)
 #define UNUSED
 #define VECTORS 0
 #endif
@@ -36,26 +38,23 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
-#if VECTORS
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address) (void)0
-#endif
-
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { MOST_DIMS = 64 };
 enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
-    SPAN = 1 << 15,   /* elements brought into order at once */
-    AHEAD = 32,       /* rows that are fetched before they are transposed */
-    TURNED = 1 << 16, /* the same, at least, where they are transposed */
+    SPAN = 1 << 14,   /* elements brought into order at once */
+    TURNED = 1 << 14, /* elements that are transposed at once, or those of 16 columns */
+    WIDEST = 1 << 16, /* elements of a column up to which that is done */
+    LONG = 1 << 10,   /* elements of a unit that lie together: from here on, blocks end where units do */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
     NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
+    LINE = 64,        /* bytes of the cache */
+    SPARE = 1 << 21,  /* bytes of a buffer that is kept */
     SMALL = 1 << 13,  /* elements up to which all is done in float64 */
     THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
 };
-enum { COLUMNS = 256, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+enum { COLUMNS = 256, GROUP = 8 * COLUMNS, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
 
@@ -70,12 +69,17 @@ static const Part NOTHING = {0, 0, 0, 0, 0, 0, 0, 0, INFINITY, -INFINITY};
 typedef struct {
     const char *data;
     int dims, direct;
+    int64_t turned; /* columns that are transposed at once, where those of the dimension before the last lie together, or 0 */
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
 } View;
 
+/* What there is in a buffer that was not asked for yet. */
 typedef struct {
-    int kind, same_order;
-    int64_t turned;        /* rows of the last dimension that are transposed at once, or 0 */
+    int64_t first, count;
+} Held;
+
+typedef struct {
+    int kind, in_order;    /* whether `memory` has all elements in logical order, as the signed sums take them */
     int64_t elements;      /* of the tensor */
     int64_t count, copies; /* elements that are read, and how often each counts */
     int64_t units, apart;  /* of the tensor, and those of them that lie apart */
@@ -157,8 +161,8 @@ static INLINE float of_float16(const char *from) {
 #define JOIN(a, b) JOIN_(a, b)
 
 #if VECTORS
-#define SPLAT(value) ((V){0} + (T)(value))
-#define DSPLAT(value) ((D){0} + (double)(value))
+#define SPLAT(value) ((T)(value) - (V){0}) /* the compiler knows that nothing is subtracted */
+#define DSPLAT(value) ((double)(value) - (D){0})
 #define NO_INTEGERS ((I){0})
 #define LOAD(from) (*(const U *)(const void *)(from))
 #define STORE(to, value) (*(U *)(void *)(to) = (value))
@@ -167,12 +171,14 @@ static INLINE float of_float16(const char *from) {
 #define STORE_INTEGERS(to, value) (*(IU *)(void *)(to) = (value))
 #define COUNT_ZEROS(count, x) ((count) - (I)((x) == 0))
 #define VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes)))
-#define UNALIGNED(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
+#define UNALIGNED_VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
 #if !X86
 #define CHOSEN(test, a, b) ((V)(((I)(test) & (I)(a)) | (~(I)(test) & (I)(b))))
 #define LEAST(a, b) CHOSEN((a) < (b), a, b)
 #define MOST(a, b) CHOSEN((a) > (b), a, b)
 #endif
+#define TWO_ROWS(x, step) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x)), _mm_loadu_ps((x) + 4 * (step)), 1)
+#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 16
 #define SUFFIX _base
 #include "level.h"
@@ -188,6 +194,7 @@ static INLINE float of_float16(const char *from) {
 #define COUNT_ZEROS(count, x) ((count) + ((x) == 0))
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
+#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 0
 #define SUFFIX _base
 #include "level.h"
@@ -195,10 +202,10 @@ static INLINE float of_float16(const char *from) {
 
 #if X86
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #define BYTES 32
 #define SUFFIX _avx2
@@ -227,7 +234,7 @@ static int level = 0, levels = 1;
 
 static int64_t magnitude(int64_t n) { return n < 0 ? -n : n; }
 
-/* Joins dimensions that lie one after another, and notes whether all of them do. */
+/* Joins dimensions that lie one after another, and notes how they are read. */
 static void join(View *view, int64_t itemsize, int typed) {
     int to = 0;
     for (int d = 0; d < view->dims; d++) {
@@ -246,11 +253,26 @@ static void join(View *view, int64_t itemsize, int typed) {
         to = 1;
     }
     view->dims = to;
+    view->turned = 0;
+    if (to > 1 && view->stride[to - 1] != itemsize && view->stride[to - 2] == itemsize && view->size[to - 1] >= 4 &&
+        view->size[to - 1] <= WIDEST && view->size[to - 2] >= 4) {
+        int64_t most = TURNED / view->size[to - 1] / 16 * 16;
+        view->turned = most > 16 ? most : 16;
+    }
     view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
 }
 
+/* How many elements the buffer holds in which those of a view are brought into order. */
+static int64_t elements_held(const View *view, int64_t most) {
+    int64_t span = most < SPAN ? most : SPAN, columns = view->dims > 1 ? view->size[view->dims - 2] : 0;
+    if (view->direct) return 0;
+    if (!view->turned) return span;
+    return BLOCK + GROUP + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
+}
+
 /* Fills a plan from the sizes and strides of a tensor, in elements; `axis` is that of the units, or negative. */
-static void lay_out(Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize) {
+static void lay_out(
+    Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize, int folded) {
     View *memory = &plan->memory, *logical = &plan->logical;
     int unit = -1, typed = plan->kind == FLOAT32 || plan->kind == FLOAT64;
     plan->copies = plan->count = plan->inner = 1;
@@ -259,6 +281,8 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
     logical->dims = dims;
     memory->data = data;
     memory->dims = 0;
+    plan->in_order = folded;
+    for (int d = 0; d < dims; d++) plan->in_order &= stride[d] != 0 || size[d] == 1;
     for (int d = 0; d < dims; d++) {
         int64_t step = stride[d] * itemsize;
         logical->size[d] = size[d];
@@ -270,7 +294,7 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
         if (size[d] == 1 && d != axis) continue;
         plan->count *= size[d];
         int at = memory->dims++;
-        while (at && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
+        while (at && !plan->in_order && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
             memory->size[at] = memory->size[at - 1];
             memory->stride[at] = memory->stride[at - 1];
             if (unit == at - 1) unit = at;
@@ -291,31 +315,17 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
         if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= CHUNK / NARROW)) {
             plan->within = plan->inner;
             plan->inner = 1;
-            while (plan->repeats * 2 <= rows && plan->repeats * width < COLUMNS) plan->repeats *= 2;
+            while (plan->repeats * 2 <= rows && plan->repeats * width < 64) plan->repeats *= 2;
             plan->ranges = width * plan->repeats;
         }
     }
     for (int d = 0; d < memory->dims; d++)
-        if (memory->stride[d] < 0 && d != unit) { /* from its other end */
+        if (memory->stride[d] < 0 && d != unit && !plan->in_order) { /* from its other end */
             memory->data += memory->stride[d] * (memory->size[d] - 1);
             memory->stride[d] = -memory->stride[d];
         }
     join(memory, itemsize, typed);
     join(logical, itemsize, typed);
-    plan->same_order = memory->direct && logical->direct;
-    if (!plan->same_order && plan->copies == 1 && memory->data == data && memory->dims == logical->dims) {
-        plan->same_order = 1;
-        for (int d = 0; d < memory->dims; d++)
-            plan->same_order &= memory->size[d] == logical->size[d] && memory->stride[d] == logical->stride[d];
-    }
-    int last = logical->dims - 1;
-    plan->turned = 0;
-    if (!plan->same_order && last > 0 && plan->count > SPAN && logical->size[last] <= TURNED &&
-        logical->size[last - 1] >= 8 && logical->stride[last] != itemsize && logical->stride[last - 1] == itemsize) {
-        int64_t most = TURNED / logical->size[last] / 16 * 16;
-        plan->turned = most > 16 ? most : 16;
-        if (plan->turned > logical->size[last - 1]) plan->turned = logical->size[last - 1];
-    }
 }
 
 /* --- what Python calls -------------------------------------------------------------------------------------------- */
@@ -399,35 +409,62 @@ typedef struct {
     void *ranges;
 } Job;
 
+/* The buffer of the last thread that had one, kept up to SPARE bytes: pages that are new at each call take as long as the
+   elements. It is taken and given back with the GIL. */
+static void *spare = NULL;
+static size_t size_of_spare = 0;
+
+static void *take_buffer(size_t *size) {
+    void *buffer = spare;
+    if (buffer && size_of_spare >= *size) {
+        *size = size_of_spare;
+        spare = NULL;
+        return buffer;
+    }
+    return malloc(*size);
+}
+
+static void give_buffer_back(void *buffer, size_t size) {
+    if (size > SPARE || (spare && size_of_spare >= size)) {
+        free(buffer);
+        return;
+    }
+    free(spare);
+    spare = buffer;
+    size_of_spare = size;
+}
+
 /* Works off items until there are no more. Returns -1 with an error where there is no memory. */
 static int work_off(Job *job) {
     const Plan *plan = &job->plan;
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
     void *ranges = NULL, *buffer = NULL;
+    size_t size = job->buffer;
     Fold fold; /* its totals are set where they are needed */
     fold.length = job->length;
     fold.columns = job->columns;
     fold.signs = job->signs;
     if (job->next >= job->items) return 0;
     if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
-    if (job->buffer) buffer = malloc(job->buffer);
-    if ((plan->ranges && !ranges) || (job->buffer && !buffer)) {
+    if (size) buffer = take_buffer(&size);
+    if ((plan->ranges && !ranges) || (size && !buffer)) {
         free(ranges);
         free(buffer);
         PyErr_NoMemory();
         return -1;
     }
+    void *aligned = (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE;
     if (wide) no_range_double_base(ranges, plan->ranges);
     else no_range_float_base(ranges, plan->ranges);
     job->running++;
     while (job->next < job->items) {
         int64_t item = job->next++;
         PyThreadState *state = small ? NULL : PyEval_SaveThread();
-        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, buffer);
+        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, aligned);
         if (state) PyEval_RestoreThread(state);
     }
     job->running--;
-    free(buffer);
+    if (buffer) give_buffer_back(buffer, size);
     if (!job->ranges) {
         job->ranges = ranges;
         return 0;
@@ -506,7 +543,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     int64_t itemsize = wide ? 8 : 4, elements = 1;
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
-    lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind]);
+    job.folded = args[6] != Py_None;
+    lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
     plan->elements = elements;
     job.next = job.running = 0;
@@ -515,7 +553,6 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     job.ranges = NULL;
     job.signs = NULL;
     job.length = job.columns = 0;
-    job.folded = args[6] != Py_None;
 
     Py_buffer signs = {0};
     if (job.folded) {
@@ -528,7 +565,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         job.signs = signs.buf;
         job.length = elements ? elements / samples : 1;
         job.columns = job.length < COLUMNS ? (job.length + 15) / 16 * 16 : COLUMNS;
-    } else plan->turned = 0;
+    }
 
     int64_t most = job.folded ? elements : plan->count, chunks = (most + CHUNK - 1) / CHUNK;
     if (chunks > 1) {
@@ -541,10 +578,10 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     job.part = NOTHING;
     memset(job.few, 0, sizeof job.few);
-    job.items = (chunks ? chunks : 1) + (plan->turned > 0);
-    int64_t largest = plan->turned ? SPAN + plan->turned * plan->logical.size[plan->logical.dims - 1] : most < SPAN ? most : SPAN;
-    int ordered = plan->memory.direct && (!job.folded || plan->same_order || plan->logical.direct);
-    job.buffer = ordered ? 0 : (size_t)(largest * itemsize);
+    job.items = chunks ? chunks : 1;
+    int64_t needed = elements_held(&plan->memory, most);
+    if (job.folded && !plan->in_order && elements_held(&plan->logical, most) > needed) needed = elements_held(&plan->logical, most);
+    job.buffer = needed ? (size_t)(needed * itemsize) + LINE : 0;
     /* Of as many units as elements the ranges of each thread would take longer to merge than to find. */
     int together = args[7] != Py_None && job.items > 1 && plan->ranges <= plan->count / 16;
     if (together ? work_off_together(&job, args[7]) : work_off(&job)) goto done;
@@ -666,7 +703,7 @@ static PyMethodDef methods[] = {
 static int fill(PyObject *module) {
 #if X86
     __builtin_cpu_init();
-    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 2 : 1;
+    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma") ? 2 : 1;
 #endif
     level = levels - 1;
     PyObject *names = PyTuple_New(levels);

@@ -97,6 +97,8 @@ def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "modelprobe")
 
 
+# A child that ends by `sys.exit` may crash as torch is unloaded, whatever our threads do: torch joins there those of a
+# pool of its own. To call `torch.get_num_threads()` and `torch.set_num_threads(4)` before the fork suffices.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are those of the parent
 

@@ -153,6 +153,50 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
     assert all(one == results[0] for one in results)
 
 
+@compiled
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33, 49, 70]), min_size=2, max_size=4),
+    st.sampled_from(list(KINDS)),
+    st.data(),
+)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "60")), deadline=None)
+def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data):
+    while math.prod(shape) > 40_000:
+        shape[0] = shape.pop() // 2
+    order = data.draw(st.permutations(range(len(shape))))
+    axis = data.draw(st.integers(-len(shape), -1))
+    signs = SIGNS * data.draw(st.sampled_from([1, shape[0]]))
+    check_orders(kind, tuple(shape), order, axis, signs)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 70, 100, 100), (0, 2, 3, 1)),
+        ((3, 5, 700, 200), (0, 2, 1, 3)),
+        ((3, 90, 4500), (2, 0, 1)),
+        ((2000, 196, 1), (1, 0, 2)),
+    ],
+    ids=["channels_last", "heads", "batch second", "many samples"],
+)
+def test_with_a_fingerprint_the_order_in_memory_of_many_elements_changes_no_bit(shape, order):
+    check_orders("float32", shape, order, -3, SIGNS * shape[0])
+
+
+def check_orders(kind, shape, order, axis, signs):
+    """Compare what lies in logical order with the same, permuted to lie in another order of the dimensions."""
+    straight = drawn(kind, math.prod(shape), 3)[0].reshape(shape)
+    turned = np.ascontiguousarray(straight.transpose(order)).transpose(np.argsort(order))
+    found = [
+        kernel.active.reduce(
+            x.ctypes.data, KINDS[kind], shape, tuple(step // x.itemsize for step in x.strides), axis, 0, signs, None
+        )
+        for x in (straight, turned)
+    ]
+    assert found[0] == found[1]
+
+
 # --- several together -------------------------------------------------------------------------------------------------
 
 
