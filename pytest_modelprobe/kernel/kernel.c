@@ -44,7 +44,7 @@ enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
     SPAN = 1 << 14,   /* elements brought into order at once */
-    TURNED = 1 << 14, /* elements that are transposed at once, or those of 16 columns */
+    TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns */
     WIDEST = 1 << 16, /* elements of a column up to which that is done */
     LONG = 1 << 10,   /* elements of a unit that lie together: from here on, blocks end where units do */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
@@ -257,7 +257,7 @@ static void join(View *view, int64_t itemsize, int typed) {
     if (to > 1 && view->stride[to - 1] != itemsize && view->stride[to - 2] == itemsize && view->size[to - 1] >= 4 &&
         view->size[to - 1] <= WIDEST && view->size[to - 2] >= 4) {
         int64_t most = TURNED / view->size[to - 1] / 16 * 16;
-        view->turned = most > 16 ? most : 16;
+        view->turned = most > 32 ? most : 32;
     }
     view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
 }
