@@ -43,11 +43,12 @@ class Compiled(Protocol):
         index: float,
         signs: bytes | None,
         share: Share | None,
+        histogram: bool = False,
         /,
-    ) -> tuple[Row, bytes | None, bytes | None] | None:
-        """Return the numbers of a tensor, the ranges of its units, and its fingerprint.
+    ) -> tuple[Row, bytes | None, bytes | None, bytearray | None] | None:
+        """Return the numbers of a tensor, the ranges of its units, its fingerprint, and the counts of its bins.
 
-        None: of the latter where it is not finite, of all where float64 does not hold the squares.
+        None: of the fingerprint where it is not finite, of all where float64 does not hold the squares.
 
         Args:
             address: Of the first element.
@@ -58,6 +59,7 @@ class Compiled(Protocol):
             index: Number of the forward.
             signs: Eight for each sample, int8; None: no fingerprint.
             share: Called where there is work for several threads; None: all is done on this one.
+            histogram: Whether to count elements in bins, int64.
         """
 
 

@@ -55,6 +55,7 @@ enum {
     THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
 };
 enum { COLUMNS = 256, GROUP = 8 * COLUMNS, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
 
@@ -217,7 +218,7 @@ static INLINE float of_float16(const char *from) {
 #endif
 #endif
 
-typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, void *);
+typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, int64_t *, void *);
 
 static const struct {
     const char *name;
@@ -395,6 +396,8 @@ typedef struct {
     Part part, *parts;
     double few[NUMBERS], *numbers;
     void *ranges;
+    int binned;
+    int64_t bins[BINS];
 } Job;
 
 /* The buffer of the last thread that had one, kept up to SPARE bytes: pages that are new at each call take as long as the
@@ -428,6 +431,7 @@ static int work_off(Job *job) {
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
     void *ranges = NULL, *buffer = NULL;
     size_t size = job->buffer;
+    int64_t bins[BINS + 1];
     Fold fold; /* its totals are set where they are needed */
     fold.length = job->length;
     fold.columns = job->columns;
@@ -444,14 +448,16 @@ static int work_off(Job *job) {
     void *aligned = (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE;
     if (wide) no_range_double_base(ranges, plan->ranges);
     else no_range_float_base(ranges, plan->ranges);
+    if (job->binned) memset(bins, 0, sizeof bins);
     job->running++;
     while (job->next < job->items) {
         int64_t item = job->next++;
         PyThreadState *state = small ? NULL : PyEval_SaveThread();
-        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, aligned);
+        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, job->binned ? bins : NULL, aligned);
         if (state) PyEval_RestoreThread(state);
     }
     job->running--;
+    for (int i = 0; job->binned && i < BINS; i++) job->bins[i] += bins[i];
     if (buffer) give_buffer_back(buffer, size);
     if (!job->ranges) {
         job->ranges = ranges;
@@ -498,23 +504,24 @@ static int work_off_together(Job *job, PyObject *share) {
         Py_END_ALLOW_THREADS
     }
     job->ranges = shared->ranges;
+    memcpy(job->bins, shared->bins, sizeof job->bins);
     Py_XDECREF(done);
     Py_XDECREF(work);
     Py_DECREF(capsule);
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs, share): the row, the bytes of the ranges of units or None, the
-   16 numbers or None. None where the elements are of a magnitude that has no squares in float64. */
+/* reduce(address, kind, sizes, strides, axis, index, signs, share, histogram=False): the row, the bytes of the ranges of
+   units or None, the 16 numbers or None, the counts of bins or None. None where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
     Job job;
     Plan *plan = &job.plan;
-    PyObject *row, *ranges = NULL, *numbers = NULL, *result = NULL;
+    PyObject *row, *ranges = NULL, *numbers = NULL, *bins = NULL, *result = NULL;
     (void)module;
-    if (count != 8) {
-        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments");
+    if (count != 8 && count != 9) {
+        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments or 9");
         return NULL;
     }
     const char *data = PyLong_AsVoidPtr(args[0]);
@@ -523,6 +530,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
     double index = PyFloat_AsDouble(args[5]);
+    job.binned = count == 9 ? PyObject_IsTrue(args[8]) : 0;
     if (PyErr_Occurred()) return NULL;
     if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
         PyErr_SetString(PyExc_ValueError, "no such type, strides or axis");
@@ -533,6 +541,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
     job.folded = args[6] != Py_None;
+    if (job.binned) memset(job.bins, 0, sizeof job.bins);
     lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
     plan->elements = elements;
@@ -605,14 +614,20 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
             if (!numbers) goto done;
         }
     }
+    if (job.binned) {
+        for (int i = 0; i < BINS; i++) job.bins[i] *= plan->copies;
+        bins = PyByteArray_FromStringAndSize((const char *)job.bins, sizeof job.bins);
+        if (!bins) goto done;
+    }
     row = row_of(&all, plan->copies, index);
-    if (row) result = Py_BuildValue("NOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None);
+    if (row) result = Py_BuildValue("NOOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None, bins ? bins : Py_None);
 done:
     if (job.parts != &job.part) free(job.parts);
     if (job.numbers != job.few) free(job.numbers);
     free(job.ranges);
     Py_XDECREF(ranges);
     Py_XDECREF(numbers);
+    Py_XDECREF(bins);
     if (signs.obj) PyBuffer_Release(&signs);
     return result;
 }

@@ -80,8 +80,8 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    if not (histogram or function_modes()):
-        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+    if not function_modes():
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:
             return by_one_read
     with ambient_modes_disabled():
@@ -256,9 +256,8 @@ def _reduced(
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
-    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None)
+    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)
     if by_one_read is not None:
-        by_one_read.histogram = count(plain, torch.float64) if histogram else None
         return by_one_read
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small

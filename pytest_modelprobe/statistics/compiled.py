@@ -23,10 +23,13 @@ from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
+# numpy makes one of a class at each call
+_FLOAT32, _FLOAT64, _INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 
 
-def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
+def by_kernel(
+    x: Tensor, axis: int | None, index: int, samples: Samples | None, histogram: bool = False
+) -> Reduced | None:
     """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
     That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
@@ -37,6 +40,7 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
         samples: Those of the forward; None: no fingerprint.
+        histogram: Whether to count the elements in bins too.
     """
     if kernel.active is None or (type(x) is not Tensor and type(x) is not Parameter) or not x.is_cpu:
         return None
@@ -52,10 +56,10 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
+    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, histogram)
     if found is None:
         return None
-    row, ranges, numbers = found
+    row, ranges, numbers, counts = found
     reduced = Reduced(1, row)
     if axis is not None and ranges is not None:
         dtype, units = _FLOAT64 if kind == 1 else _FLOAT32, shape[axis]
@@ -68,6 +72,9 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     elif samples is not None:  # not finite
         with ambient_modes_disabled():
             reduced.fingerprint = project(x.detach(), samples)
+    if counts is not None:
+        with ambient_modes_disabled():
+            reduced.histogram = torch.from_numpy(np.frombuffer(counts, _INT64))
     return reduced
 
 

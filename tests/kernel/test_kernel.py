@@ -49,7 +49,7 @@ def strided(array, start, shape, strides):
 
 def check(found, values, axis=None):
     """Compare with numpy in float64."""
-    row, ranges, _ = found
+    row, ranges, *_ = found
     finite = values[np.isfinite(values)]
     assert row[:5] == (
         finite.size,
@@ -120,7 +120,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, ranges, numbers = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None)
+    row, ranges, numbers, _ = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None)
     assert row[:5] == (0, 0, 0, 0, 0)
     assert np.frombuffer(ranges, np.float32).tolist() == [math.inf] * 3 + [-math.inf] * 3
     assert np.frombuffer(numbers).tolist() == [0.0] * 16
@@ -129,7 +129,7 @@ def test_no_element_is_read_where_there_is_none():
 @compiled
 def test_more_elements_than_32_bits_count():
     one = np.ones(1, np.float32)
-    row, _, _ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None)
+    row, *_ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None)
     assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
 
 
@@ -284,7 +284,7 @@ def test_after_an_interrupt_no_thread_is_at_it_any_more():
         ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
         ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
         ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: signs that are not 8 for each sample"),
-        ((0, 0), "TypeError: reduce() takes 8 arguments"),
+        ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments, error):
