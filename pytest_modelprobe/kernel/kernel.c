@@ -445,7 +445,7 @@ static int work_off(Job *job) {
         PyErr_NoMemory();
         return -1;
     }
-    void *aligned = (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE;
+    void *aligned = buffer ? (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE : NULL;
     if (wide) no_range_double_base(ranges, plan->ranges);
     else no_range_float_base(ranges, plan->ranges);
     if (job->binned) memset(bins, 0, sizeof bins);
