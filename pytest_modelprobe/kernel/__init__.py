@@ -41,11 +41,12 @@ class Compiled(Protocol):
         index: float,
         signs: bytes | None,
         share: Share | None,
+        histogram: bool = False,
         /,
     ) -> bytes | None:
-        """Return the numbers of a tensor, the ranges of its units, and its fingerprint: see `statistics.packed`.
+        """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
 
-        None where float64 does not hold the squares.
+        See `statistics.packed`. None where float64 does not hold the squares.
 
         Args:
             address: Of the first element.
@@ -56,6 +57,7 @@ class Compiled(Protocol):
             index: Number of the forward.
             signs: Eight for each sample, int8; None: no fingerprint.
             share: Called where there is work for several threads; None: all is done on this one.
+            histogram: Whether to count elements in bins, int64.
         """
 
     def merge(self, a: bytes, b: bytes, /) -> bytes | None:

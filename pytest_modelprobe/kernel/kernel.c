@@ -44,7 +44,7 @@ enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
     SPAN = 1 << 14,   /* elements brought into order at once */
-    TURNED = 1 << 14, /* elements that are transposed at once, or those of 16 columns */
+    TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns */
     WIDEST = 1 << 16, /* elements of a column up to which that is done */
     LONG = 1 << 10,   /* elements of a unit that lie together: from here on, blocks end where units do */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
@@ -55,6 +55,7 @@ enum {
     THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
 };
 enum { COLUMNS = 256, GROUP = 8 * COLUMNS, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
 
@@ -217,7 +218,7 @@ static INLINE float of_float16(const char *from) {
 #endif
 #endif
 
-typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, void *);
+typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, int64_t *, void *);
 
 static const struct {
     const char *name;
@@ -257,7 +258,7 @@ static void join(View *view, int64_t itemsize, int typed) {
     if (to > 1 && view->stride[to - 1] != itemsize && view->stride[to - 2] == itemsize && view->size[to - 1] >= 4 &&
         view->size[to - 1] <= WIDEST && view->size[to - 2] >= 4) {
         int64_t most = TURNED / view->size[to - 1] / 16 * 16;
-        view->turned = most > 16 ? most : 16;
+        view->turned = most > 32 ? most : 32;
     }
     view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
 }
@@ -348,9 +349,10 @@ static int integers(PyObject *tuple, int64_t *to) {
     return (int)n;
 }
 
-/* The numbers of a tensor, as `reduce` returns them, and after them the ranges of its units: all lows, then all highs. */
+/* The numbers of a tensor, as `reduce` returns them. After them come the counts of bins, if they were asked for, and the
+   ranges of its units: all lows, then all highs. */
 typedef struct {
-    uint8_t folded, wide, nothing[6]; /* whether there are numbers, and whether ranges are doubles */
+    uint8_t folded, wide, binned, nothing[5]; /* whether there are numbers, ranges are doubles, there are counts */
     int64_t units;
     int64_t finite, nan, posinf, neginf, zeros;
     double first_nan, first_posinf, first_neginf, low, high, mean, deviations;
@@ -407,6 +409,8 @@ typedef struct {
     Part part, *parts;
     double few[NUMBERS], *numbers;
     void *ranges;
+    int binned;
+    int64_t bins[BINS];
 } Job;
 
 /* The buffer of the last thread that had one, kept up to SPARE bytes: pages that are new at each call take as long as the
@@ -440,6 +444,7 @@ static int work_off(Job *job) {
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
     void *ranges = NULL, *buffer = NULL;
     size_t size = job->buffer;
+    int64_t bins[BINS + 1];
     Fold fold; /* its totals are set where they are needed */
     fold.length = job->length;
     fold.columns = job->columns;
@@ -453,17 +458,19 @@ static int work_off(Job *job) {
         PyErr_NoMemory();
         return -1;
     }
-    void *aligned = (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE;
+    void *aligned = buffer ? (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE : NULL;
     if (wide) no_range_double_base(ranges, plan->ranges);
     else no_range_float_base(ranges, plan->ranges);
+    if (job->binned) memset(bins, 0, sizeof bins);
     job->running++;
     while (job->next < job->items) {
         int64_t item = job->next++;
         PyThreadState *state = small ? NULL : PyEval_SaveThread();
-        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, aligned);
+        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, job->binned ? bins : NULL, aligned);
         if (state) PyEval_RestoreThread(state);
     }
     job->running--;
+    for (int i = 0; job->binned && i < BINS; i++) job->bins[i] += bins[i];
     if (buffer) give_buffer_back(buffer, size);
     if (!job->ranges) {
         job->ranges = ranges;
@@ -510,13 +517,15 @@ static int work_off_together(Job *job, PyObject *share) {
         Py_END_ALLOW_THREADS
     }
     job->ranges = shared->ranges;
+    memcpy(job->bins, shared->bins, sizeof job->bins);
     Py_XDECREF(done);
     Py_XDECREF(work);
     Py_DECREF(capsule);
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs, share): the numbers, as bytes of `Packed`. None where the elements are of a magnitude that has no squares in float64. */
+/* reduce(address, kind, sizes, strides, axis, index, signs, share, histogram=False): the numbers, as bytes of `Packed`. None
+   where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
@@ -524,8 +533,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     Plan *plan = &job.plan;
     PyObject *result = NULL;
     (void)module;
-    if (count != 8) {
-        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments");
+    if (count != 8 && count != 9) {
+        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments or 9");
         return NULL;
     }
     const char *data = PyLong_AsVoidPtr(args[0]);
@@ -534,6 +543,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
     double index = PyFloat_AsDouble(args[5]);
+    job.binned = count == 9 ? PyObject_IsTrue(args[8]) : 0;
     if (PyErr_Occurred()) return NULL;
     if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
         PyErr_SetString(PyExc_ValueError, "no such type, strides or axis");
@@ -544,6 +554,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
     job.folded = args[6] != Py_None;
+    if (job.binned) memset(job.bins, 0, sizeof job.bins);
     lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
     plan->elements = elements;
@@ -593,10 +604,11 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         Py_INCREF(result);
         goto done;
     }
-    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(Packed) + (Py_ssize_t)(plan->ranges ? plan->units * 2 * itemsize : 0));
-    if (!result) goto done;
-    char *to = PyBytes_AsString(result), *low = to + sizeof(Packed), *high = low + plan->units * itemsize;
     Packed packed;
+    size_t ahead = sizeof packed + (job.binned ? sizeof job.bins : 0);
+    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)ahead + (Py_ssize_t)(plan->ranges ? plan->units * 2 * itemsize : 0));
+    if (!result) goto done;
+    char *to = PyBytes_AsString(result), *low = to + ahead, *high = low + plan->units * itemsize;
     pack(&packed, &all, plan->copies, index);
     packed.wide = (uint8_t)wide;
     if (plan->ranges) {
@@ -619,6 +631,11 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
             packed.folded = 1;
             memcpy(packed.numbers, job.numbers, sizeof packed.numbers);
         }
+    }
+    if (job.binned) {
+        packed.binned = 1;
+        for (int i = 0; i < BINS; i++) job.bins[i] *= plan->copies;
+        memcpy(to + sizeof packed, job.bins, sizeof job.bins);
     }
     memcpy(to, &packed, sizeof packed);
 done:
@@ -646,7 +663,9 @@ static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_
     }
     memcpy(&both, a, sizeof both);
     memcpy(&other, b, sizeof other);
-    if (size != as_large || both.units != other.units || both.wide != other.wide || both.folded != other.folded) Py_RETURN_NONE;
+    if (size != as_large || both.units != other.units || both.wide != other.wide || both.folded != other.folded ||
+        both.binned != other.binned)
+        Py_RETURN_NONE;
     if (other.finite && both.finite) { /* Chan, Golub and LeVeque 1979 */
         double n = (double)both.finite, m = (double)other.finite, d = other.mean - both.mean;
         both.mean += d * (m / (n + m));
@@ -668,8 +687,19 @@ static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_
     if (!result) return NULL;
     char *to = PyBytes_AsString(result);
     memcpy(to, &both, sizeof both);
-    void *ranges = to + sizeof both;
-    const void *others = b + sizeof both;
+    to += sizeof both;
+    b += sizeof both;
+    if (both.binned) {
+        int64_t bins[BINS], more[BINS];
+        memcpy(bins, to, sizeof bins);
+        memcpy(more, b, sizeof more);
+        for (int i = 0; i < BINS; i++) bins[i] += more[i];
+        memcpy(to, bins, sizeof bins);
+        to += sizeof bins;
+        b += sizeof bins;
+    }
+    void *ranges = to;
+    const void *others = b;
     if (both.wide) merge_ranges_double_base(ranges, others, both.units);
     else merge_ranges_float_base(ranges, others, both.units);
     return result;

@@ -11,6 +11,7 @@
 
 #define T float
 #define TYPE _float
+#define BITS uint32_t
 #define WIDE 0
 #define COUNTER int32_t
 #if BYTES
@@ -45,6 +46,7 @@ typedef double D;
 
 #define T double
 #define TYPE _double
+#define BITS uint64_t
 #define WIDE 1
 #define COUNTER int64_t
 #if BYTES

@@ -336,6 +336,35 @@ static void NAME(range_with_nan)(const T *x, int64_t place, int64_t n, int64_t i
     }
 }
 
+/* --- histogram ---------------------------------------------------------------------------------------------------- */
+
+/* Counts elements in two bins to an octave, and apart what is not finite: see statistics/histogram.py. */
+static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
+#if WIDE
+    const BITS digits = 52, root = 0x6A09E667F3BCD, infinity = (BITS)0x7FF << 52;
+#else
+    const BITS digits = 23, root = 0x3504F4, infinity = (BITS)0xFF << 23;
+#endif
+    const COUNTER middle = (COUNTER)(infinity >> digits) - 1;
+    COUNTER at[ROW];
+    for (int64_t done = 0; done < n; done += ROW) {
+        int some = n - done < ROW ? (int)(n - done) : ROW;
+        for (int i = 0; i < some; i++) {
+            BITS bits, magnitude;
+            memcpy(&bits, x + done + i, sizeof bits);
+            magnitude = bits & ~((BITS)1 << (8 * sizeof bits - 1));
+            /* The exponent twice, as it is and with the mantissa counted from the root of two. */
+            COUNTER bin = (COUNTER)(magnitude >> digits) + (COUNTER)((magnitude + ((BITS)1 << digits) - root) >> digits) - middle;
+            bin = bin < -OUTERMOST ? -OUTERMOST : bin;
+            bin = bin > OUTERMOST ? OUTERMOST : bin;
+            bin = magnitude ? bin + OUTERMOST + 1 : 0;
+            bin = BINS / 2 + (bits == magnitude ? bin : -bin);
+            at[i] = magnitude < infinity ? bin : BINS;
+        }
+        for (int i = 0; i < some; i++) bins[at[i]]++;
+    }
+}
+
 /* --- signed sums -------------------------------------------------------------------------------------------------- */
 
 /* Adds a group of 8 rows to the 8 signed sums: a Walsh-Hadamard transform. */
@@ -649,11 +678,13 @@ static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int
 }
 
 /* Adds the numbers of elements of a unit, or of several, of which the first is number `place`. */
-static INLINE void NAME(count_block)(const Plan *plan, const T *x, int64_t place, int64_t n, T *shift, Part *all, T *low) {
+static INLINE void NAME(count_block)(
+    const Plan *plan, const T *x, int64_t place, int64_t n, T *shift, Part *all, T *low, int64_t *bins) {
     T *high = low + plan->ranges;
     Part part;
     int finite = NAME(part_of)(x, n, plan->count <= SMALL ? NULL : shift, &part);
     merge(all, &part);
+    if (bins) NAME(count_bins)(x, n, bins);
     if (!low) return;
     if (!finite) NAME(range_with_nan)(x, place, n, plan->inner, plan->ranges, low, high);
     else if (plan->inner >= LONG) {
@@ -666,7 +697,7 @@ static INLINE void NAME(count_block)(const Plan *plan, const T *x, int64_t place
 
 /* The numbers of one chunk, and the range of each column or unit in it. Neither blocks nor groups of rows depend on the
    spans in which elements are brought into order. */
-static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, void *buffer) {
+static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer) {
     T sums[8 * COLUMNS], shift = 0;
     Part all = NOTHING;
     if (fold) NAME(begin)(fold, sums);
@@ -684,7 +715,7 @@ static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, 
                 n = end - counted < BLOCK ? end - counted : BLOCK;
                 if (plan->inner >= LONG && left < n) n = left;
                 if (counted + n > stop) break;
-                NAME(count_block)(plan, x + (counted - start), counted, n, &shift, &all, ranges);
+                NAME(count_block)(plan, x + (counted - start), counted, n, &shift, &all, ranges, bins);
                 counted += n;
             }
             if (folded < stop) {
@@ -738,6 +769,7 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef DEACH
 #undef T
 #undef TYPE
+#undef BITS
 #undef WIDE
 #undef COUNTER
 #undef LANES

@@ -83,8 +83,8 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    if not (histogram or function_modes()):
-        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+    if not function_modes():
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:
             return by_one_read if small is not None else by_one_read.computed()
     with ambient_modes_disabled():
@@ -257,17 +257,15 @@ def _reduced(
     fingerprint: bool,
     histogram: bool,
     small: SmallTensors | None,
-) -> Reduced:
+) -> Reduction:
     plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
-    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None)
+    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)
     if by_one_read is not None:
-        reduced = by_one_read.computed()
-        reduced.histogram = count(plain, torch.float64) if histogram else None
-        return reduced
+        return by_one_read if small is not None else by_one_read.computed()
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)

@@ -26,7 +26,9 @@ from .signs import columns, periods, row_signs, row_structure
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduction | None:
+def by_kernel(
+    x: Tensor, axis: int | None, index: int, samples: Samples | None, histogram: bool = False
+) -> Reduction | None:
     """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
     That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
@@ -37,6 +39,7 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
         samples: Those of the forward; None: no fingerprint.
+        histogram: Whether to count the elements in bins too.
     """
     if kernel.active is None or (type(x) is not Tensor and type(x) is not Parameter) or not x.is_cpu:
         return None
@@ -52,7 +55,7 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, histogram)
     if numbers is None:
         return None
     packed = Packed(1, axis, numbers)

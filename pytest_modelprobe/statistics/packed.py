@@ -6,15 +6,16 @@ To unpack them takes longer than to compute those of a small tensor, so they are
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Units = npt.NDArray[np.floating]
+Numbers = npt.NDArray[Any]
 
-_HEADER = struct.Struct("@2B6x6q7d")
+_HEADER = struct.Struct("@3B5x6q7d")
 _NUMBERS = 16
-_RANGES = _HEADER.size + 8 * _NUMBERS
+_REST = _HEADER.size + 8 * _NUMBERS
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
 
 
@@ -23,13 +24,16 @@ def has_fingerprint(packed: bytes) -> bool:
     return packed[0] != 0
 
 
-def unpack(packed: bytes) -> tuple[tuple[float, ...], Units | None, Units | None, Units | None]:
-    """Return the row, the smallest and the largest element of each unit, and the fingerprint."""
-    folded, wide, units, *row = _HEADER.unpack_from(packed)
+def unpack(
+    packed: bytes,
+) -> tuple[tuple[float, ...], Numbers | None, Numbers | None, Numbers | None, Numbers | None]:
+    """Return the row, the smallest and the largest element of each unit, the fingerprint, and the histogram."""
+    folded, wide, binned, units, *row = _HEADER.unpack_from(packed)
+    dtype = _FLOAT64 if wide else _FLOAT32
+    size = units * dtype.itemsize
+    start = len(packed) - 2 * size
     low = high = None
-    if units:
-        dtype = _FLOAT64 if wide else _FLOAT32
-        # By far quicker than to split an array of both.
-        low = np.ndarray(units, dtype, packed, _RANGES)
-        high = np.ndarray(units, dtype, packed, _RANGES + units * dtype.itemsize)
-    return tuple(row), low, high, np.frombuffer(packed, _FLOAT64, _NUMBERS, _HEADER.size) if folded else None
+    if units:  # by far quicker than to split an array of both
+        low, high = (np.ndarray(units, dtype, packed, where) for where in (start, start + size))
+    fingerprint = np.frombuffer(packed, _FLOAT64, _NUMBERS, _HEADER.size) if folded else None
+    return tuple(row), low, high, fingerprint, np.frombuffer(packed[_REST:start], np.int64) if binned else None

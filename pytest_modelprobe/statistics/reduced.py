@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from pytest_modelprobe.record import merge_moments
 
 from .packed import unpack
+from .readable import ambient_modes_disabled
 
 Array = npt.NDArray[Any]
 
@@ -79,8 +81,12 @@ class Packed:
 
     def computed(self) -> Reduced:
         """Return the same numbers, unpacked."""
-        row, low, high, fingerprint = unpack(self.numbers)
-        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint)
+        row, low, high, fingerprint, counts = unpack(self.numbers)
+        histogram = None
+        if counts is not None:
+            with ambient_modes_disabled():
+                histogram = torch.from_numpy(counts.copy())
+        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, histogram)
 
 
 Reduction = Reduced | Packed

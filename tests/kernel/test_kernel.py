@@ -50,7 +50,7 @@ def strided(array, start, shape, strides):
 
 def check(found, values, axis=None):
     """Compare with numpy in float64."""
-    row, low, high, _ = unpack(found)
+    row, low, high, *_ = unpack(found)
     finite = values[np.isfinite(values)]
     assert row[:5] == (
         finite.size,
@@ -119,7 +119,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, low, high, numbers = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None))
+    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None))
     assert row[:5] == (0, 0, 0, 0, 0)
     assert low.tolist() == [math.inf] * 3
     assert high.tolist() == [-math.inf] * 3
@@ -210,28 +210,31 @@ def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, s
 
     def numbers(array, index):
         shape, strides = (len(array) // 3, 3), (3, 1)
-        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, None)
+        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, None, True)
 
     merged = kernel.active.merge(numbers(one, 0), numbers(other, 5))
-    row, low, high, fingerprint = unpack(merged)
+    row, low, high, fingerprint, counts = unpack(merged)
     check(merged, both.astype(np.float64).reshape(-1, 3), -1)
     assert row[5:8] == ((5, 5, 5) if math.nan in special else (math.inf,) * 3)
     assert (low.dtype, high.dtype) == (kind, kind)
+    parts = [unpack(numbers(array, 0)) for array in (one, other)]
+    assert counts.sum() == np.isfinite(both).sum()
+    assert counts.tolist() == sum(part[4] for part in parts).tolist()
     if signs is not None:
-        parts = (unpack(numbers(array, 0))[-1] for array in (one, other))
-        assert fingerprint.tolist() == sum(parts).tolist()
+        assert fingerprint.tolist() == sum(part[3] for part in parts).tolist()
 
 
 @compiled
 def test_numbers_of_tensors_of_other_kinds_are_not_put_together():
     array = np.ones(6)
 
-    def numbers(kind, units, signs):
-        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None)
+    def numbers(kind, units, signs, *histogram):
+        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None, *histogram)
 
     one = numbers(1, 3, SIGNS)
     assert kernel.active.merge(one, one) is not None
-    for other in (numbers(0, 3, SIGNS), numbers(0, 6, SIGNS), numbers(1, 2, SIGNS), numbers(1, 3, None)):
+    others = [numbers(0, 3, SIGNS), numbers(0, 6, SIGNS), numbers(1, 2, SIGNS), numbers(1, 3, None)]
+    for other in (*others, numbers(1, 3, SIGNS, True)):
         assert kernel.active.merge(one, other) is None
         assert kernel.active.merge(other, one) is None
 
@@ -329,7 +332,7 @@ def test_after_an_interrupt_no_thread_is_at_it_any_more():
         ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
         ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
         ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: signs that are not 8 for each sample"),
-        ((0, 0), "TypeError: reduce() takes 8 arguments"),
+        ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments, error):
