@@ -349,20 +349,32 @@ static int integers(PyObject *tuple, int64_t *to) {
     return (int)n;
 }
 
-static PyObject *row_of(const Part *all, int64_t copies, double index) {
-    double never = INFINITY, deviations = all->deviations, mean = 0;
-    if (all->finite) {
-        mean = all->sum / (double)all->finite;
-        if (all->low == all->high) {
-            mean = all->low;
-            deviations = 0;
-        }
+/* The numbers of a tensor, as `reduce` returns them, and after them the ranges of its units: all lows, then all highs. */
+typedef struct {
+    uint8_t folded, wide, nothing[6]; /* whether there are numbers, and whether ranges are doubles */
+    int64_t units;
+    int64_t finite, nan, posinf, neginf, zeros;
+    double first_nan, first_posinf, first_neginf, low, high, mean, deviations;
+    double numbers[NUMBERS];
+} Packed;
+
+static void pack(Packed *to, const Part *all, int64_t copies, double index) {
+    memset(to, 0, sizeof *to);
+    to->finite = all->finite * copies;
+    to->nan = all->nan * copies;
+    to->posinf = all->posinf * copies;
+    to->neginf = all->neginf * copies;
+    to->zeros = all->zeros * copies;
+    to->first_nan = all->nan ? index : INFINITY;
+    to->first_posinf = all->posinf ? index : INFINITY;
+    to->first_neginf = all->neginf ? index : INFINITY;
+    to->low = all->low + 0.0;
+    to->high = all->high + 0.0;
+    if (all->finite && all->low == all->high) to->mean = all->low + 0.0;
+    else if (all->finite) {
+        to->mean = all->sum / (double)all->finite + 0.0;
+        to->deviations = all->deviations * (double)copies;
     }
-    return Py_BuildValue(
-        "LLLLLddddddd", (long long)(all->finite * copies), (long long)(all->nan * copies),
-        (long long)(all->posinf * copies), (long long)(all->neginf * copies), (long long)(all->zeros * copies),
-        all->nan ? index : never, all->posinf ? index : never, all->neginf ? index : never, all->low + 0.0,
-        all->high + 0.0, mean + 0.0, deviations * (double)copies);
 }
 
 /* Reads the tables of signs: groups, flips, periods, rows, columns. */
@@ -511,14 +523,14 @@ static int work_off_together(Job *job, PyObject *share) {
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs, share, histogram=False): the row, the bytes of the ranges of
-   units or None, the 16 numbers or None, the counts of bins or None. None where the elements are of a magnitude that has no squares in float64. */
+/* reduce(address, kind, sizes, strides, axis, index, signs, share, counts=None): the numbers, as bytes of `Packed`; the
+   counts of bins are written to the last. None where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
     Job job;
     Plan *plan = &job.plan;
-    PyObject *row, *ranges = NULL, *numbers = NULL, *bins = NULL, *result = NULL;
+    PyObject *result = NULL;
     (void)module;
     if (count != 8 && count != 9) {
         PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments or 9");
@@ -530,7 +542,6 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
     double index = PyFloat_AsDouble(args[5]);
-    job.binned = count == 9 ? PyObject_IsTrue(args[8]) : 0;
     if (PyErr_Occurred()) return NULL;
     if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
         PyErr_SetString(PyExc_ValueError, "no such type, strides or axis");
@@ -541,6 +552,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
     job.folded = args[6] != Py_None;
+    job.binned = count == 9 && args[8] != Py_None;
     if (job.binned) memset(job.bins, 0, sizeof job.bins);
     lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
@@ -552,9 +564,16 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     job.signs = NULL;
     job.length = job.columns = 0;
 
-    Py_buffer signs = {0};
+    Py_buffer signs = {0}, counts = {0};
+    if (job.binned) {
+        if (PyObject_GetBuffer(args[8], &counts, PyBUF_WRITABLE)) return NULL;
+        if (counts.len != sizeof job.bins) {
+            PyErr_Format(PyExc_ValueError, "counts of %d bins", (int)BINS);
+            goto done;
+        }
+    }
     if (job.folded) {
-        if (PyObject_GetBuffer(args[6], &signs, PyBUF_SIMPLE)) return NULL;
+        if (PyObject_GetBuffer(args[6], &signs, PyBUF_SIMPLE)) goto done;
         int64_t samples = signs.len / 8;
         if (!tables_are_set || signs.len % 8 || !samples || elements % samples) {
             PyErr_SetString(PyExc_ValueError, "signs that are not 8 for each sample");
@@ -591,10 +610,14 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         Py_INCREF(result);
         goto done;
     }
+    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(Packed) + (Py_ssize_t)(plan->ranges ? plan->units * 2 * itemsize : 0));
+    if (!result) goto done;
+    char *to = PyBytes_AsString(result), *low = to + sizeof(Packed), *high = low + plan->units * itemsize;
+    Packed packed;
+    pack(&packed, &all, plan->copies, index);
+    packed.wide = (uint8_t)wide;
     if (plan->ranges) {
-        ranges = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(plan->units * 2 * itemsize));
-        if (!ranges) goto done;
-        char *low = PyBytes_AsString(ranges), *high = low + plan->units * itemsize;
+        packed.units = plan->units;
         if (wide) range_of_units_double_base(job.ranges, plan->apart, plan->within, plan->repeats, (double *)(void *)low, (double *)(void *)high);
         else range_of_units_float_base(job.ranges, plan->apart, plan->within, plan->repeats, (float *)(void *)low, (float *)(void *)high);
         if (plan->apart == 1)
@@ -610,25 +633,65 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
             last += job.numbers[k] - job.numbers[k];
         }
         if (last == 0) {
-            numbers = PyBytes_FromStringAndSize((const char *)job.numbers, sizeof job.few);
-            if (!numbers) goto done;
+            packed.folded = 1;
+            memcpy(packed.numbers, job.numbers, sizeof packed.numbers);
         }
     }
-    if (job.binned) {
-        for (int i = 0; i < BINS; i++) job.bins[i] *= plan->copies;
-        bins = PyByteArray_FromStringAndSize((const char *)job.bins, sizeof job.bins);
-        if (!bins) goto done;
-    }
-    row = row_of(&all, plan->copies, index);
-    if (row) result = Py_BuildValue("NOOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None, bins ? bins : Py_None);
+    for (int i = 0; job.binned && i < BINS; i++) job.bins[i] *= plan->copies;
+    if (job.binned) memcpy(counts.buf, job.bins, sizeof job.bins);
+    memcpy(to, &packed, sizeof packed);
 done:
     if (job.parts != &job.part) free(job.parts);
     if (job.numbers != job.few) free(job.numbers);
     free(job.ranges);
-    Py_XDECREF(ranges);
-    Py_XDECREF(numbers);
-    Py_XDECREF(bins);
     if (signs.obj) PyBuffer_Release(&signs);
+    if (counts.obj) PyBuffer_Release(&counts);
+    return result;
+}
+
+/* merge(a, b): the numbers of both sets of elements together; None where one has what the other has not. */
+static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    Packed both, other;
+    char *a, *b;
+    Py_ssize_t size, as_large;
+    (void)module;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "merge() takes 2 arguments");
+        return NULL;
+    }
+    if (PyBytes_AsStringAndSize(args[0], &a, &size) || PyBytes_AsStringAndSize(args[1], &b, &as_large)) return NULL;
+    if (size < (Py_ssize_t)sizeof both || as_large < (Py_ssize_t)sizeof both) {
+        PyErr_SetString(PyExc_ValueError, "no numbers of a tensor");
+        return NULL;
+    }
+    memcpy(&both, a, sizeof both);
+    memcpy(&other, b, sizeof other);
+    if (size != as_large || both.units != other.units || both.wide != other.wide || both.folded != other.folded) Py_RETURN_NONE;
+    if (other.finite && both.finite) { /* Chan, Golub and LeVeque 1979 */
+        double n = (double)both.finite, m = (double)other.finite, d = other.mean - both.mean;
+        both.mean += d * (m / (n + m));
+        both.deviations += d * d * (n * m / (n + m));
+    } else if (other.finite) both.mean = other.mean;
+    both.deviations += other.deviations;
+    both.finite += other.finite;
+    both.nan += other.nan;
+    both.posinf += other.posinf;
+    both.neginf += other.neginf;
+    both.zeros += other.zeros;
+    if (other.first_nan < both.first_nan) both.first_nan = other.first_nan;
+    if (other.first_posinf < both.first_posinf) both.first_posinf = other.first_posinf;
+    if (other.first_neginf < both.first_neginf) both.first_neginf = other.first_neginf;
+    if (other.low < both.low) both.low = other.low;
+    if (other.high > both.high) both.high = other.high;
+    for (int k = 0; k < NUMBERS; k++) both.numbers[k] += other.numbers[k];
+    PyObject *result = PyBytes_FromStringAndSize(a, size);
+    if (!result) return NULL;
+    char *to = PyBytes_AsString(result);
+    memcpy(to, &both, sizeof both);
+    void *ranges = to + sizeof both;
+    const void *others = b + sizeof both;
+    if (both.wide) merge_ranges_double_base(ranges, others, both.units);
+    else merge_ranges_float_base(ranges, others, both.units);
     return result;
 }
 
@@ -651,6 +714,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
 
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL, NULL},
+    {"merge", (PyCFunction)(void (*)(void))merge_packed, METH_FASTCALL, NULL},
     {"set_tables", set_tables, METH_VARARGS, NULL},
     {"choose", choose, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -17,19 +17,19 @@ from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import is_wrapped
 
 from .fingerprint import project
+from .histogram import BINS
+from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
-from .reduced import Reduced
+from .reduced import Packed, Reduction
 from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-# numpy makes one of a class at each call
-_FLOAT32, _FLOAT64, _INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 
 
 def by_kernel(
     x: Tensor, axis: int | None, index: int, samples: Samples | None, histogram: bool = False
-) -> Reduced | None:
+) -> Reduction | None:
     """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
     That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
@@ -56,26 +56,29 @@ def by_kernel(
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, histogram)
-    if found is None:
+    counts = bytearray(8 * BINS) if histogram else None
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, counts)
+    if numbers is None:
         return None
-    row, ranges, numbers, counts = found
-    reduced = Reduced(1, row)
-    if axis is not None and ranges is not None:
-        dtype, units = _FLOAT64 if kind == 1 else _FLOAT32, shape[axis]
-        # By far quicker than to unpack an array of both.
-        reduced.low = np.ndarray(units, dtype, ranges)
-        reduced.high = np.ndarray(units, dtype, ranges, units * dtype.itemsize)
-        reduced.axis = axis
-    if numbers is not None:
-        reduced.fingerprint = np.frombuffer(numbers, _FLOAT64)
-    elif samples is not None:  # not finite
-        with ambient_modes_disabled():
+    packed = Packed(1, axis, numbers)
+    finite = samples is None or has_fingerprint(numbers)
+    if finite and counts is None:
+        return packed
+    reduced = packed.computed()
+    with ambient_modes_disabled():
+        if samples is not None and not finite:
             reduced.fingerprint = project(x.detach(), samples)
-    if counts is not None:
-        with ambient_modes_disabled():
-            reduced.histogram = torch.from_numpy(np.frombuffer(counts, _INT64))
+        if counts is not None:
+            reduced.histogram = torch.from_numpy(np.frombuffer(counts, np.int64))
     return reduced
+
+
+def by_kernel_merged(a: Reduction, b: Reduction) -> Packed | None:
+    """Return two reductions together, or None: they are not both of the kernel, or differ in kind."""
+    if type(a) is not Packed or type(b) is not Packed or a.axis != b.axis or kernel.active is None:
+        return None
+    numbers = kernel.active.merge(a.numbers, b.numbers)
+    return None if numbers is None else Packed(a.tensors + b.tensors, a.axis, numbers)
 
 
 def on_threads(work: Callable[[], None], most: int) -> None:
