@@ -162,7 +162,7 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
 @settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "60")), deadline=None)
 def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data):
     while math.prod(shape) > 40_000:
-        shape[0] = shape.pop() // 2
+        shape[shape.index(max(shape))] //= 2
     order = data.draw(st.permutations(range(len(shape))))
     axis = data.draw(st.integers(-len(shape), -1))
     signs = SIGNS * data.draw(st.sampled_from([1, shape[0]]))
