@@ -57,7 +57,8 @@ def isolate(
         model: The model, in the mode to compare.
         forward: Runs it once.
         layers: Names of those to call; None: all.
-        only: Names of some of these, to skip the others; their responses do not depend on it.
+        only: Names of some of these, to skip the others. The responses are the same, except where a layer that is
+            skipped writes to a buffer of one that is not.
         recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
         arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
         names: Names of layers → different names that they had when these recipes were made.
