@@ -52,6 +52,7 @@ class Session:
         gradient: bool,
         of: Part,
         perturb: Perturb | None,
+        draws: Draws,
     ) -> None:
         self.layers = layers
         self.names = names
@@ -63,7 +64,7 @@ class Session:
         self.gradient = gradient
         self.of = of
         self.perturb = perturb
-        self.draws = Draws()
+        self.draws = draws
         self.current: _IsolatedCall | None = None
         self.seed = fixed_seed()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
@@ -94,6 +95,9 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._exit.close()
+        for weight in self._weights.values():
+            self.draws.take_back(weight)
+        self._weights.clear()
 
     def response(self, call: TracedCall) -> IsolatedResponse:
         """Return the response of a call."""

@@ -310,6 +310,7 @@ class Draws:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._bytes = 0
+        self._spare: dict[int, list[Tensor]] = {}  # by their number of elements
 
     def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
         """Return the numbers of that shape and name times a power of two; their magnitudes, with a sign.
@@ -324,7 +325,7 @@ class Draws:
         if sign in ("+", "-"):
             numbers = numbers.abs_() if sign == "+" else numbers.abs_().neg_()
         if count > _PERIOD:
-            numbers = _repeated(numbers, count)
+            numbers = self._repeated(numbers, count)
         return (numbers if early == exponent else numbers.mul_(2.0**exponent)).view(tuple(shape))
 
     def _drawn(self, count: int, name: str) -> Tensor:
@@ -337,16 +338,22 @@ class Draws:
             self._kept[name, count] = drawn
         return self._kept[name, count]
 
+    def _repeated(self, numbers: Tensor, count: int) -> Tensor:
+        """Return the numbers as often as it takes to have ``count`` of them, each time slightly larger."""
+        scales = 1 + torch.arange(-(-count // len(numbers))) % 512 / 4096
+        dtype = torch.promote_types(scales.dtype, numbers.dtype)
+        spare = self._spare.get(count)
+        repeated = spare.pop() if spare and dtype == torch.float32 else torch.empty(count, dtype=dtype)
+        whole = count // len(numbers)
+        torch.mul(scales[:whole, None], numbers, out=repeated[: whole * len(numbers)].view(whole, -1))
+        rest = repeated[whole * len(numbers) :]
+        torch.mul(scales[whole : whole + 1], numbers[: len(rest)], out=rest)
+        return repeated
 
-def _repeated(numbers: Tensor, count: int) -> Tensor:
-    """Return the numbers as often as it takes to have ``count`` of them, each time slightly larger."""
-    scales = 1 + torch.arange(-(-count // len(numbers))) % 512 / 4096
-    whole = count // len(numbers)
-    repeated = torch.empty(count, dtype=torch.promote_types(scales.dtype, numbers.dtype))
-    torch.mul(scales[:whole, None], numbers, out=repeated[: whole * len(numbers)].view(whole, -1))
-    rest = repeated[whole * len(numbers) :]
-    torch.mul(scales[whole : whole + 1], numbers[: len(rest)], out=rest)
-    return repeated
+    def take_back(self, tensor: Tensor) -> None:
+        """Take the memory of a tensor that was made of these numbers and is not used any more."""
+        if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
+            self._spare.setdefault(tensor.numel(), []).append(tensor.detach().view(-1))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
