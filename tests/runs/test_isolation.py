@@ -1151,3 +1151,14 @@ def test_a_layer_that_is_skipped_does_not_write_to_the_buffers_of_others() -> No
 
     assert alone(Writes(), "child") != alone(Writes(), "child", only=["child"])
     assert alone(nn.Sequential(Reads()), "0") == alone(nn.Sequential(Reads()), "0", only=["0"])
+
+
+def test_the_memory_of_large_weights_is_used_again_for_the_next_repeat() -> None:
+    model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+    nn.init.normal_(model[2].weight, std=16.0)  # with other numbers than the first, in as much memory
+
+    def forward() -> None:
+        model(torch.ones(2, 400))
+
+    taken = isolate_repeatedly(model, forward, [(lambda x, _: x.mul_(2), "all"), (None, "all"), (None, "all")])
+    assert taken[1] == taken[2] == isolate(model, forward) != taken[0]
