@@ -228,7 +228,7 @@ def cost(make: Callable[[str, bool], tuple[nn.Module, Step]], device: str, quick
         low, middle, high = statistics.quantiles(each, n=4)
         yield f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} | {statistics.median(values) * 1e3:.2f} |"
     yield ""
-    yield f"{turn} rounds. Aim: at most 1.10 for statistics, 1.15 with fingerprints."
+    yield f"{computed_by()} {turn} rounds. Aim: at most 1.10 for statistics, 1.15 with fingerprints."
 
 
 def part_gpt2(device: str, quick: bool) -> Iterator[str]:
@@ -283,13 +283,12 @@ def part_kernel(device: str, quick: bool) -> Iterator[str]:
 
 
 def computed_by() -> str:
-    """Return which code computed, as far as this process has come."""
+    """Return which code computed."""
     from pytest_modelprobe.statistics import cuda
 
     if not torch.cuda.is_available():
         return "Computed on the CPU: none of the kernels for CUDA ran."
-    problem = cuda.KERNELS.problem
-    return f"Computed by plain torch: {problem}" if problem else "Computed by the kernels in Triton."
+    return f"Computed by {cuda.description()}."
 
 
 def part_numbers(device: str, quick: bool) -> Iterator[str]:

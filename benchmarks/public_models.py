@@ -51,7 +51,7 @@ def report(results: dict[str, Any]) -> str:
     middle = statistics.median(found["watched"] for found in results.values())
     head = f"""# A watched step of small public models
 
-Command: `tox -e public-models`, with timm {timm.__version__} and torch {torch.__version__}.
+Command: `./dev public-models`, with timm {timm.__version__} and torch {torch.__version__}.
 A training step of two images, forward and backward, on one thread of a CPU, in unwatched steps: time of the
 processor, the median of ratios within a round. *Naive hooks*: eight statistics of each output and its gradient, read
 with `.item()`.

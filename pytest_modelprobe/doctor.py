@@ -213,7 +213,14 @@ def _cuda() -> str:
         return f"not available: {'torch finds no device' if built else 'this torch is built without CUDA'}{hidden}"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    return f"{', '.join(names)} ({build}, cuDNN {torch.backends.cudnn.version()})"
+    devices = f"{', '.join(names)} ({build}, cuDNN {torch.backends.cudnn.version()})"
+    return f"{devices}, statistics by {_attempt(_cuda_statistics)}"
+
+
+def _cuda_statistics() -> str:
+    from .statistics import cuda
+
+    return cuda.description()
 
 
 def _mps() -> str:

@@ -18,6 +18,7 @@ import torch
 
 from pytest_modelprobe import _torch, doctor, kernel
 from pytest_modelprobe.cli import main
+from pytest_modelprobe.statistics import cuda
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
@@ -207,8 +208,11 @@ def test_devices_of_cuda_have_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {'AB'[index]}")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(cuda, "description", lambda: "torch (No module named 'triton')")
     found = doctor.report()
-    assert found["devices"]["cuda"] == "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002)"
+    assert found["devices"]["cuda"] == (
+        "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002), statistics by torch (No module named 'triton')"
+    )
     assert found["switched off"] == ["devices mps: not available here; tests that ask for them are skipped"]
 
 

@@ -39,7 +39,7 @@ from pytest_modelprobe.record import (
     gc_paused,
     qualified,
 )
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
 
 from .costs import TOTAL, Costs
 from .observation import (
@@ -199,7 +199,7 @@ class _Builder:
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
         self.gradients = {name: r for name, gradient in chosen.gradients.items() if (r := gradient.reduced) is not None}
-        self.own: dict[str, tuple[Reduced, Reduced | None]] = {}
+        self.own: dict[str, tuple[Reduction, Reduction | None]] = {}
         """Parameters and buffers by full name: before the forward, and now if that may differ."""
         self.shards = sharded_parameters(observed.layers.modules.values())
         self._read_owned(which, before)
@@ -207,7 +207,7 @@ class _Builder:
         self.readings = self._collect()
         self.numbers: dict[tuple[int, int], int] = {}
         self.layouts: dict[tuple[int, int], str] = {}
-        self.whole: dict[tuple[int, int], Reduced] = {}
+        self.whole: dict[tuple[int, int], Reduction] = {}
         """Of a tensor of which some places have a part: its gradient where it is whole."""
         self._find_layouts()
         self.sources = _Sources(self)
@@ -329,7 +329,7 @@ class _Builder:
 
     # --- numbers: everything in one transfer ----------------------------------------------------------------------
 
-    def reading(self, reduced: Reduced) -> Reading:
+    def reading(self, reduced: Reduction) -> Reading:
         """Return the reading of a reduction; all were collected together."""
         return self.readings[id(reduced)]
 
@@ -339,10 +339,10 @@ class _Builder:
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
         after_first = self.observed.parameters if which == "first" else None
-        read: dict[int, Reduced] = {}
+        read: dict[int, Reduction] = {}
         small = SmallTensors()
 
-        def now(tensor: torch.Tensor) -> Reduced:
+        def now(tensor: torch.Tensor) -> Reduction:
             if id(tensor) not in read:
                 read[id(tensor)] = statistics.reduce(tensor, small=small)
             return read[id(tensor)]
@@ -362,7 +362,7 @@ class _Builder:
             else:
                 self.own[name] = then.reduced, None if then.is_unchanged(tensor) else now(tensor)
 
-    def _reduced(self) -> Iterable[Reduced]:
+    def _reduced(self) -> Iterable[Reduction]:
         for then, now in self.own.values():
             yield from (then,) if now is None else (then, now)
         for calls in self.calls.values():

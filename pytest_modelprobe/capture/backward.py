@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
-from pytest_modelprobe.statistics import WHOLE, Reduced, Samples, SmallTensors
+from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, SmallTensors
 
 from .observation import Forward, ParameterGradient, TensorObservation
 from .observed_forwards import ObservedForwards
@@ -49,7 +49,7 @@ class BackwardPasses:
         self._newest_task = -1
         self._reached = -1  # the newest pass that reached an observed tensor
         # Gradients of the newest backward pass, by index of the forward and content key.
-        self._cache: dict[tuple[int, ContentKey], tuple[Reduced, StorageWeakRef]] = {}
+        self._cache: dict[tuple[int, ContentKey], tuple[Reduction, StorageWeakRef]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
         self.on_pass: Callable[[], None] | None = None
@@ -135,16 +135,16 @@ class BackwardPasses:
         """Forget the gradients of the newest pass, which are kept to be recognized."""
         self._cache.clear()
 
-    def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples) -> Reduced:
+    def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples) -> Reduction:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
         key = content_key(gradient) if gradient.numel() > _LARGE else None
-        if key is None:
-            return statistics.reduce(
-                gradient, index=index, samples=samples, histogram=self._histograms, small=self._small
-            )
-        known = self._cache.get((index, key))
-        if known is None:
-            kept = StorageWeakRef(gradient.untyped_storage())  # while it lives its address is not used again
-            reduced = statistics.reduce(gradient, index=index, samples=samples, histogram=self._histograms)
-            known = self._cache[index, key] = reduced, kept
-        return known[0]
+        known = None if key is None else self._cache.get((index, key))
+        if known is not None:
+            return known[0]
+        reduced = statistics.reduce(
+            gradient, index=index, samples=samples, histogram=self._histograms, small=self._small
+        )
+        if key is not None:
+            # While the storage is held weakly its address is not used again.
+            self._cache[index, key] = reduced, StorageWeakRef(gradient.untyped_storage())
+        return reduced

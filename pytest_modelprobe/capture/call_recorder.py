@@ -89,9 +89,10 @@ class CallRecorder:
         if self._profiler is not None:
             self._profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
         for path, tensor in outputs.tensors:
-            axis = running.inherited_axis(tensor)
-            if module is not None and not tensor.is_nested:
-                axis = unit_axis(module, tensor, axis)
+            if module is None or tensor.is_nested:
+                axis = running.inherited_axis(tensor)
+            else:
+                axis = unit_axis(module, tensor, running.inherited_axis)
             seen = self._tensors.observe(running.forward, tensor, axis)
             call.outputs.append((path, seen))
             if outer is not None:

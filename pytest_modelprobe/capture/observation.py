@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
-from pytest_modelprobe.statistics import Reduced, Samples
+from pytest_modelprobe.statistics import Reduction, Samples
 
 from .costs import Costs
 from .tensors import ContentKey, plain_name, shape_of
 
-Merge = Callable[[Reduced, Reduced], Reduced]
+Merge = Callable[[Reduction, Reduction], Reduction]
 
 
 class TensorObservation:
@@ -37,7 +37,7 @@ class TensorObservation:
         "requires_grad", "shape", "targets",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduced) -> None:
+    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduction) -> None:
         self.number = number
         """Index of the forward, and number of the tensor in it: the same wherever the tensor was seen."""
         self.shape = tuple(tensor.shape) if not tensor.is_nested else shape_of(tensor)
@@ -48,8 +48,8 @@ class TensorObservation:
         self.forward = forward
         self.layout: str | None = None
         """What this rank has of it, where tensor parallelism tells."""
-        self.backward: Reduced | None = None
-        self.backward_inner: Reduced | None = None
+        self.backward: Reduction | None = None
+        self.backward_inner: Reduction | None = None
         self.overwritten = False
         self.targets: tuple[TensorObservation, ...] = ()
         """Observations into which this one was merged: a gradient that arrives later is added to them too."""
@@ -59,7 +59,7 @@ class TensorObservation:
         """Whether a gradient has arrived."""
         return self.backward is not None or self.backward_inner is not None
 
-    def receive(self, gradient: Reduced, *, inner: bool) -> None:
+    def receive(self, gradient: Reduction, *, inner: bool) -> None:
         """Add the gradient of one backward pass."""
         if inner:
             self.backward_inner = merged(self.backward_inner, gradient)
@@ -202,10 +202,10 @@ class ParameterGradient:
 
     def __init__(self) -> None:
         self._backward = -1
-        self._before: Reduced | None = None
-        self._newest: Reduced | None = None
+        self._before: Reduction | None = None
+        self._newest: Reduction | None = None
 
-    def receive(self, gradient: Reduced, backward: int) -> None:
+    def receive(self, gradient: Reduction, backward: int) -> None:
         """Take the gradient of a pass as it is now."""
         if backward != self._backward and self._newest is not None:
             self._before = merged(self._before, self._newest)
@@ -216,21 +216,13 @@ class ParameterGradient:
         self._before, self._newest, self._backward = merged(self.reduced, other.reduced), None, -1
 
     @property
-    def reduced(self) -> Reduced | None:
+    def reduced(self) -> Reduction | None:
         """The gradients of all passes, merged."""
         return self._newest if self._before is None else merged(self._before, self._newest)
 
 
-class ReductionCacheEntry:
-    """The reduction that all tensors with one content key have."""
-
-    __slots__ = ("_storage", "number", "reduced")
-
-    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduced) -> None:
-        self.number = number
-        self.reduced = reduced
-        # While a storage is held weakly its address is not used again, so that the key stays valid.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+KnownReduction = tuple[tuple[int, int], Reduction, StorageWeakRef]
+"""Number of a tensor, its reduction, and its storage: while it is held weakly its address is not used again."""
 
 
 class Forward:
@@ -254,7 +246,7 @@ class Forward:
         self._events = itertools.count()
         self.costs: Costs | None = None
         """None: they are not measured."""
-        self.reductions: dict[ContentKey, ReductionCacheEntry] = {}
+        self.reductions: dict[ContentKey, KnownReduction] = {}
         """Of the tensors seen in this forward."""
 
     def begin_call(self, layer: str) -> CallObservation:
@@ -281,13 +273,13 @@ class Forward:
 class DoneForward:
     """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
 
-    __slots__ = ("_graph", "calls", "costs", "keys", "kind", "trained_by")
+    __slots__ = ("_graph", "calls", "costs", "kind", "samples", "trained_by")
     forwards = 1
 
     def __init__(self, forward: Forward) -> None:
         self.kind, self.calls, self.costs = forward.kind, forward.calls, forward.costs
         self.trained_by = forward.trained_by
-        self.keys = forward.samples.keys
+        self.samples = forward.samples
         self._graph = ref(forward)
 
     @property
@@ -340,7 +332,7 @@ class Totals:
         return copy
 
 
-def merged(a: Reduced | None, b: Reduced | None, merge: Merge = statistics.merge) -> Reduced | None:
+def merged(a: Reduction | None, b: Reduction | None, merge: Merge = statistics.merge) -> Reduction | None:
     """Return two reductions merged; None is none."""
     return b if a is None else a if b is None else merge(a, b)
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ForwardKind, Training
-from pytest_modelprobe.statistics import Reduced
+from pytest_modelprobe.statistics import Reduction, SeenSamples
 
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
 from .parameters import ParameterReading
-
-_MOST_SAMPLES = 1 << 12
-"""How many samples of the microbatches of a step are known again, so that memory does not grow without a step."""
 
 
 class ObservedStep:
@@ -35,25 +31,21 @@ class ObservedStep:
         """Backward passes that reached a parameter."""
         self.taken = False
         """Whether an optimizer has stepped."""
-        self.applied: dict[str, Reduced] = {}
+        self.applied: dict[str, Reduction] = {}
         """Gradients of parameters by full name, as the optimizer had them."""
-        self.before: dict[str, Reduced] = {}
+        self.before: dict[str, Reduction] = {}
         """Parameters and buffers by full name before the optimizer stepped."""
-        self.after: dict[str, Reduced] = {}
+        self.after: dict[str, Reduction] = {}
         """The parameters that the optimizer holds, and all buffers, after it."""
         self.modes: dict[str, bool] = {}
         """Whether each layer was in training mode as the optimizer stepped."""
-        self.keys: dict[ForwardKind, Tensor] = {}
-        """Of the newest samples of its forwards."""
+        self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)
+        """Samples of its forwards."""
         self._newest_pass = -1
 
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
-        if forward.keys is not None:
-            before = self.keys.get(forward.kind)
-            with statistics.ambient_modes_disabled():
-                known = [] if before is None or before.device != forward.keys.device else [before]
-                self.keys[forward.kind] = torch.cat([*known, forward.keys])[-_MOST_SAMPLES:]
+        self.seen[forward.kind].add(forward.samples)
         self.forwards.append(forward)
         if self.parts or len(self.forwards) > 1:
             self.merge()
@@ -134,7 +126,7 @@ class ObservedForwards:
         self._decide()
         if self.step.taken:
             self._end_step()
-        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.keys.get(kind))
+        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.seen.get(kind))
         self.newest = Forward(self.count, kind, samples)
         self._kinds[kind] += 1
         self.first = self.first or self.newest

@@ -13,7 +13,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import storage_key, without_torch_function
 from pytest_modelprobe.models import Layers, own_buffers, own_parameters, sharded_parameters
 from pytest_modelprobe.record import qualified
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import Reduction, SmallTensors
 
 from .tensors import ContentKey, content_key
 
@@ -24,7 +24,7 @@ class ParameterReading:
 
     tensor: torch.Tensor
     content_key: ContentKey | None
-    reduced: Reduced
+    reduced: Reduction
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is the one that was read, with the same elements.

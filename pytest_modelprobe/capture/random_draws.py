@@ -32,7 +32,7 @@ def may_draw(module: nn.Module) -> bool:
         type(module) not in _WITHOUT_DRAWS
         or "forward" in module.__dict__
         or not len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # ours
-        or any(map(bool, global_hooks))
+        or any(global_hooks)
         or bool(function_modes())
     )
 
@@ -40,7 +40,7 @@ def may_draw(module: nn.Module) -> bool:
 def random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators."""
     with ambient_modes_disabled():
-        states = as_array(torch.default_generator.get_state()).tobytes()
+        states: bytes = torch.default_generator.get_state().numpy().tobytes()
         if torch.cuda.is_initialized():
             return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
         return (states,)

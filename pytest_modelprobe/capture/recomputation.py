@@ -59,7 +59,7 @@ class Recomputation:
 
         def likelihood(candidate: _Original) -> tuple[int, ...]:
             forward, call = candidate
-            known = [forward.reductions[key].reduced for key in keys if key in forward.reductions]
+            known = [forward.reductions[key][1] for key in keys if key in forward.reductions]
             same = any(seen.forward is reduced for _, seen in call.inputs for reduced in known)
             follows = forward is segment and call.started > position
             # Segments run again from the last to the first, the calls in a segment in their order.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import ROOT, Dimension, Statistics
-from pytest_modelprobe.statistics import Reduced
+from pytest_modelprobe.statistics import Reduction
 
 from .guard import HookGuard
 from .observation import CallObservation, Forward, TensorObservation
@@ -59,7 +59,7 @@ class StopCheck:
             if numbers is not None:
                 self._show(call.layer, call.index, path, False, numbers, others)
 
-    def gradient(self, observed: Mapping[Forward, Iterable[TensorObservation]], reduced: Reduced) -> None:
+    def gradient(self, observed: Mapping[Forward, Iterable[TensorObservation]], reduced: Reduction) -> None:
         """Judge the gradient of a tensor that was observed."""
         numbers = _numbers(reduced)
         if numbers is None:
@@ -72,7 +72,7 @@ class StopCheck:
         others = tuple((name, seen.shape, of) for name, of in rows if of is not None)
         self._show(call.layer, call.index, path, True, numbers, others)
 
-    def parameter(self, name: str, gradient: Tensor, reduced: Reduced) -> None:
+    def parameter(self, name: str, gradient: Tensor, reduced: Reduction) -> None:
         """Judge the gradient of a parameter, given the full name."""
         numbers = _numbers(reduced)
         if numbers is not None:
@@ -99,7 +99,7 @@ class StopCheck:
             raise error
 
 
-def _numbers(reduced: Reduced) -> Statistics | None:
+def _numbers(reduced: Reduction) -> Statistics | None:
     return statistics.collect([reduced])[0].statistics
 
 

@@ -7,15 +7,16 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import is_view, tensor_hooks, without_torch_function
+from pytest_modelprobe._torch import hook_tensor, is_view, tensor_hooks, unhook_tensor, without_torch_function
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import Reduction, SmallTensors
 
 from .guard import HookGuard
-from .observation import Forward, ReductionCacheEntry, TensorObservation
-from .tensors import content_key, is_parameter, shape_of
+from .observation import Forward, TensorObservation
+from .tensors import ContentKey, content_key, is_parameter, shape_of
 from .views import HookedViews
 
 OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
@@ -55,10 +56,10 @@ class TensorObserver:
         if not tensor.requires_grad:
             return TensorObservation(tensor, *self._read(forward, tensor, axis))
         hook = self._hook_on(tensor)
-        places = hook.observed.get(forward)
-        before = places[0] if places else None
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
         view = is_view(tensor)
+        places = hook.observed.get(forward) if hook.observed else None
+        before = places[0] if places else None
         if before is not None and hook.version is not None and not view:
             if not before.has_gradient and before.shape == shape_of(tensor):
                 return before  # one observation in both places
@@ -70,8 +71,8 @@ class TensorObserver:
             elif not (self.reads_layouts and is_distributed(tensor)):
                 # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
                 number = forward.next_number()
-                if self.reads_layouts and (known := forward.reductions.get(content_key(tensor) or ())):
-                    known.number = number  # also that of a DTensor that is made of it
+                if self.reads_layouts:
+                    _renumber(forward, content_key(tensor), number)
             seen = TensorObservation(tensor, number, reduced)
         hook.add(forward, seen)
         if view:
@@ -94,10 +95,10 @@ class TensorObserver:
         """Remove the hooks from all tensors that are alive."""
         for alive in self._hooks:
             if (hook := alive()) is not None:
-                hook.handle.remove()
+                unhook_tensor(hook.hooks, hook)
         self._hooks.clear()
 
-    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduced]:
+    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
         """Return the number of a tensor's contents, and their reduction."""
         # A DTensor that a layer is given has the memory of the local tensor that the layer before returned.
         local = local_tensor(tensor) if self.reads_layouts else tensor
@@ -108,7 +109,7 @@ class TensorObserver:
             key = None  # `p.data.add_()` changes a parameter without a new version
         known = None if key is None else forward.reductions.get(key)
         if known is not None:
-            return known.number, known.reduced
+            return known[:2]
         number = forward.next_number()
         reduced = statistics.reduce(
             tensor,
@@ -119,7 +120,7 @@ class TensorObserver:
             small=self._small,
         )
         if key is not None:
-            forward.reductions[key] = ReductionCacheEntry(local, number, reduced)
+            forward.reductions[key] = number, reduced, StorageWeakRef(local.untyped_storage())
         return number, reduced
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
@@ -131,22 +132,29 @@ class TensorObserver:
             if type(known) is _TensorHook and known.observer is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
-        hook.handle = tensor.register_hook(hook)
+        hook.hooks = hook_tensor(tensor, hook)
         self._hooks.append(ref(hook))
         return hook
+
+
+def _renumber(forward: Forward, key: ContentKey | None, number: tuple[int, int]) -> None:
+    """Number a tensor that is known by its contents: also the DTensor that is made of it."""
+    if key is not None and key in forward.reductions:
+        _, reduced, storage = forward.reductions[key]
+        forward.reductions[key] = number, reduced, storage
 
 
 class _TensorHook:
     """Our hook on one tensor: hands its gradient to every observation of it."""
 
-    __slots__ = ("__weakref__", "_fired", "handle", "observed", "observer", "version")
+    __slots__ = ("__weakref__", "_fired", "hooks", "observed", "observer", "version")
     __torch_unserializable__ = True  # else torch warns when the tensor is pickled
 
     def __init__(self, observer: TensorObserver, version: int | None) -> None:
         self.observer = observer
         self._fired = False
         self.version = version
-        self.handle: Any = None
+        self.hooks: Any = None
         # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
         self.observed: MutableMapping[Forward, list[TensorObservation]] = (
             {} if version is not None else WeakKeyDictionary()

@@ -22,9 +22,15 @@ def content_key(tensor: torch.Tensor) -> ContentKey | None:
     Inference tensors have no version; sparse tensors and those of `torch.func` transforms have no storage.
     """
     try:
-        storage = storage_key(tensor.untyped_storage())
-        layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
-        return storage, tensor._version, *layout
+        return (
+            storage_key(tensor.untyped_storage()),
+            tensor._version,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_neg(),
+        )
     except (RuntimeError, NotImplementedError):
         return None
 

@@ -141,7 +141,12 @@ class TracedHooks:
                 call(inside)
             for path, value in seen[name]:
                 # A container returns what a layer inside it returned: there is no storage to tell it by.
-                same = value.shape, value.dtype, value.forward.row, value.backward and value.backward.row
+                same = (
+                    value.shape,
+                    value.dtype,
+                    value.forward.computed().row,
+                    value.backward and value.backward.computed().row,
+                )
                 value.number = numbers.setdefault(same, forward.next_number())
                 one.outputs.append((path, value))
             one.grad_enabled = any(value.requires_grad for _, value in seen[name])

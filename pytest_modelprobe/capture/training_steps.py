@@ -10,7 +10,7 @@ import torch
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.models import Layers
-from pytest_modelprobe.statistics import Reduced, SmallTensors
+from pytest_modelprobe.statistics import Reduction, SmallTensors
 
 from .observed_forwards import ObservedForwards
 from .parameters import named_tensors, read_parameters
@@ -35,9 +35,9 @@ class TrainingSteps:
         self._layers = layers
         self._selected = selected
         self._forwards = forwards
-        self._before: dict[str, Reduced] = {}
+        self._before: dict[str, Reduction] = {}
         """Parameters and buffers by full name before the newest step of an optimizer of this model."""
-        self._before_other: dict[str, Reduced] = {}
+        self._before_other: dict[str, Reduction] = {}
         """The same before another optimizer stepped, if gradients had arrived."""
 
     def forward_begins(self) -> None:
@@ -85,7 +85,7 @@ class TrainingSteps:
             for name, tensor in (*parameters, *buffers):
                 step.after[name] = statistics.reduce(tensor, small=small)
 
-    def _read(self) -> dict[str, Reduced]:
+    def _read(self) -> dict[str, Reduction]:
         return {name: reading.reduced for name, reading in read_parameters(self._layers, self._selected).items()}
 
     def _modes(self) -> dict[str, bool]:
@@ -109,7 +109,7 @@ def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], 
     return closure is not None or getattr(optimizer, "grad_scale", None) is not None
 
 
-def _differ(before: dict[str, Reduced], now: dict[str, Reduced], names: list[str]) -> bool:
+def _differ(before: dict[str, Reduction], now: dict[str, Reduction], names: list[str]) -> bool:
     """Whether a parameter has other elements; this reads from the device."""
     both = [name for name in names if name in before and name in now]
     then = statistics.collect([before[name] for name in both])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -34,21 +34,26 @@ _POINTWISE = ("torch.nn.modules.activation.", "torch.nn.modules.dropout.", "torc
 _KNOWN = ("torch.nn.modules.", "torch.ao.nn.", "transformers.pytorch_utils.")  # the last has the `Conv1D` of GPT-2
 
 
-def unit_axis(module: nn.Module, output: Tensor, inherited: int | None = None) -> int | None:
+def unit_axis(
+    module: nn.Module, output: Tensor, inherited: Callable[[Tensor], int | None] = lambda _: None
+) -> int | None:
     """Return the axis of an output along which its units lie, counted from the end; None if it cannot be known.
 
     Args:
         module: The module that returned the output.
         output: One of its output tensors; only its shape is used.
-        inherited: The unit axis of a tensor of the same shape that was an input or made inside; None if there is none.
+        inherited: Returns the unit axis of a tensor of the same shape that was an input or made inside, None if there
+            is none. It is called where the module does not tell.
 
     >>> import torch
     >>> unit_axis(nn.Conv2d(3, 8, 3), torch.empty(2, 8, 4, 4)), unit_axis(nn.Linear(3, 8), torch.empty(2, 4, 8))
     (-3, -1)
-    >>> unit_axis(nn.ReLU(), torch.empty(2, 8, 4, 4), inherited=-3), unit_axis(nn.ReLU(), torch.empty(2, 8))
+    >>> unit_axis(nn.ReLU(), torch.empty(2, 8, 4, 4), lambda _: -3), unit_axis(nn.ReLU(), torch.empty(2, 8))
     (-3, None)
     """
-    axis = _axis(module, output.shape, inherited)
+    cls: type = type(module)
+    rule = _rule(cls)
+    axis = rule if isinstance(rule, int) else _axis(module, rule, output.shape, inherited(output))
     return axis if axis is None or -axis <= output.dim() else None
 
 
@@ -62,11 +67,7 @@ def is_pointwise(module: nn.Module) -> bool:
     return _rule(cls) == _INHERITED
 
 
-def _axis(module: nn.Module, shape: Sequence[int], inherited: int | None) -> int | None:
-    cls: type = type(module)
-    rule = _rule(cls)
-    if isinstance(rule, int):
-        return rule
+def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: int | None) -> int | None:
     if rule == _SECOND:
         return 1 - len(shape) if len(shape) > 1 else None
     if isinstance(module, nn.MultiheadAttention):

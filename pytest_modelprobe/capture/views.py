@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 
@@ -22,7 +23,7 @@ class HookedViews:
         with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
             version = tensor.detach()
             # An alias without the memory: what it still shares is the count of versions.
-            version.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            version.data = _no_elements(tensor.dtype, tensor.device)
             self._views.append((seen, tensor._version, version))
 
     def mark_overwritten(self) -> None:
@@ -30,3 +31,8 @@ class HookedViews:
         for seen, before, version in self._views:
             seen.overwritten |= version._version > before
         self._views.clear()
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -15,8 +15,6 @@ from pytest_modelprobe.exceptions import ModelProbeError
 
 VARIABLE = "MODELPROBE_KERNEL"
 
-Row = tuple[int, int, int, int, int, float, float, float, float, float, float, float]
-
 Share = Callable[[Callable[[], None], int], None]
 """Given a function and a number, calls the function on up to so many threads: each call works until nothing is left."""
 
@@ -43,11 +41,12 @@ class Compiled(Protocol):
         index: float,
         signs: bytes | None,
         share: Share | None,
+        histogram: bool = False,
         /,
-    ) -> tuple[Row, bytes | None, bytes | None] | None:
-        """Return the numbers of a tensor, the ranges of its units, and its fingerprint.
+    ) -> bytes | None:
+        """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
 
-        None: of the latter where it is not finite, of all where float64 does not hold the squares.
+        See `statistics.packed`. None where float64 does not hold the squares.
 
         Args:
             address: Of the first element.
@@ -58,7 +57,11 @@ class Compiled(Protocol):
             index: Number of the forward.
             signs: Eight for each sample, int8; None: no fingerprint.
             share: Called where there is work for several threads; None: all is done on this one.
+            histogram: Whether to count elements in bins, int64.
         """
+
+    def merge(self, a: bytes, b: bytes, /) -> bytes | None:
+        """Return the numbers of both sets of elements together; None where one has what the other has not."""
 
 
 def _load() -> Compiled | None:

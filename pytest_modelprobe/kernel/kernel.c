@@ -17,12 +17,14 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define INLINE inline __attribute__((always_inline, unused))
+#define APART __attribute__((noinline, unused)) /* else registers do not suffice */
 #define UNUSED __attribute__((unused))
 #ifndef VECTORS /* -DVECTORS=0: as without the vectors of these compilers */
 #define VECTORS 1
 #endif
 #else
 #define INLINE __forceinline
+#define APART __declspec(noinline)
 #define UNUSED
 #define VECTORS 0
 #endif
@@ -36,26 +38,24 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
-#if VECTORS
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address) (void)0
-#endif
-
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { MOST_DIMS = 64 };
 enum {
     ROW = 1024,       /* elements whose squares are added in float32 */
     BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
-    SPAN = 1 << 15,   /* elements brought into order at once */
-    AHEAD = 32,       /* rows that are fetched before they are transposed */
-    TURNED = 1 << 16, /* the same, at least, where they are transposed */
+    SPAN = 1 << 14,   /* elements brought into order at once */
+    TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns */
+    WIDEST = 1 << 16, /* elements of a column up to which that is done */
+    LONG = 1 << 10,   /* elements of a unit that lie together: from here on, blocks end where units do */
     CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
     NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
+    LINE = 64,        /* bytes of the cache */
+    SPARE = 1 << 21,  /* bytes of a buffer that is kept */
     SMALL = 1 << 13,  /* elements up to which all is done in float64 */
     THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
 };
-enum { COLUMNS = 256, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+enum { COLUMNS = 256, GROUP = 8 * COLUMNS, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
 
@@ -70,12 +70,17 @@ static const Part NOTHING = {0, 0, 0, 0, 0, 0, 0, 0, INFINITY, -INFINITY};
 typedef struct {
     const char *data;
     int dims, direct;
+    int64_t turned; /* columns that are transposed at once, where those of the dimension before the last lie together, or 0 */
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
 } View;
 
+/* What there is in a buffer that was not asked for yet. */
 typedef struct {
-    int kind, same_order;
-    int64_t turned;        /* rows of the last dimension that are transposed at once, or 0 */
+    int64_t first, count;
+} Held;
+
+typedef struct {
+    int kind, in_order;    /* whether `memory` has all elements in logical order, as the signed sums take them */
     int64_t elements;      /* of the tensor */
     int64_t count, copies; /* elements that are read, and how often each counts */
     int64_t units, apart;  /* of the tensor, and those of them that lie apart */
@@ -157,8 +162,8 @@ static INLINE float of_float16(const char *from) {
 #define JOIN(a, b) JOIN_(a, b)
 
 #if VECTORS
-#define SPLAT(value) ((V){0} + (T)(value))
-#define DSPLAT(value) ((D){0} + (double)(value))
+#define SPLAT(value) ((T)(value) - (V){0}) /* the compiler knows that nothing is subtracted */
+#define DSPLAT(value) ((double)(value) - (D){0})
 #define NO_INTEGERS ((I){0})
 #define LOAD(from) (*(const U *)(const void *)(from))
 #define STORE(to, value) (*(U *)(void *)(to) = (value))
@@ -167,12 +172,14 @@ static INLINE float of_float16(const char *from) {
 #define STORE_INTEGERS(to, value) (*(IU *)(void *)(to) = (value))
 #define COUNT_ZEROS(count, x) ((count) - (I)((x) == 0))
 #define VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes)))
-#define UNALIGNED(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
+#define UNALIGNED_VECTOR(name, type, bytes) typedef type name __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
 #if !X86
 #define CHOSEN(test, a, b) ((V)(((I)(test) & (I)(a)) | (~(I)(test) & (I)(b))))
 #define LEAST(a, b) CHOSEN((a) < (b), a, b)
 #define MOST(a, b) CHOSEN((a) > (b), a, b)
 #endif
+#define TWO_ROWS(x, step) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x)), _mm_loadu_ps((x) + 4 * (step)), 1)
+#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 16
 #define SUFFIX _base
 #include "level.h"
@@ -188,6 +195,7 @@ static INLINE float of_float16(const char *from) {
 #define COUNT_ZEROS(count, x) ((count) + ((x) == 0))
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
+#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 0
 #define SUFFIX _base
 #include "level.h"
@@ -195,10 +203,10 @@ static INLINE float of_float16(const char *from) {
 
 #if X86
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #define BYTES 32
 #define SUFFIX _avx2
@@ -210,7 +218,7 @@ static INLINE float of_float16(const char *from) {
 #endif
 #endif
 
-typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, void *);
+typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, int64_t *, void *);
 
 static const struct {
     const char *name;
@@ -227,7 +235,7 @@ static int level = 0, levels = 1;
 
 static int64_t magnitude(int64_t n) { return n < 0 ? -n : n; }
 
-/* Joins dimensions that lie one after another, and notes whether all of them do. */
+/* Joins dimensions that lie one after another, and notes how they are read. */
 static void join(View *view, int64_t itemsize, int typed) {
     int to = 0;
     for (int d = 0; d < view->dims; d++) {
@@ -246,11 +254,26 @@ static void join(View *view, int64_t itemsize, int typed) {
         to = 1;
     }
     view->dims = to;
+    view->turned = 0;
+    if (to > 1 && view->stride[to - 1] != itemsize && view->stride[to - 2] == itemsize && view->size[to - 1] >= 4 &&
+        view->size[to - 1] <= WIDEST && view->size[to - 2] >= 4) {
+        int64_t most = TURNED / view->size[to - 1] / 16 * 16;
+        view->turned = most > 32 ? most : 32;
+    }
     view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
 }
 
+/* How many elements the buffer holds in which those of a view are brought into order. */
+static int64_t elements_held(const View *view, int64_t most) {
+    int64_t span = most < SPAN ? most : SPAN, columns = view->dims > 1 ? view->size[view->dims - 2] : 0;
+    if (view->direct) return 0;
+    if (!view->turned) return span;
+    return BLOCK + GROUP + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
+}
+
 /* Fills a plan from the sizes and strides of a tensor, in elements; `axis` is that of the units, or negative. */
-static void lay_out(Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize) {
+static void lay_out(
+    Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize, int folded) {
     View *memory = &plan->memory, *logical = &plan->logical;
     int unit = -1, typed = plan->kind == FLOAT32 || plan->kind == FLOAT64;
     plan->copies = plan->count = plan->inner = 1;
@@ -259,6 +282,8 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
     logical->dims = dims;
     memory->data = data;
     memory->dims = 0;
+    plan->in_order = folded;
+    for (int d = 0; d < dims; d++) plan->in_order &= stride[d] != 0 || size[d] == 1;
     for (int d = 0; d < dims; d++) {
         int64_t step = stride[d] * itemsize;
         logical->size[d] = size[d];
@@ -270,7 +295,7 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
         if (size[d] == 1 && d != axis) continue;
         plan->count *= size[d];
         int at = memory->dims++;
-        while (at && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
+        while (at && !plan->in_order && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
             memory->size[at] = memory->size[at - 1];
             memory->stride[at] = memory->stride[at - 1];
             if (unit == at - 1) unit = at;
@@ -291,31 +316,17 @@ static void lay_out(Plan *plan, const char *data, const int64_t *size, const int
         if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= CHUNK / NARROW)) {
             plan->within = plan->inner;
             plan->inner = 1;
-            while (plan->repeats * 2 <= rows && plan->repeats * width < COLUMNS) plan->repeats *= 2;
+            while (plan->repeats * 2 <= rows && plan->repeats * width < 64) plan->repeats *= 2;
             plan->ranges = width * plan->repeats;
         }
     }
     for (int d = 0; d < memory->dims; d++)
-        if (memory->stride[d] < 0 && d != unit) { /* from its other end */
+        if (memory->stride[d] < 0 && d != unit && !plan->in_order) { /* from its other end */
             memory->data += memory->stride[d] * (memory->size[d] - 1);
             memory->stride[d] = -memory->stride[d];
         }
     join(memory, itemsize, typed);
     join(logical, itemsize, typed);
-    plan->same_order = memory->direct && logical->direct;
-    if (!plan->same_order && plan->copies == 1 && memory->data == data && memory->dims == logical->dims) {
-        plan->same_order = 1;
-        for (int d = 0; d < memory->dims; d++)
-            plan->same_order &= memory->size[d] == logical->size[d] && memory->stride[d] == logical->stride[d];
-    }
-    int last = logical->dims - 1;
-    plan->turned = 0;
-    if (!plan->same_order && last > 0 && plan->count > SPAN && logical->size[last] <= TURNED &&
-        logical->size[last - 1] >= 8 && logical->stride[last] != itemsize && logical->stride[last - 1] == itemsize) {
-        int64_t most = TURNED / logical->size[last] / 16 * 16;
-        plan->turned = most > 16 ? most : 16;
-        if (plan->turned > logical->size[last - 1]) plan->turned = logical->size[last - 1];
-    }
 }
 
 /* --- what Python calls -------------------------------------------------------------------------------------------- */
@@ -338,20 +349,33 @@ static int integers(PyObject *tuple, int64_t *to) {
     return (int)n;
 }
 
-static PyObject *row_of(const Part *all, int64_t copies, double index) {
-    double never = INFINITY, deviations = all->deviations, mean = 0;
-    if (all->finite) {
-        mean = all->sum / (double)all->finite;
-        if (all->low == all->high) {
-            mean = all->low;
-            deviations = 0;
-        }
+/* The numbers of a tensor, as `reduce` returns them. After them come the counts of bins, if they were asked for, and the
+   ranges of its units: all lows, then all highs. */
+typedef struct {
+    uint8_t folded, wide, binned, nothing[5]; /* whether there are numbers, ranges are doubles, there are counts */
+    int64_t units;
+    int64_t finite, nan, posinf, neginf, zeros;
+    double first_nan, first_posinf, first_neginf, low, high, mean, deviations;
+    double numbers[NUMBERS];
+} Packed;
+
+static void pack(Packed *to, const Part *all, int64_t copies, double index) {
+    memset(to, 0, sizeof *to);
+    to->finite = all->finite * copies;
+    to->nan = all->nan * copies;
+    to->posinf = all->posinf * copies;
+    to->neginf = all->neginf * copies;
+    to->zeros = all->zeros * copies;
+    to->first_nan = all->nan ? index : INFINITY;
+    to->first_posinf = all->posinf ? index : INFINITY;
+    to->first_neginf = all->neginf ? index : INFINITY;
+    to->low = all->low + 0.0;
+    to->high = all->high + 0.0;
+    if (all->finite && all->low == all->high) to->mean = all->low + 0.0;
+    else if (all->finite) {
+        to->mean = all->sum / (double)all->finite + 0.0;
+        to->deviations = all->deviations * (double)copies;
     }
-    return Py_BuildValue(
-        "LLLLLddddddd", (long long)(all->finite * copies), (long long)(all->nan * copies),
-        (long long)(all->posinf * copies), (long long)(all->neginf * copies), (long long)(all->zeros * copies),
-        all->nan ? index : never, all->posinf ? index : never, all->neginf ? index : never, all->low + 0.0,
-        all->high + 0.0, mean + 0.0, deviations * (double)copies);
 }
 
 /* Reads the tables of signs: groups, flips, periods, rows, columns. */
@@ -385,37 +409,69 @@ typedef struct {
     Part part, *parts;
     double few[NUMBERS], *numbers;
     void *ranges;
+    int binned;
+    int64_t bins[BINS];
 } Job;
+
+/* The buffer of the last thread that had one, kept up to SPARE bytes: pages that are new at each call take as long as the
+   elements. It is taken and given back with the GIL. */
+static void *spare = NULL;
+static size_t size_of_spare = 0;
+
+static void *take_buffer(size_t *size) {
+    void *buffer = spare;
+    if (buffer && size_of_spare >= *size) {
+        *size = size_of_spare;
+        spare = NULL;
+        return buffer;
+    }
+    return malloc(*size);
+}
+
+static void give_buffer_back(void *buffer, size_t size) {
+    if (size > SPARE || (spare && size_of_spare >= size)) {
+        free(buffer);
+        return;
+    }
+    free(spare);
+    spare = buffer;
+    size_of_spare = size;
+}
 
 /* Works off items until there are no more. Returns -1 with an error where there is no memory. */
 static int work_off(Job *job) {
     const Plan *plan = &job->plan;
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
     void *ranges = NULL, *buffer = NULL;
+    size_t size = job->buffer;
+    int64_t bins[BINS + 1];
     Fold fold; /* its totals are set where they are needed */
     fold.length = job->length;
     fold.columns = job->columns;
     fold.signs = job->signs;
     if (job->next >= job->items) return 0;
     if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
-    if (job->buffer) buffer = malloc(job->buffer);
-    if ((plan->ranges && !ranges) || (job->buffer && !buffer)) {
+    if (size) buffer = take_buffer(&size);
+    if ((plan->ranges && !ranges) || (size && !buffer)) {
         free(ranges);
         free(buffer);
         PyErr_NoMemory();
         return -1;
     }
+    void *aligned = buffer ? (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE : NULL;
     if (wide) no_range_double_base(ranges, plan->ranges);
     else no_range_float_base(ranges, plan->ranges);
+    if (job->binned) memset(bins, 0, sizeof bins);
     job->running++;
     while (job->next < job->items) {
         int64_t item = job->next++;
         PyThreadState *state = small ? NULL : PyEval_SaveThread();
-        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, buffer);
+        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, job->binned ? bins : NULL, aligned);
         if (state) PyEval_RestoreThread(state);
     }
     job->running--;
-    free(buffer);
+    for (int i = 0; job->binned && i < BINS; i++) job->bins[i] += bins[i];
+    if (buffer) give_buffer_back(buffer, size);
     if (!job->ranges) {
         job->ranges = ranges;
         return 0;
@@ -461,23 +517,24 @@ static int work_off_together(Job *job, PyObject *share) {
         Py_END_ALLOW_THREADS
     }
     job->ranges = shared->ranges;
+    memcpy(job->bins, shared->bins, sizeof job->bins);
     Py_XDECREF(done);
     Py_XDECREF(work);
     Py_DECREF(capsule);
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs, share): the row, the bytes of the ranges of units or None, the
-   16 numbers or None. None where the elements are of a magnitude that has no squares in float64. */
+/* reduce(address, kind, sizes, strides, axis, index, signs, share, histogram=False): the numbers, as bytes of `Packed`. None
+   where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
     Job job;
     Plan *plan = &job.plan;
-    PyObject *row, *ranges = NULL, *numbers = NULL, *result = NULL;
+    PyObject *result = NULL;
     (void)module;
-    if (count != 8) {
-        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments");
+    if (count != 8 && count != 9) {
+        PyErr_SetString(PyExc_TypeError, "reduce() takes 8 arguments or 9");
         return NULL;
     }
     const char *data = PyLong_AsVoidPtr(args[0]);
@@ -486,6 +543,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
     double index = PyFloat_AsDouble(args[5]);
+    job.binned = count == 9 ? PyObject_IsTrue(args[8]) : 0;
     if (PyErr_Occurred()) return NULL;
     if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
         PyErr_SetString(PyExc_ValueError, "no such type, strides or axis");
@@ -495,7 +553,9 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     int64_t itemsize = wide ? 8 : 4, elements = 1;
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
-    lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind]);
+    job.folded = args[6] != Py_None;
+    if (job.binned) memset(job.bins, 0, sizeof job.bins);
+    lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
     plan->elements = elements;
     job.next = job.running = 0;
@@ -504,7 +564,6 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     job.ranges = NULL;
     job.signs = NULL;
     job.length = job.columns = 0;
-    job.folded = args[6] != Py_None;
 
     Py_buffer signs = {0};
     if (job.folded) {
@@ -517,7 +576,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         job.signs = signs.buf;
         job.length = elements ? elements / samples : 1;
         job.columns = job.length < COLUMNS ? (job.length + 15) / 16 * 16 : COLUMNS;
-    } else plan->turned = 0;
+    }
 
     int64_t most = job.folded ? elements : plan->count, chunks = (most + CHUNK - 1) / CHUNK;
     if (chunks > 1) {
@@ -530,10 +589,10 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     job.part = NOTHING;
     memset(job.few, 0, sizeof job.few);
-    job.items = (chunks ? chunks : 1) + (plan->turned > 0);
-    int64_t largest = plan->turned ? SPAN + plan->turned * plan->logical.size[plan->logical.dims - 1] : most < SPAN ? most : SPAN;
-    int ordered = plan->memory.direct && (!job.folded || plan->same_order || plan->logical.direct);
-    job.buffer = ordered ? 0 : (size_t)(largest * itemsize);
+    job.items = chunks ? chunks : 1;
+    int64_t needed = elements_held(&plan->memory, most);
+    if (job.folded && !plan->in_order && elements_held(&plan->logical, most) > needed) needed = elements_held(&plan->logical, most);
+    job.buffer = needed ? (size_t)(needed * itemsize) + LINE : 0;
     /* Of as many units as elements the ranges of each thread would take longer to merge than to find. */
     int together = args[7] != Py_None && job.items > 1 && plan->ranges <= plan->count / 16;
     if (together ? work_off_together(&job, args[7]) : work_off(&job)) goto done;
@@ -545,10 +604,15 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         Py_INCREF(result);
         goto done;
     }
+    Packed packed;
+    size_t ahead = sizeof packed + (job.binned ? sizeof job.bins : 0);
+    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)ahead + (Py_ssize_t)(plan->ranges ? plan->units * 2 * itemsize : 0));
+    if (!result) goto done;
+    char *to = PyBytes_AsString(result), *low = to + ahead, *high = low + plan->units * itemsize;
+    pack(&packed, &all, plan->copies, index);
+    packed.wide = (uint8_t)wide;
     if (plan->ranges) {
-        ranges = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(plan->units * 2 * itemsize));
-        if (!ranges) goto done;
-        char *low = PyBytes_AsString(ranges), *high = low + plan->units * itemsize;
+        packed.units = plan->units;
         if (wide) range_of_units_double_base(job.ranges, plan->apart, plan->within, plan->repeats, (double *)(void *)low, (double *)(void *)high);
         else range_of_units_float_base(job.ranges, plan->apart, plan->within, plan->repeats, (float *)(void *)low, (float *)(void *)high);
         if (plan->apart == 1)
@@ -564,19 +628,80 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
             last += job.numbers[k] - job.numbers[k];
         }
         if (last == 0) {
-            numbers = PyBytes_FromStringAndSize((const char *)job.numbers, sizeof job.few);
-            if (!numbers) goto done;
+            packed.folded = 1;
+            memcpy(packed.numbers, job.numbers, sizeof packed.numbers);
         }
     }
-    row = row_of(&all, plan->copies, index);
-    if (row) result = Py_BuildValue("NOO", row, ranges ? ranges : Py_None, numbers ? numbers : Py_None);
+    if (job.binned) {
+        packed.binned = 1;
+        for (int i = 0; i < BINS; i++) job.bins[i] *= plan->copies;
+        memcpy(to + sizeof packed, job.bins, sizeof job.bins);
+    }
+    memcpy(to, &packed, sizeof packed);
 done:
     if (job.parts != &job.part) free(job.parts);
     if (job.numbers != job.few) free(job.numbers);
     free(job.ranges);
-    Py_XDECREF(ranges);
-    Py_XDECREF(numbers);
     if (signs.obj) PyBuffer_Release(&signs);
+    return result;
+}
+
+/* merge(a, b): the numbers of both sets of elements together; None where one has what the other has not. */
+static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    Packed both, other;
+    char *a, *b;
+    Py_ssize_t size, as_large;
+    (void)module;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "merge() takes 2 arguments");
+        return NULL;
+    }
+    if (PyBytes_AsStringAndSize(args[0], &a, &size) || PyBytes_AsStringAndSize(args[1], &b, &as_large)) return NULL;
+    if (size < (Py_ssize_t)sizeof both || as_large < (Py_ssize_t)sizeof both) {
+        PyErr_SetString(PyExc_ValueError, "no numbers of a tensor");
+        return NULL;
+    }
+    memcpy(&both, a, sizeof both);
+    memcpy(&other, b, sizeof other);
+    if (size != as_large || both.units != other.units || both.wide != other.wide || both.folded != other.folded ||
+        both.binned != other.binned)
+        Py_RETURN_NONE;
+    if (other.finite && both.finite) { /* Chan, Golub and LeVeque 1979 */
+        double n = (double)both.finite, m = (double)other.finite, d = other.mean - both.mean;
+        both.mean += d * (m / (n + m));
+        both.deviations += d * d * (n * m / (n + m));
+    } else if (other.finite) both.mean = other.mean;
+    both.deviations += other.deviations;
+    both.finite += other.finite;
+    both.nan += other.nan;
+    both.posinf += other.posinf;
+    both.neginf += other.neginf;
+    both.zeros += other.zeros;
+    if (other.first_nan < both.first_nan) both.first_nan = other.first_nan;
+    if (other.first_posinf < both.first_posinf) both.first_posinf = other.first_posinf;
+    if (other.first_neginf < both.first_neginf) both.first_neginf = other.first_neginf;
+    if (other.low < both.low) both.low = other.low;
+    if (other.high > both.high) both.high = other.high;
+    for (int k = 0; k < NUMBERS; k++) both.numbers[k] += other.numbers[k];
+    PyObject *result = PyBytes_FromStringAndSize(a, size);
+    if (!result) return NULL;
+    char *to = PyBytes_AsString(result);
+    memcpy(to, &both, sizeof both);
+    to += sizeof both;
+    b += sizeof both;
+    if (both.binned) {
+        int64_t bins[BINS], more[BINS];
+        memcpy(bins, to, sizeof bins);
+        memcpy(more, b, sizeof more);
+        for (int i = 0; i < BINS; i++) bins[i] += more[i];
+        memcpy(to, bins, sizeof bins);
+        to += sizeof bins;
+        b += sizeof bins;
+    }
+    void *ranges = to;
+    const void *others = b;
+    if (both.wide) merge_ranges_double_base(ranges, others, both.units);
+    else merge_ranges_float_base(ranges, others, both.units);
     return result;
 }
 
@@ -599,6 +724,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
 
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL, NULL},
+    {"merge", (PyCFunction)(void (*)(void))merge_packed, METH_FASTCALL, NULL},
     {"set_tables", set_tables, METH_VARARGS, NULL},
     {"choose", choose, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -607,7 +733,7 @@ static PyMethodDef methods[] = {
 static int fill(PyObject *module) {
 #if X86
     __builtin_cpu_init();
-    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 2 : 1;
+    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma") ? 2 : 1;
 #endif
     level = levels - 1;
     PyObject *names = PyTuple_New(levels);

@@ -11,6 +11,7 @@
 
 #define T float
 #define TYPE _float
+#define BITS uint32_t
 #define WIDE 0
 #define COUNTER int32_t
 #if BYTES
@@ -18,12 +19,12 @@
 #define HALF (BYTES / 8)
 #define DLOAD(from) __builtin_convertvector(*(const HU *)(const void *)(from), D)
 VECTOR(V, float, BYTES);
-UNALIGNED(U, float, BYTES);
+UNALIGNED_VECTOR(U, float, BYTES);
 VECTOR(I, int32_t, BYTES);
-UNALIGNED(IU, int32_t, BYTES);
+UNALIGNED_VECTOR(IU, int32_t, BYTES);
 VECTOR(D, double, BYTES);
-UNALIGNED(DU, double, BYTES);
-UNALIGNED(HU, float, (BYTES / 2));
+UNALIGNED_VECTOR(DU, double, BYTES);
+UNALIGNED_VECTOR(HU, float, (BYTES / 2));
 #else
 #define LANES 1
 #define HALF 1
@@ -38,11 +39,14 @@ typedef double D;
 #elif X86 && BYTES == 32
 #define LEAST(a, b) ((V)_mm256_min_ps((__m256)(a), (__m256)(b)))
 #define MOST(a, b) ((V)_mm256_max_ps((__m256)(a), (__m256)(b)))
+#define SIGNED_DSUM(sum, x, sign) ((D)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
+#define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_ps((__m256)(x), (__m256)(sign), (__m256)(sum)))
 #endif
 #include "passes.h"
 
 #define T double
 #define TYPE _double
+#define BITS uint64_t
 #define WIDE 1
 #define COUNTER int64_t
 #if BYTES
@@ -50,11 +54,11 @@ typedef double D;
 #define HALF (BYTES / 8)
 #define DLOAD(from) (*(const DU *)(const void *)(from))
 VECTOR(V, double, BYTES);
-UNALIGNED(U, double, BYTES);
+UNALIGNED_VECTOR(U, double, BYTES);
 VECTOR(I, int64_t, BYTES);
-UNALIGNED(IU, int64_t, BYTES);
+UNALIGNED_VECTOR(IU, int64_t, BYTES);
 VECTOR(D, double, BYTES);
-UNALIGNED(DU, double, BYTES);
+UNALIGNED_VECTOR(DU, double, BYTES);
 #else
 #define LANES 1
 #define HALF 1
@@ -69,6 +73,8 @@ typedef double D;
 #elif X86 && BYTES == 32
 #define LEAST(a, b) ((V)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
 #define MOST(a, b) ((V)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
+#define SIGNED_DSUM(sum, x, sign) ((D)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
+#define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
 #endif
 #include "passes.h"
 

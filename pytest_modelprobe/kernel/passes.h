@@ -10,6 +10,19 @@
 #define EACH for (int k = 0; k < STEPS; k++)
 #define DSTEPS (16 / HALF)
 #define DEACH for (int k = 0; k < DSTEPS; k++)
+#ifndef SIGNED_SUM /* a sign is +1 or -1: the product is exact, contracted or not */
+#define SIGNED_SUM(sum, x, sign) ((sum) + (x) * (sign))
+#define SIGNED_DSUM(sum, x, sign) ((sum) + (x) * (sign))
+#endif
+
+/* The sum of 16 lanes. */
+static INLINE double NAME(total)(D *lanes) {
+    double four[4];
+    for (int w = DSTEPS / 2; w * HALF >= 4; w /= 2)
+        for (int k = 0; k < w; k++) lanes[k] += lanes[k + w];
+    for (int k = 0; k * HALF < 4; k++) DSTORE(four + k * HALF, lanes[k]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
 
 /* Sums of differences from a shift, with few additions for each float, and the range. */
 typedef struct {
@@ -19,7 +32,7 @@ typedef struct {
 } NAME(Sums);
 
 #if !WIDE
-static INLINE void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums) *out) {
+static APART void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums) *out) {
     double sums[16] = {0}, squares[16] = {0};
     int32_t zeros[16] = {0};
     T low[16], high[16];
@@ -73,7 +86,7 @@ static INLINE void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums)
 #endif
 
 /* The sum, in float64, and the range; there are no squares. */
-static INLINE void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
+static APART void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
     double sums[16];
     T low[16], high[16];
     int64_t zeros = 0, i = 0;
@@ -120,7 +133,7 @@ static INLINE void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
     }
 }
 
-static INLINE double NAME(deviations_in_double)(const T *x, int64_t n, double mean) {
+static APART double NAME(deviations_in_double)(const T *x, int64_t n, double mean) {
     double sums[16];
     int64_t i = 0;
     D s[DSTEPS], m = DSPLAT(mean);
@@ -167,7 +180,7 @@ static void NAME(finite_part)(const T *x, int64_t n, Part *out) {
 }
 
 /* The numbers of a block. Returns whether all elements are finite. */
-static INLINE int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
+static APART int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
     NAME(Sums) found;
     *out = NOTHING;
 #if !WIDE
@@ -211,11 +224,26 @@ static INLINE int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
 /* --- ranges of units ---------------------------------------------------------------------------------------------- */
 
 /* `low` and `high` have one element for each column of rows, which have `width` elements. */
-static INLINE void NAME(range_of_columns)(const T *x, int64_t place, int64_t n, int64_t width, T *low, T *high) {
+static APART void NAME(range_of_columns)(const T *x, int64_t place, int64_t n, int64_t width, T *low, T *high) {
     int64_t column = place % width;
     while (n) {
         int64_t some = width - column < n ? width - column : n, i = 0;
         T *l = low + column, *h = high + column;
+        if (!column && n >= 4 * width) { /* four rows at once */
+            for (; i + LANES <= width; i += LANES) {
+                V a = LOAD(x + i), b = LOAD(x + i + width), c = LOAD(x + i + 2 * width), d = LOAD(x + i + 3 * width);
+                STORE(l + i, LEAST(LEAST(LEAST(a, b), LEAST(c, d)), LOAD(l + i)));
+                STORE(h + i, MOST(MOST(MOST(a, b), MOST(c, d)), LOAD(h + i)));
+            }
+            for (; i < width; i++)
+                for (const T *v = x + i; v < x + 4 * width; v += width) {
+                    l[i] = *v < l[i] ? *v : l[i];
+                    h[i] = *v > h[i] ? *v : h[i];
+                }
+            x += 4 * width;
+            n -= 4 * width;
+            continue;
+        }
         for (; i + LANES <= some; i += LANES) {
             V a = LOAD(x + i);
             STORE(l + i, LEAST(a, LOAD(l + i)));
@@ -231,15 +259,40 @@ static INLINE void NAME(range_of_columns)(const T *x, int64_t place, int64_t n, 
     }
 }
 
+static INLINE T NAME(lowest)(V x) {
+#if X86 && LANES == 8
+    __m128 a = _mm_min_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    a = _mm_min_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_min_ss(a, _mm_shuffle_ps(a, a, 1)));
+#else
+    T lanes[LANES];
+    STORE(lanes, x);
+    for (int j = 1; j < LANES; j++) lanes[0] = lanes[j] < lanes[0] ? lanes[j] : lanes[0];
+    return lanes[0];
+#endif
+}
+
+static INLINE T NAME(highest)(V x) {
+#if X86 && LANES == 8
+    __m128 a = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_max_ss(a, _mm_shuffle_ps(a, a, 1)));
+#else
+    T lanes[LANES];
+    STORE(lanes, x);
+    for (int j = 1; j < LANES; j++) lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
+    return lanes[0];
+#endif
+}
+
 /* Each unit has `inner` elements one after another. */
-static INLINE void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int64_t inner, int64_t units, T *low, T *high) {
+static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int64_t inner, int64_t units, T *low, T *high) {
     int64_t unit = place / inner % units, left = inner - place % inner;
     while (n) {
         int64_t some = left < n ? left : n;
         T l = low[unit], h = high[unit];
         if (some >= LANES) {
             V a = LOAD(x), lows = a, highs = a, lows2 = a, highs2 = a;
-            T last[LANES], first[LANES];
             int64_t i = LANES;
             for (; i + 2 * LANES <= some; i += 2 * LANES) {
                 a = LOAD(x + i);
@@ -254,12 +307,9 @@ static INLINE void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int
                 lows = LEAST(a, lows);
                 highs = MOST(a, highs);
             }
-            STORE(first, LEAST(lows, lows2));
-            STORE(last, MOST(highs, highs2));
-            for (int j = 0; j < LANES; j++) {
-                l = first[j] < l ? first[j] : l;
-                h = last[j] > h ? last[j] : h;
-            }
+            T first = NAME(lowest)(LEAST(lows, lows2)), last = NAME(highest)(MOST(highs, highs2));
+            l = first < l ? first : l;
+            h = last > h ? last : h;
         } else {
             for (int64_t i = 0; i < some; i++) {
                 l = x[i] < l ? x[i] : l;
@@ -286,31 +336,78 @@ static void NAME(range_with_nan)(const T *x, int64_t place, int64_t n, int64_t i
     }
 }
 
+/* --- histogram ---------------------------------------------------------------------------------------------------- */
+
+/* Counts elements in two bins to an octave, and apart what is not finite: see statistics/histogram.py. */
+static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
+#if WIDE
+    const BITS digits = 52, root = 0x6A09E667F3BCD, infinity = (BITS)0x7FF << 52;
+#else
+    const BITS digits = 23, root = 0x3504F4, infinity = (BITS)0xFF << 23;
+#endif
+    const COUNTER middle = (COUNTER)(infinity >> digits) - 1;
+    COUNTER at[ROW];
+    for (int64_t done = 0; done < n; done += ROW) {
+        int some = n - done < ROW ? (int)(n - done) : ROW;
+        for (int i = 0; i < some; i++) {
+            BITS bits, magnitude;
+            memcpy(&bits, x + done + i, sizeof bits);
+            magnitude = bits & ~((BITS)1 << (8 * sizeof bits - 1));
+            /* The exponent twice, as it is and with the mantissa counted from the root of two. */
+            COUNTER bin = (COUNTER)(magnitude >> digits) + (COUNTER)((magnitude + ((BITS)1 << digits) - root) >> digits) - middle;
+            bin = bin < -OUTERMOST ? -OUTERMOST : bin;
+            bin = bin > OUTERMOST ? OUTERMOST : bin;
+            bin = magnitude ? bin + OUTERMOST + 1 : 0;
+            bin = BINS / 2 + (bits == magnitude ? bin : -bin);
+            at[i] = magnitude < infinity ? bin : BINS;
+        }
+        for (int i = 0; i < some; i++) bins[at[i]]++;
+    }
+}
+
 /* --- signed sums -------------------------------------------------------------------------------------------------- */
 
-/* Adds 8 rows to the 8 signed sums: a Walsh-Hadamard transform. Each sum has a row of 256. */
-static INLINE void NAME(fold)(const T *const rows[8], const T signs[8], int swap, int64_t columns, T *sums) {
+/* Adds a group of 8 rows to the 8 signed sums: a Walsh-Hadamard transform. */
+static APART void NAME(fold_group)(const T *x, const T signs[8], int swap, T *sums) {
     T *to[8];
     V sign[8];
     for (int t = 0; t < 8; t++) {
         to[t] = sums + (t ^ swap) * COLUMNS;
         sign[t] = SPLAT(signs[t ^ swap]);
     }
-    for (int64_t c = 0; c < columns; c += LANES) {
-        V a0 = LOAD(rows[0] + c), a1 = LOAD(rows[1] + c), a2 = LOAD(rows[2] + c), a3 = LOAD(rows[3] + c);
-        V a4 = LOAD(rows[4] + c), a5 = LOAD(rows[5] + c), a6 = LOAD(rows[6] + c), a7 = LOAD(rows[7] + c);
+    for (int64_t c = 0; c < COLUMNS; c += LANES) {
+        const T *at = x + c;
+        V a0 = LOAD(at), a1 = LOAD(at + COLUMNS), a2 = LOAD(at + 2 * COLUMNS), a3 = LOAD(at + 3 * COLUMNS);
+        V a4 = LOAD(at + 4 * COLUMNS), a5 = LOAD(at + 5 * COLUMNS), a6 = LOAD(at + 6 * COLUMNS), a7 = LOAD(at + 7 * COLUMNS);
         /* rows 3 and 7 count negatively */
         V b0 = a0 + a1, b1 = a0 - a1, b2 = a2 - a3, b3 = a2 + a3, b4 = a4 + a5, b5 = a4 - a5, b6 = a6 - a7, b7 = a6 + a7;
         V c0 = b0 + b2, c2 = b0 - b2, c1 = b1 + b3, c3 = b1 - b3, c4 = b4 + b6, c6 = b4 - b6, c5 = b5 + b7, c7 = b5 - b7;
-        STORE(to[0] + c, LOAD(to[0] + c) + (c0 + c4) * sign[0]);
-        STORE(to[1] + c, LOAD(to[1] + c) + (c1 + c5) * sign[1]);
-        STORE(to[2] + c, LOAD(to[2] + c) + (c2 + c6) * sign[2]);
-        STORE(to[3] + c, LOAD(to[3] + c) + (c3 + c7) * sign[3]);
-        STORE(to[4] + c, LOAD(to[4] + c) + (c0 - c4) * sign[4]);
-        STORE(to[5] + c, LOAD(to[5] + c) + (c1 - c5) * sign[5]);
-        STORE(to[6] + c, LOAD(to[6] + c) + (c2 - c6) * sign[6]);
-        STORE(to[7] + c, LOAD(to[7] + c) + (c3 - c7) * sign[7]);
+        ADD_SIGNED(to[0] + c, c0 + c4, sign[0]);
+        ADD_SIGNED(to[1] + c, c1 + c5, sign[1]);
+        ADD_SIGNED(to[2] + c, c2 + c6, sign[2]);
+        ADD_SIGNED(to[3] + c, c3 + c7, sign[3]);
+        ADD_SIGNED(to[4] + c, c0 - c4, sign[4]);
+        ADD_SIGNED(to[5] + c, c1 - c5, sign[5]);
+        ADD_SIGNED(to[6] + c, c2 - c6, sign[6]);
+        ADD_SIGNED(to[7] + c, c3 - c7, sign[7]);
     }
+}
+
+/* Adds some elements of each of `rows` rows, `width` apart, with 8 signs each. */
+static APART void NAME(fold_rows)(const T *x, int64_t rows, int64_t width, int64_t n, const T *signs, T *sums) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        V sum[8];
+        for (int s = 0; s < 8; s++) sum[s] = LOAD(sums + s * COLUMNS + i);
+        for (int64_t r = 0; r < rows; r++) {
+            V a = LOAD(x + r * width + i);
+            for (int s = 0; s < 8; s++) sum[s] = SIGNED_SUM(sum[s], a, SPLAT(signs[8 * r + s]));
+        }
+        for (int s = 0; s < 8; s++) STORE(sums + s * COLUMNS + i, sum[s]);
+    }
+    for (; i < n; i++)
+        for (int64_t r = 0; r < rows; r++)
+            for (int s = 0; s < 8; s++) sums[s * COLUMNS + i] += x[r * width + i] * signs[8 * r + s];
 }
 
 static INLINE void NAME(clear)(Fold *fold, T *sums) {
@@ -319,8 +416,10 @@ static INLINE void NAME(clear)(Fold *fold, T *sums) {
     fold->rows = 0;
 }
 
-/* Adds what the floats hold to the totals, in float64: the first time they are the totals. */
-static INLINE void NAME(flush)(Fold *fold, const T *sums) {
+/* Notes that rows were added, and adds what the floats hold to the totals, in float64, now and then. */
+static INLINE void NAME(count_rows)(Fold *fold, T *sums, int64_t rows) {
+    fold->rows += rows;
+    if (fold->rows < FLUSHED) return;
     for (int s = 0; s < 8; s++)
         for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c += 16) {
             double *to = fold->totals + c;
@@ -328,62 +427,68 @@ static INLINE void NAME(flush)(Fold *fold, const T *sums) {
             else DEACH DSTORE(to + k * HALF, DLOAD(sums + c + k * HALF));
         }
     fold->flushed = 1;
+    NAME(clear)(fold, sums);
+}
+
+/* Writes the signs of a group of rows: in sum s row i has that and ROWS[i][s ^ swap]. Returns swap. */
+static INLINE int NAME(signs_of)(int64_t group, const int8_t *sample, T *signs) {
+    const int8_t *flips = FLIPS[group % PERIOD], *periods = PERIODS[group / PERIOD % PERIOD_SIGNS];
+    for (int s = 0; s < 8; s++) signs[s] = (T)(flips[s] * periods[s] * (sample ? sample[s] : 1));
+    return GROUPS[group % PERIOD];
 }
 
 /* Adds elements of one sample, of which the first is number `place`. */
 static INLINE void NAME(fold_sample)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n, const int8_t *sample) {
-    static const T nothing[COLUMNS] = {0};
     while (n) {
-        int64_t row = place / COLUMNS, group = row / 8, end = (group + 1) * 8 * COLUMNS;
-        int64_t some = end - place < n ? end - place : n;
-        int swap = GROUPS[group % PERIOD];
-        T signs[8];
-        for (int s = 0; s < 8; s++) {
-            int sign = FLIPS[group % PERIOD][s] * PERIODS[group / PERIOD % PERIOD_SIGNS][s] * (sample ? sample[s] : 1);
-            signs[s] = (T)sign;
-        }
-        if (place % COLUMNS + some <= COLUMNS) { /* within a row */
-            int64_t column = place % COLUMNS;
-            for (int s = 0; s < 8; s++) {
-                T sign = ROWS[row % 8][s ^ swap] * signs[s], *to = sums + s * COLUMNS + column;
-                V v = SPLAT(sign);
-                int64_t i = 0;
-                for (; i + LANES <= some; i += LANES) STORE(to + i, LOAD(to + i) + LOAD(x + i) * v);
-                for (; i < some; i++) to[i] += x[i] * sign;
+        int64_t group = place / GROUP, before = place % GROUP, some = GROUP - before < n ? GROUP - before : n;
+        T signs[8], padded[GROUP];
+        int swap = NAME(signs_of)(group, sample, signs);
+        if (some == GROUP) NAME(fold_group)(x, signs, swap, sums);
+        else if (some > 2 * COLUMNS) {
+            memset(padded, 0, (size_t)before * sizeof(T));
+            memcpy(padded + before, x, (size_t)some * sizeof(T));
+            memset(padded + before + some, 0, (size_t)(GROUP - before - some) * sizeof(T));
+            NAME(fold_group)(padded, signs, swap, sums);
+        } else
+            for (int64_t i = 0, length; i < some; i += length) { /* what there is of a row */
+                int64_t row = (before + i) / COLUMNS, column = (before + i) % COLUMNS;
+                T of_row[8];
+                for (int s = 0; s < 8; s++) of_row[s] = signs[s] * ROWS[row][s ^ swap];
+                length = COLUMNS - column < some - i ? COLUMNS - column : some - i;
+                NAME(fold_rows)(x + i, 1, 0, length, of_row, sums + column);
             }
-            fold->rows += 1;
-        } else {
-            const T *rows[8];
-            T ends[2][COLUMNS];
-            int64_t first = place - place % COLUMNS; /* of the row */
-            for (int i = 0; i < 8; i++) {
-                int64_t from = (group * 8 + i) * COLUMNS - place, to = from + COLUMNS;
-                if (to <= 0 || from >= some) rows[i] = nothing;
-                else if (from >= 0 && to <= some) rows[i] = x + from;
-                else {
-                    T *end_row = ends[from + place > first];
-                    for (int64_t c = 0; c < COLUMNS; c++) end_row[c] = from + c >= 0 && from + c < some ? x[from + c] : 0;
-                    rows[i] = end_row;
-                }
-            }
-            NAME(fold)(rows, signs, swap, COLUMNS, sums);
-            fold->rows += 8;
-        }
-        if (fold->rows >= FLUSHED) {
-            NAME(flush)(fold, sums);
-            NAME(clear)(fold, sums);
-        }
+        NAME(count_rows)(fold, sums, some > 2 * COLUMNS ? 8 : 2);
         x += some;
         place += some;
         n -= some;
     }
 }
 
-static INLINE void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n) {
+/* Adds whole samples that have at most a row. */
+static INLINE void NAME(fold_samples)(Fold *fold, T *sums, const T *x, int64_t count, const int8_t *samples) {
+    T first[8], signs[FLUSHED][8];
+    int swap = NAME(signs_of)(0, NULL, first);
+    while (count) {
+        int64_t most = FLUSHED - fold->rows, some = count < most ? count : most;
+        for (int64_t i = 0; i < some; i++)
+            for (int s = 0; s < 8; s++) signs[i][s] = first[s] * (T)(ROWS[0][s ^ swap] * samples[8 * i + s]);
+        NAME(fold_rows)(x, some, fold->length, fold->length, signs[0], sums);
+        NAME(count_rows)(fold, sums, some);
+        x += some * fold->length;
+        samples += 8 * some;
+        count -= some;
+    }
+}
+
+static APART void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n) {
     while (n) {
         int64_t sample = place / fold->length, within = place % fold->length;
         int64_t some = fold->length - within < n ? fold->length - within : n;
-        NAME(fold_sample)(fold, sums, x, within, some, fold->signs ? fold->signs + 8 * sample : NULL);
+        const int8_t *signs = fold->signs + 8 * sample;
+        if (some == fold->length && some <= COLUMNS) {
+            some = n / fold->length * fold->length;
+            NAME(fold_samples)(fold, sums, x, n / fold->length, signs);
+        } else NAME(fold_sample)(fold, sums, x, within, some, signs);
         x += some;
         place += some;
         n -= some;
@@ -395,17 +500,21 @@ static INLINE void NAME(begin)(Fold *fold, T *sums) {
     NAME(clear)(fold, sums);
 }
 
-/* Writes the 16 numbers of the totals. */
-static INLINE void NAME(finish)(Fold *fold, T *sums, double *numbers) {
-    NAME(flush)(fold, sums);
-    for (int number = 0; number < NUMBERS; number++) {
-        const double *from = fold->totals + number / 2 * COLUMNS, *signs = COLUMN_SIGNS[number];
-        double lanes[16];
-        D sum[DSTEPS];
-        DEACH sum[k] = DSPLAT(0);
-        for (int64_t c = 0; c < fold->columns; c += 16) DEACH sum[k] += DOUBLES(from + c + k * HALF) * DOUBLES(signs + c + k * HALF);
-        DEACH DSTORE(lanes + k * HALF, sum[k]);
-        numbers[number] = total(lanes) / 4;
+/* Writes the 16 numbers of the sums and the totals. */
+static APART void NAME(finish)(const Fold *fold, const T *sums, double *numbers) {
+    for (int s = 0; s < 8; s++) {
+        const double *totals = fold->totals + s * COLUMNS, *one = COLUMN_SIGNS[2 * s], *two = COLUMN_SIGNS[2 * s + 1];
+        D a[DSTEPS], b[DSTEPS];
+        DEACH a[k] = b[k] = DSPLAT(0);
+        for (int64_t c = 0; c < fold->columns; c += 16)
+            DEACH {
+                D sum = DLOAD(sums + s * COLUMNS + c + k * HALF);
+                if (fold->flushed) sum += DOUBLES(totals + c + k * HALF);
+                a[k] = SIGNED_DSUM(a[k], sum, DOUBLES(one + c + k * HALF));
+                b[k] = SIGNED_DSUM(b[k], sum, DOUBLES(two + c + k * HALF));
+            }
+        numbers[2 * s] = NAME(total)(a) / 4;
+        numbers[2 * s + 1] = NAME(total)(b) / 4;
     }
 }
 
@@ -419,8 +528,9 @@ static INLINE void NAME(copy_run)(const char *from, int64_t stride, int64_t n, i
     else for (int64_t i = 0; i < n; i++) memcpy(to + i, from + i * stride, 8);
 #else
     if (kind == FLOAT32) {
-        if (stride == 4) memcpy(to, from, (size_t)n * 4);
-        else for (int64_t i = 0; i < n; i++) memcpy(to + i, from + i * stride, 4);
+        int64_t i = 0;
+        for (; stride == 4 && i + LANES <= n; i += LANES) memcpy(to + i, from + 4 * i, sizeof(V));
+        for (; i < n; i++) memcpy(to + i, from + i * stride, 4);
     } else if (kind == BFLOAT16) {
         if (stride == 2) for (int64_t i = 0; i < n; i++) to[i] = of_bfloat16(from + 2 * i);
         else for (int64_t i = 0; i < n; i++) to[i] = of_bfloat16(from + i * stride);
@@ -461,148 +571,167 @@ static INLINE void NAME(gather)(const View *view, int kind, int64_t start, int64
     }
 }
 
-/* Writes the columns of 16 rows of 16 elements as rows. */
-static INLINE void NAME(transpose)(const T *from, int64_t step, T *to, int64_t to_step) {
+/* Writes the columns of a tile of at most 16 rows of 16 elements as rows. */
+static INLINE void NAME(transpose)(const T *from, int64_t step, int64_t rows, int64_t columns, T *to, int64_t to_step) {
+    int64_t done = 0; /* rows */
 #if X86 && LANES == 8
-    for (int c = 0; c < 16; c += 4)
-        for (int r = 0; r < 16; r += 8) { /* rows r to r + 3 beside rows r + 4 to r + 7 */
-            __m256 x[4], y[4];
-            for (int i = 0; i < 4; i++) {
-                const T *row = from + (r + i) * step + c;
-                x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * step), 1);
-            }
-            y[0] = _mm256_unpacklo_ps(x[0], x[1]);
-            y[1] = _mm256_unpacklo_ps(x[2], x[3]);
-            y[2] = _mm256_unpackhi_ps(x[0], x[1]);
-            y[3] = _mm256_unpackhi_ps(x[2], x[3]);
-            for (int i = 0; i < 4; i += 2) {
-                _mm256_storeu_ps(to + (c + i) * to_step + r, _mm256_shuffle_ps(y[i], y[i + 1], _MM_SHUFFLE(1, 0, 1, 0)));
-                _mm256_storeu_ps(to + (c + i + 1) * to_step + r, _mm256_shuffle_ps(y[i], y[i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
-            }
+    for (; done + 8 <= rows; done += 8) {
+        int64_t c = 0;
+        for (; c + 4 <= columns; c += 4) {
+            const T *x = from + done * step + c;
+            T *y = to + c * to_step + done;
+            __m256 a = TWO_ROWS(x, step), b = TWO_ROWS(x + step, step), d = TWO_ROWS(x + 2 * step, step), e = TWO_ROWS(x + 3 * step, step);
+            __m256 f = _mm256_unpacklo_ps(a, b), g = _mm256_unpacklo_ps(d, e);
+            __m256 h = _mm256_unpackhi_ps(a, b), i = _mm256_unpackhi_ps(d, e);
+            _mm256_storeu_ps(y, _mm256_shuffle_ps(f, g, _MM_SHUFFLE(1, 0, 1, 0)));
+            _mm256_storeu_ps(y + to_step, _mm256_shuffle_ps(f, g, _MM_SHUFFLE(3, 2, 3, 2)));
+            _mm256_storeu_ps(y + 2 * to_step, _mm256_shuffle_ps(h, i, _MM_SHUFFLE(1, 0, 1, 0)));
+            _mm256_storeu_ps(y + 3 * to_step, _mm256_shuffle_ps(h, i, _MM_SHUFFLE(3, 2, 3, 2)));
         }
-#elif X86 && !WIDE
-    for (int c = 0; c < 16; c += 4)
-        for (int r = 0; r < 16; r += 4) {
-            __m128 a = _mm_loadu_ps(from + r * step + c), b = _mm_loadu_ps(from + (r + 1) * step + c);
-            __m128 d = _mm_loadu_ps(from + (r + 2) * step + c), e = _mm_loadu_ps(from + (r + 3) * step + c);
-            _MM_TRANSPOSE4_PS(a, b, d, e);
-            _mm_storeu_ps(to + c * to_step + r, a);
-            _mm_storeu_ps(to + (c + 1) * to_step + r, b);
-            _mm_storeu_ps(to + (c + 2) * to_step + r, d);
-            _mm_storeu_ps(to + (c + 3) * to_step + r, e);
-        }
-#else
-    for (int c = 0; c < 16; c++)
-        for (int r = 0; r < 16; r++) to[c * to_step + r] = from[r * step + c];
+        for (; c < columns; c++)
+            for (int i = 0; i < 8; i++) to[c * to_step + done + i] = from[(done + i) * step + c];
+    }
 #endif
+#if X86 && !WIDE
+    for (; done + 4 <= rows; done += 4) {
+        int64_t c = 0;
+        for (; c + 4 <= columns; c += 4) {
+            const T *x = from + done * step + c;
+            T *y = to + c * to_step + done;
+            __m128 a = _mm_loadu_ps(x), b = _mm_loadu_ps(x + step), d = _mm_loadu_ps(x + 2 * step), e = _mm_loadu_ps(x + 3 * step);
+            _MM_TRANSPOSE4_PS(a, b, d, e);
+            _mm_storeu_ps(y, a);
+            _mm_storeu_ps(y + to_step, b);
+            _mm_storeu_ps(y + 2 * to_step, d);
+            _mm_storeu_ps(y + 3 * to_step, e);
+        }
+        for (; c < columns; c++)
+            for (int i = 0; i < 4; i++) to[c * to_step + done + i] = from[(done + i) * step + c];
+    }
+#endif
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t r = done; r < rows; r++) to[c * to_step + r] = from[r * step + c];
+}
+
+static APART void NAME(transpose_tile)(const T *from, int64_t step, T *to, int64_t to_step) {
+    NAME(transpose)(from, step, 8, 16, to, to_step);
+    NAME(transpose)(from + 8 * step, step, 8, 16, to + 8, to_step);
+}
+
+static APART void NAME(transpose_rest)(const T *from, int64_t step, int64_t rows, int64_t columns, T *to, int64_t to_step) {
+    NAME(transpose)(from, step, rows, columns, to, to_step);
 }
 
 /* Writes `rows` rows of elements `stride` bytes apart, in each of which `columns` lie together, as columns. */
-static INLINE void NAME(turn)(const char *from, int64_t stride, int kind, int64_t rows, int64_t columns, T *to, int64_t to_step) {
-    int64_t itemsize = WIDE ? 8 : kind == FLOAT32 ? 4 : 2;
-    int direct = itemsize == (int64_t)sizeof(T) && (uintptr_t)from % sizeof(T) == 0 && stride % itemsize == 0;
+static APART void NAME(turn)(const char *from, int64_t stride, int kind, int64_t rows, int64_t columns, T *to) {
+    const int64_t itemsize = WIDE ? 8 : kind == FLOAT32 ? 4 : 2, size = sizeof(T);
+    int direct = itemsize == size && (uintptr_t)from % sizeof(T) == 0 && stride % size == 0;
+    int64_t step = direct ? stride / size : 16;
     T few[16 * 16];
     for (int64_t r = 0; r < rows; r += 16)
         for (int64_t c = 0; c < columns; c += 16) {
             int64_t some_rows = rows - r < 16 ? rows - r : 16, some = columns - c < 16 ? columns - c : 16;
             const char *corner = from + r * stride + c * itemsize;
-            for (int i = 0; i < 16; i++) PREFETCH(corner + (AHEAD + i) * stride);
-            if (direct && some_rows == 16 && some == 16) {
-                NAME(transpose)((const T *)(const void *)corner, stride / itemsize, to + c * to_step + r, to_step);
-                continue;
-            }
-            for (int64_t i = 0; i < some_rows; i++) NAME(copy_run)(corner + i * stride, itemsize, some, kind, few + 16 * i);
-            if (some_rows == 16 && some == 16) NAME(transpose)(few, 16, to + c * to_step + r, to_step);
-            else
-                for (int64_t j = 0; j < some; j++)
-                    for (int64_t i = 0; i < some_rows; i++) to[(c + j) * to_step + r + i] = few[16 * i + j];
+            const T *tile = direct ? (const T *)(const void *)corner : few;
+            for (int64_t i = 0; !direct && i < some_rows; i++) NAME(copy_run)(corner + i * stride, itemsize, some, kind, few + 16 * i);
+            if (some_rows == 16 && some == 16) NAME(transpose_tile)(tile, step, to + c * rows + r, rows);
+            else NAME(transpose_rest)(tile, step, some_rows, some, to + c * rows + r, rows);
         }
 }
 
-/* Adds all elements where those that lie together are not those of the last dimension, but of the one before: whole rows
-   of the last, many at once, and then in the spans and chunks of all other tensors, for the same bits. */
-static INLINE void NAME(fold_turned)(const Plan *plan, Fold *fold, T *sums, double *numbers, T *buffer) {
-    const View *view = &plan->logical;
+/* Adds whole rows of the last dimension to a buffer, transposed, from that on which has element `start`. */
+static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held) {
     int last = view->dims - 1;
-    int64_t rows = view->size[last], columns = view->size[last - 1], itemsize = WIDE ? 8 : plan->kind == FLOAT32 ? 4 : 2;
-    int64_t at[MOST_DIMS] = {0}, done = 0, held = 0;
-    const char *from = view->data;
-    NAME(begin)(fold, sums);
-    for (;;) {
-        for (int64_t c = 0; c < columns; c += plan->turned) {
-            int64_t n = columns - c < plan->turned ? columns - c : plan->turned, start = 0;
-            NAME(turn)(from + c * itemsize, view->stride[last], plan->kind, rows, n, buffer + held, rows);
-            held += n * rows;
-            for (; held >= SPAN; held -= SPAN) {
-                NAME(fold_span)(fold, sums, buffer + start, done, SPAN);
-                start += SPAN;
-                done += SPAN;
-                if (done % CHUNK == 0 && done < plan->elements) {
-                    NAME(finish)(fold, sums, numbers + NUMBERS * (done / CHUNK - 1));
-                    NAME(begin)(fold, sums);
-                }
-            }
-            if (start) memmove(buffer, buffer + start, (size_t)held * sizeof(T));
-        }
-        int d = last - 2;
-        for (; d >= 0; d--) {
-            from += view->stride[d];
-            if (++at[d] < view->size[d]) break;
-            from -= view->size[d] * view->stride[d];
-            at[d] = 0;
-        }
-        if (d < 0) break;
+    int64_t rows = view->size[last], columns = view->size[last - 1], itemsize = WIDE ? 8 : kind == FLOAT32 ? 4 : 2;
+    int64_t at = start / rows, column = at % columns, needed = (end - 1) / rows + 1 - at;
+    int64_t some = columns - column < view->turned ? columns - column : view->turned;
+    const char *from = view->data + column * itemsize;
+    if (some > needed) some = needed;
+    at /= columns;
+    for (int d = last - 2; d >= 0; d--) {
+        from += at % view->size[d] * view->stride[d];
+        at /= view->size[d];
     }
-    NAME(fold_span)(fold, sums, buffer, done, held);
-    NAME(finish)(fold, sums, numbers + NUMBERS * ((plan->elements - 1) / CHUNK));
+    NAME(turn)(from, view->stride[last], kind, rows, some, buffer + held->count);
+    if (!held->count) held->first = start % rows;
+    held->count += some * rows - held->first;
 }
 
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
-static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t n, T *buffer) {
+/* Returns the elements of a view from `start` on, and how many: BLOCK + GROUP at least, or all up to `end`. */
+static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held, int64_t *n) {
+    int64_t left = end - start, most = left < SPAN ? left : SPAN;
+    *n = most;
     if (view->direct) return (const T *)(const void *)view->data + start;
-    NAME(gather)(view, kind, start, n, buffer);
-    return buffer;
+    while (held->count < left && held->count < BLOCK + GROUP) {
+        memmove(buffer, buffer + held->first, (size_t)held->count * sizeof(T));
+        held->first = 0;
+        if (view->turned) NAME(add_turned)(view, kind, start + held->count, end, buffer, held);
+        else {
+            NAME(gather)(view, kind, start + held->count, most - held->count, buffer + held->count);
+            held->count = most;
+        }
+    }
+    if (held->count < most) *n = held->count;
+    return buffer + held->first;
 }
 
-/* The numbers of one chunk, and the range of each column or unit in it; or of all chunks the signed sums, as the first
-   item, where rows are transposed for them. */
-static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, void *buffer) {
-    T sums[8 * COLUMNS], *low = ranges, *high = low ? low + plan->ranges : NULL, shift = 0;
-    if (plan->turned) {
-        if (!item) {
-            NAME(fold_turned)(plan, fold, sums, numbers, buffer);
-            return;
-        }
-        fold = NULL;
-        item--;
-    }
-    int64_t first = item * CHUNK, end = first + CHUNK < plan->count ? first + CHUNK : plan->count;
+/* Adds the numbers of elements of a unit, or of several, of which the first is number `place`. */
+static INLINE void NAME(count_block)(
+    const Plan *plan, const T *x, int64_t place, int64_t n, T *shift, Part *all, T *low, int64_t *bins) {
+    T *high = low + plan->ranges;
+    Part part;
+    int finite = NAME(part_of)(x, n, plan->count <= SMALL ? NULL : shift, &part);
+    merge(all, &part);
+    if (bins) NAME(count_bins)(x, n, bins);
+    if (!low) return;
+    if (!finite) NAME(range_with_nan)(x, place, n, plan->inner, plan->ranges, low, high);
+    else if (plan->inner >= LONG) {
+        int64_t unit = place / plan->inner % plan->ranges;
+        if (part.low < low[unit]) low[unit] = (T)part.low;
+        if (part.high > high[unit]) high[unit] = (T)part.high;
+    } else if (plan->inner == 1) NAME(range_of_columns)(x, place, n, plan->ranges, low, high);
+    else NAME(range_of_runs)(x, place, n, plan->inner, plan->ranges, low, high);
+}
+
+/* The numbers of one chunk, and the range of each column or unit in it. Neither blocks nor groups of rows depend on the
+   spans in which elements are brought into order. */
+static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer) {
+    T sums[8 * COLUMNS], shift = 0;
     Part all = NOTHING;
     if (fold) NAME(begin)(fold, sums);
-    for (int64_t start = first; start < end; start += SPAN) {
-        int64_t n = end - start < SPAN ? end - start : SPAN;
-        const T *x = NAME(span)(&plan->memory, plan->kind, start, n, buffer);
-        for (int64_t i = 0; i < n; i += BLOCK) {
-            int64_t some = n - i < BLOCK ? n - i : BLOCK;
-            Part part;
-            int finite = NAME(part_of)(x + i, some, plan->count <= SMALL ? NULL : &shift, &part);
-            merge(&all, &part);
-            if (!low) continue;
-            if (!finite) NAME(range_with_nan)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
-            else if (plan->inner == 1) NAME(range_of_columns)(x + i, start + i, some, plan->ranges, low, high);
-            else NAME(range_of_runs)(x + i, start + i, some, plan->inner, plan->ranges, low, high);
+    for (int pass = 0; pass < (fold && !plan->in_order ? 2 : 1); pass++) {
+        const View *view = pass ? &plan->logical : &plan->memory;
+        int64_t first = item * CHUNK, most = pass ? plan->elements : plan->count, end = first + CHUNK < most ? first + CHUNK : most;
+        int64_t counted = pass ? end : first, folded = fold && pass == !plan->in_order ? first : end;
+        Held held = {0, 0};
+        for (int64_t start = first; start < end;) {
+            int64_t n;
+            const T *x = NAME(span)(view, plan->kind, start, end, buffer, &held, &n);
+            int64_t stop = start + n;
+            while (counted < stop) {
+                int64_t left = plan->inner - counted % plan->inner;
+                n = end - counted < BLOCK ? end - counted : BLOCK;
+                if (plan->inner >= LONG && left < n) n = left;
+                if (counted + n > stop) break;
+                NAME(count_block)(plan, x + (counted - start), counted, n, &shift, &all, ranges, bins);
+                counted += n;
+            }
+            if (folded < stop) {
+                n = stop - folded;
+                if (stop < end) n -= stop % fold->length % GROUP;
+                NAME(fold_span)(fold, sums, x + (folded - start), folded, n);
+                folded += n;
+            }
+            stop = counted < folded ? counted : folded;
+            held.first += stop - start;
+            held.count -= stop - start;
+            start = stop;
         }
-        if (fold && plan->same_order) NAME(fold_span)(fold, sums, x, start, n);
     }
     parts[item] = all;
-    if (!fold) return;
-    end = first + CHUNK < plan->elements ? first + CHUNK : plan->elements;
-    for (int64_t start = first; start < end && !plan->same_order; start += SPAN) {
-        int64_t n = end - start < SPAN ? end - start : SPAN;
-        NAME(fold_span)(fold, sums, NAME(span)(&plan->logical, plan->kind, start, n, buffer), start, n);
-    }
-    NAME(finish)(fold, sums, numbers + NUMBERS * item);
+    if (fold) NAME(finish)(fold, sums, numbers + NUMBERS * item);
 }
 
 UNUSED static void NAME(no_range)(T *ranges, int64_t n) {
@@ -622,17 +751,16 @@ UNUSED static void NAME(merge_ranges)(T *ranges, const T *others, int64_t n) {
 UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t inner, int64_t repeats, T *low, T *high) {
     const T *lows = columns, *highs = columns + units * inner * repeats;
     for (int64_t u = 0; u < units; u++) {
-        T l = INFINITY, h = -INFINITY;
-        for (int64_t r = 0; r < repeats; r++)
-            for (int64_t i = 0; i < inner; i++) {
-                T a = lows[(r * units + u) * inner + i], b = highs[(r * units + u) * inner + i];
-                if (a != a) l = h = a;
-                if (a < l) l = a;
-                if (b > h) h = b;
-            }
-        low[u] = l + 0; /* no negative zero: which of them is met first depends on the order */
-        high[u] = h + 0;
+        low[u] = lows[u * inner] + 0; /* no negative zero: which of them is met first depends on the order */
+        high[u] = highs[u * inner] + 0;
     }
+    for (int64_t r = 0; r < repeats; r++, lows += units * inner, highs += units * inner)
+        for (int64_t i = r ? 0 : 1; i < inner; i++)
+            for (int64_t u = 0; u < units; u++) {
+                T a = lows[u * inner + i] + 0, b = highs[u * inner + i] + 0;
+                low[u] = ((a < low[u]) | (a != a)) ? a : low[u];
+                high[u] = ((b > high[u]) | (b != b)) ? b : high[u];
+            }
 }
 
 #undef STEPS
@@ -641,11 +769,14 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef DEACH
 #undef T
 #undef TYPE
+#undef BITS
 #undef WIDE
 #undef COUNTER
 #undef LANES
 #undef HALF
 #undef DLOAD
+#undef SIGNED_SUM
+#undef SIGNED_DSUM
 #if X86 && BYTES
 #undef LEAST
 #undef MOST

@@ -28,21 +28,29 @@ _FROM_PYTHON = 1 << 9
 
 
 class Flat:
-    """The tensors and the plain values of one nested value, each with its path.
+    """The tensors and the plain values of one nested value, each with its path."""
 
-    Args:
-        objects: Whether to search the attributes of objects that are no containers.
-    """
+    __slots__ = ("known", "opaque", "plain", "tensors")
 
-    __slots__ = ("_depth", "_left", "_objects", "_opened", "known", "opaque", "plain", "tensors")
-
-    def __init__(self, *, objects: bool = False) -> None:
+    def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.plain: dict[str, Plain] = {}
         self.opaque: dict[str, str] = {}
         """Values that cannot be searched: path → name of the type."""
         self.known = True
         """False where a part is no container: of an object that is searched, only the tensors are taken."""
+
+
+class _Search:
+    """Fills a `Flat` with what is found in a value.
+
+    Args:
+        flat: To be filled.
+        objects: Whether to search the attributes of objects that are no containers.
+    """
+
+    def __init__(self, flat: Flat, *, objects: bool) -> None:
+        self._flat = flat
         self._objects = objects
         self._opened: list[Any] = []
         self._left = _MOST_OPENED if objects else _MOST
@@ -50,12 +58,13 @@ class Flat:
 
     def add(self, path: str, value: Any) -> None:
         """Add ``value``, found at ``path``."""
+        flat = self._flat
         if isinstance(value, torch.Tensor):
-            self.tensors.append((path, value))
+            flat.tensors.append((path, value))
         elif value is None or isinstance(value, (bool, int, float, str)):
-            self.plain[path] = _exactly(value)
+            flat.plain[path] = _exactly(value)
         elif isinstance(value, _NAMED):
-            self.plain[path] = str(value)
+            flat.plain[path] = str(value)
         else:
             inside = None if self._depth == _DEEPEST else parts(value)
             if inside is None:
@@ -72,32 +81,34 @@ class Flat:
 
     def _look_into(self, path: str, value: Any) -> None:
         """Add the tensors in the attributes of an object that is no container."""
-        self.known = False
+        flat = self._flat
+        flat.known = False
         attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
         if not attributes:
             self._leave(path, value)
         elif not any(value is known for known in self._opened):
             self._opened.append(value)  # it may contain itself
-            inside = Flat(objects=True)
+            found = Flat()
+            inside = _Search(found, objects=True)
             inside._opened, inside._left, inside._depth = self._opened, self._left, self._depth + 1
             for name, part in attributes.items():
                 if not _is_code(part):
                     inside.add(f"{path}.{name}", part)
             self._left = inside._left - len(attributes)
             known: set[int] = set()
-            for where, tensor in inside.tensors:
+            for where, tensor in found.tensors:
                 if id(tensor) not in known:  # distributions hold their parameter a second time as `_param`
                     known.add(id(tensor))
-                    self.tensors.append((where, tensor))
-            self.opaque.update(inside.opaque)
+                    flat.tensors.append((where, tensor))
+            flat.opaque.update(found.opaque)
             closures = [part for part in attributes.values() if _is_closure(part)]
-            unsearched = not known and not inside.opaque
+            unsearched = not known and not found.opaque
             if any(unsearched or _holds_tensors(part) for part in closures):
                 self._leave(path, value)
 
     def _leave(self, path: str, value: Any, more: str = "") -> None:
-        self.known = False
-        self.opaque[path] = type(value).__qualname__ + more
+        self._flat.known = False
+        self._flat.opaque[path] = type(value).__qualname__ + more
 
 
 def _exactly(value: Any) -> Plain:
@@ -187,11 +198,11 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
     >>> [path for path, _ in flat.tensors], flat.opaque
     (['output[0].loc', 'output[0].scale'], {'output[1]': 'list_iterator'})
     """
-    flat = Flat(objects=objects)
+    flat = Flat()
     if type(value) is torch.Tensor:  # by far the most
         flat.tensors.append((path, value))
     else:
-        flat.add(path, value)
+        _Search(flat, objects=objects).add(path, value)
     return flat
 
 
@@ -222,14 +233,15 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
     >>> [path for path, _ in flat.tensors], flat.plain
     (['input', 'mask'], {'causal': True})
     """
-    flat = Flat(objects=objects)
+    flat = Flat()
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         flat.tensors.append(("input", args[0]))
         return flat
+    search = _Search(flat, objects=objects)
     for i, arg in enumerate(args):
-        flat.add("input" if len(args) == 1 else f"input[{i}]", arg)
+        search.add("input" if len(args) == 1 else f"input[{i}]", arg)
     for name, arg in kwargs.items():
-        flat.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one
+        search.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one
     return flat
 
 

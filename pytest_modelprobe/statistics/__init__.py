@@ -22,21 +22,24 @@ from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
-from .compiled import by_kernel
+from .compiled import by_kernel, by_kernel_merged
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
+from .packed import has_fingerprint
 from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
-from .reduced import NO_ELEMENT, Array, Reduced, merged_row
-from .samples import WHOLE, Samples, samples_of
+from .reduced import NO_ELEMENT, Array, Packed, Reduced, Reduction, merged_row
+from .samples import WHOLE, Samples, SeenSamples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
     "NO_ELEMENT",
     "WHOLE",
     "Reduced",
+    "Reduction",
     "Samples",
+    "SeenSamples",
     "SmallTensors",
     "any_nonfinite",
     "collect",
@@ -60,7 +63,7 @@ def reduce(
     fingerprint: bool = True,
     histogram: bool = False,
     small: SmallTensors | None = None,
-) -> Reduced:
+) -> Reduction:
     """Return the reduction of a tensor, or the reason why it cannot be read.
 
     A `DTensor` is reduced to its local shard, complex elements to their magnitudes.
@@ -80,10 +83,10 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    if not (histogram or function_modes()):
-        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None)
+    if not function_modes():
+        by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:
-            return by_one_read
+            return by_one_read if small is not None else by_one_read.computed()
     with ambient_modes_disabled():
         return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
 
@@ -108,16 +111,18 @@ def reduce_on_device(
         return on_device(tensor.detach(), axis, index, samples, fingerprint, histogram)
 
 
-def merge(a: Reduced, b: Reduced) -> Reduced:
+def merge(a: Reduction, b: Reduction) -> Reduction:
     """Return the reduction of both sets of elements together; nothing is read from a device.
 
     >>> (both,) = collect([merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))])
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
     """
-    for one in (a, b):
-        if one.pending is not None:
-            one.computed()
+    packed = by_kernel_merged(a, b)
+    return _merged(a.computed(), b.computed()) if packed is None else packed
+
+
+def _merged(a: Reduced, b: Reduced) -> Reduced:
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
     on_cpu = a.rows is None and b.rows is None
     if a.row is not None and b.row is not None:
@@ -145,7 +150,7 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
     return merged
 
 
-def any_nonfinite(reduced: Iterable[Reduced]) -> bool:
+def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
     """Return whether any reduction counts elements that are not finite; those on a device are read from it.
 
     >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
@@ -153,25 +158,27 @@ def any_nonfinite(reduced: Iterable[Reduced]) -> bool:
     """
     remote = []
     for one in reduced:
-        row = one.computed().row
-        if row is not None and any(row[1:4]):
+        if isinstance(one, Packed) and has_fingerprint(one.numbers):
+            continue
+        computed = one.computed()
+        if computed.row is not None and any(computed.row[1:4]):
             return True
-        if one.rows is not None:
-            remote.append(one)
+        if computed.rows is not None:
+            remote.append(computed)
     return any(found.statistics is not None and found.statistics.nonfinite > 0 for found in collect(remote))
 
 
-def collect(reduced: Sequence[Reduced]) -> list[Reading]:
+def collect(reduced: Sequence[Reduction]) -> list[Reading]:
     """Return the readings of reductions in plain numbers, with one transfer for each device.
 
     >>> ones, zeros = collect([reduce(torch.ones(2)), reduce(torch.zeros(2))])
     >>> ones.statistics.max, zeros.statistics.max
     (1.0, 0.0)
     """
-    reduced = [one.computed() for one in reduced]
+    computed = [one.computed() for one in reduced]
     remote = [
         t
-        for r in reduced
+        for r in computed
         if r.rows is not None or r.histogram is not None  # those of a device have rows
         for t in (r.rows, r.low, r.high, r.remote_fingerprint, r.histogram)
         if isinstance(t, Tensor) and not (t is r.histogram and t.is_cpu)
@@ -183,7 +190,7 @@ def collect(reduced: Sequence[Reduced]) -> list[Reading]:
         return numbers[id(value)] if isinstance(value, Tensor) else value
 
     readings = []
-    for one in reduced:
+    for one in computed:
         row = one.row
         for part in () if one.rows is None else map(tuple, plain(one.rows).reshape(-1, len(NO_ELEMENT)).tolist()):
             row = part if row is None else merged_row(row, part)
@@ -250,16 +257,15 @@ def _reduced(
     fingerprint: bool,
     histogram: bool,
     small: SmallTensors | None,
-) -> Reduced:
+) -> Reduction:
     plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
-    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None)
+    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)
     if by_one_read is not None:
-        by_one_read.histogram = count(plain, torch.float64) if histogram else None
-        return by_one_read
+        return by_one_read if small is not None else by_one_read.computed()
     if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
         together = SmallTensors() if small is None else small
         reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)

@@ -17,16 +17,18 @@ from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import is_wrapped
 
 from .fingerprint import project
+from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
-from .reduced import Reduced
+from .reduced import Packed, Reduction
 from .samples import Samples
 from .signs import columns, periods, row_signs, row_structure
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
 
 
-def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
+def by_kernel(
+    x: Tensor, axis: int | None, index: int, samples: Samples | None, histogram: bool = False
+) -> Reduction | None:
     """Return the reduction of a CPU tensor, or None: it is for torch to compute.
 
     That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
@@ -37,6 +39,7 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
         samples: Those of the forward; None: no fingerprint.
+        histogram: Whether to count the elements in bins too.
     """
     if kernel.active is None or (type(x) is not Tensor and type(x) is not Parameter) or not x.is_cpu:
         return None
@@ -52,23 +55,24 @@ def by_kernel(x: Tensor, axis: int | None, index: int, samples: Samples | None) 
     if samples is not None:
         set_tables()
         signs = samples.packed(shape)
-    found = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads)
-    if found is None:
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, histogram)
+    if numbers is None:
         return None
-    row, ranges, numbers = found
-    reduced = Reduced(1, row)
-    if axis is not None and ranges is not None:
-        dtype, units = _FLOAT64 if kind == 1 else _FLOAT32, shape[axis]
-        # By far quicker than to unpack an array of both.
-        reduced.low = np.ndarray(units, dtype, ranges)
-        reduced.high = np.ndarray(units, dtype, ranges, units * dtype.itemsize)
-        reduced.axis = axis
-    if numbers is not None:
-        reduced.fingerprint = np.frombuffer(numbers, _FLOAT64)
-    elif samples is not None:  # not finite
-        with ambient_modes_disabled():
-            reduced.fingerprint = project(x.detach(), samples)
+    packed = Packed(1, axis, numbers)
+    if samples is None or has_fingerprint(numbers):
+        return packed
+    reduced = packed.computed()  # not finite
+    with ambient_modes_disabled():
+        reduced.fingerprint = project(x.detach(), samples)
     return reduced
+
+
+def by_kernel_merged(a: Reduction, b: Reduction) -> Packed | None:
+    """Return two reductions together, or None: they are not both of the kernel, or differ in kind."""
+    if type(a) is not Packed or type(b) is not Packed or a.axis != b.axis or kernel.active is None:
+        return None
+    numbers = kernel.active.merge(a.numbers, b.numbers)
+    return None if numbers is None else Packed(a.tensors + b.tensors, a.axis, numbers)
 
 
 def on_threads(work: Callable[[], None], most: int) -> None:
@@ -96,6 +100,8 @@ def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "modelprobe")
 
 
+# A child that ends by `sys.exit` may crash as torch is unloaded, whatever our threads do: torch joins there those of a
+# pool of its own. To call `torch.get_num_threads()` and `torch.set_num_threads(4)` before the fork suffices.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are those of the parent
 

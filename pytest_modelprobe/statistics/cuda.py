@@ -26,7 +26,7 @@ from pytest_modelprobe.kernel import VARIABLE
 
 from .readable import NO_CONTEXT
 from .reduced import Reduced
-from .samples import Samples
+from .samples import WHOLE, Samples
 from .signs import COLUMNS, columns, periods, row_signs
 
 _DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
@@ -74,6 +74,17 @@ def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None)
     except Exception as error:  # noqa: BLE001 - Triton compiles here: without a C compiler, or for an unknown device
         KERNELS.problem = f"{type(error).__name__}: {error}"
         return None
+
+
+def description() -> str:
+    """Return which code computes the numbers of tensors on CUDA, in words, once it was tried on a small tensor.
+
+    >>> description().split()[0] in ("Triton", "torch")
+    True
+    """
+    if torch.cuda.is_available() and KERNELS.module is not None:
+        by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE)
+    return "Triton" if KERNELS.module is not None and KERNELS.problem is None else f"torch ({KERNELS.problem})"
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:

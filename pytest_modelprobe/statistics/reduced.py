@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from pytest_modelprobe.record import merge_moments
+
+from .packed import unpack
+from .readable import ambient_modes_disabled
 
 Array = npt.NDArray[Any]
 
@@ -58,6 +62,34 @@ class Reduced:
         if pending is not None:
             pending.flush()
         return self
+
+
+class Packed:
+    """The reduction of one tensor, or of several merged, as the compiled kernel returned it.
+
+    An object of many fields takes longer to make than the numbers of a small tensor to compute.
+    """
+
+    __slots__ = ("axis", "numbers", "tensors")
+    reason = None
+    """There always are numbers."""
+
+    def __init__(self, tensors: int, axis: int | None, numbers: bytes) -> None:
+        self.tensors = tensors
+        self.axis = axis
+        self.numbers = numbers
+
+    def computed(self) -> Reduced:
+        """Return the same numbers, unpacked."""
+        row, low, high, fingerprint, counts = unpack(self.numbers)
+        histogram = None
+        if counts is not None:
+            with ambient_modes_disabled():
+                histogram = torch.from_numpy(counts.copy())
+        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, histogram)
+
+
+Reduction = Reduced | Packed
 
 
 def row_of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:

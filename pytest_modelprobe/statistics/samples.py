@@ -32,10 +32,12 @@ from .signs import (
     places,
 )
 
+_MOST = 1 << 12  # samples that are known again, so that memory does not grow where no step is taken
 _READ = 256  # elements of a sample that are looked at, evenly spaced; up to twice as many
 _PROJECTIONS = 4
 _SALT = 7
 _TINY = 1e-30
+_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 
 class Samples:
@@ -45,7 +47,7 @@ class Samples:
         turn: Number of the forward among those of its kind, from 0: it has the signs of values without a batch.
         hashes: Of the samples, int64; None: there is no batch.
         sizes: Of dimension 0 of the values that have the batch there.
-        keys: Of the samples, int64: those of equal samples are equal.
+        keys: Of the samples, int64: those of equal samples are equal. An array, unless they are on another device.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Samples:
         turn: int = 0,
         hashes: Tensor | None = None,
         sizes: Collection[int] = (),
-        keys: Tensor | None = None,
+        keys: Array | Tensor | None = None,
     ) -> None:
         self.keys = keys
         self.whole = self if hashes is None else Samples(turn)
@@ -118,7 +120,47 @@ WHOLE = Samples()
 """For a tensor without a batch."""
 
 
-def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = None) -> Samples:
+class SeenSamples:
+    """Counts the samples of the microbatches of a batch, so that equal ones are told apart.
+
+    >>> seen, x = SeenSamples(), torch.ones(1, 3)
+    >>> first = samples_of([x], seen=seen)
+    >>> seen.add(first)
+    >>> bool((first.signs((1, 3)) == samples_of([x], seen=seen).signs((1, 3))).all())
+    False
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, int] = {}
+        self._elsewhere: Tensor | None = None
+        """Keys on another device, for which nothing waits."""
+
+    def add(self, samples: Samples) -> None:
+        """Count the samples of a microbatch."""
+        keys = samples.keys
+        if isinstance(keys, Tensor):
+            before = self._elsewhere
+            with ambient_modes_disabled():
+                known = [] if before is None or before.device != keys.device else [before]
+                self._elsewhere = torch.cat([*known, keys])[-_MOST:]
+        elif keys is not None:
+            for key in keys.tolist():
+                self._times[key] = self._times.pop(key, 0) + 1
+            for oldest in list(self._times)[:-_MOST] if len(self._times) > _MOST else ():
+                del self._times[oldest]
+
+    def times(self, keys: Array | Tensor) -> Tensor | None:
+        """Return how often each key was counted, int64; None where none was."""
+        if isinstance(keys, Tensor):
+            if self._elsewhere is None or self._elsewhere.device != keys.device:
+                return None
+            earlier = self._elsewhere.sort().values
+            return torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
+        times = [self._times.get(key, 0) for key in keys.tolist()]
+        return torch.tensor(times, dtype=torch.int64) if any(times) else None
+
+
+def samples_of(inputs: Iterable[Tensor], turn: int = 0, seen: SeenSamples | None = None) -> Samples:
     """Return the samples of a forward, given its arguments; nothing waits for another device.
 
     The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
@@ -126,7 +168,7 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = 
     Args:
         inputs: The arguments.
         turn: Number of the forward among those of its kind, from 0.
-        before: The keys of the samples of the microbatches that are of the same batch and came before.
+        seen: The samples of the microbatches that are of the same batch and came before.
 
     >>> x = torch.randn(3, 5)
     >>> signs, reordered = samples_of([x]).signs((3, 7)), samples_of([x.flip(0)]).signs((3, 7))
@@ -145,48 +187,55 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, before: Tensor | None = 
             return Samples(turn)
         size, *inner = batch[0].shape
         try:
-            if before is not None and before.device != batch[0].device:
-                before = None
-            hashes, keys = _hashes(batch, before)
+            hashes, keys = _hashes(batch, seen)
             return Samples(turn, hashes, batch_sizes(size, inner), keys)
         except NotImplementedError:  # the device cannot do it
             return Samples(turn)
 
 
-def _hashes(batch: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a hash of each sample, and a key that equal samples share, int64."""
+def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Array | Tensor]:
+    """Return a hash of each sample, int64, and a key that equal samples share."""
+    keys: Array | Tensor | None = None
+    if all(tensor.is_cpu and tensor.dtype in _OF_NUMPY for tensor in batch):
+        arrays = [_read_by_numpy(as_array(tensor)) for tensor in batch]
+        with np.errstate(all="ignore"):
+            keys = _keys_by_numpy(arrays)
+            found = None if keys is None else _hashes_by_numpy(arrays)
+            if keys is not None and found is not None:
+                times = None if seen is None else seen.times(keys)
+                if times is not None:
+                    found ^= mixed(as_array(times).view(np.uint64) * np.uint64(GAMMA))
+                return torch.from_numpy(found.view(np.int64)), keys
     read = [_elements_read(tensor) for tensor in batch]
-    keys = found = None
-    if read[0].is_cpu:
-        keys = _keys_by_numpy([as_array(x) for x in read])
-        quick = _hashes_by_numpy([as_array(x) for x in read])
-        found = None if quick is None else torch.from_numpy(quick.view(np.int64))
-    numbers = None
-    if found is None or keys is None:
-        found = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-        exact = _row_hashes([_bits(x) for x in read])
-        keys = exact if keys is None else keys
-        numbers = _occurrences(exact)
-    if before is not None:
-        earlier = before.sort().values
-        times = torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
-        numbers = times if numbers is None else numbers + times
-    return found if numbers is None else found ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
+    exact = _row_hashes([_bits(x) for x in read])
+    numbers = _occurrences(exact)
+    if keys is None:
+        keys = as_array(exact).copy() if exact.is_cpu else exact
+    if seen is not None and (times := seen.times(keys)) is not None:
+        numbers = numbers + times
+    hashes = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
+    return hashes ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
 
 
-def _keys_by_numpy(batch: Sequence[Array]) -> Tensor | None:
-    """Return keys in a fraction of the time of a hash of all bits; None where samples are not finite."""
-    keys = np.zeros(len(batch[0]), np.uint64)
-    with np.errstate(all="ignore"):
-        for x in batch:
-            if x.dtype.kind != "f":
-                keys = mixed(keys) + _row_hashes_by_numpy([x])
-                continue
+def _read_by_numpy(x: Array) -> Array:
+    """Return what `_elements_read` does, in a fraction of the time."""
+    x = x.reshape(len(x), -1)
+    return x[:, :: x.shape[1] // _READ | 1].astype(np.float64 if x.dtype.kind == "f" else np.int64)
+
+
+def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
+    """Return keys, int64, in a fraction of the time of a hash of all bits; None where samples are not finite."""
+    keys: Array | None = None
+    for x in batch:
+        if x.dtype.kind == "f":
             sums = np.einsum("nm,m->n", x, _weights()[: x.shape[1]])
             if not np.isfinite(np.add.reduce(sums)):
                 return None
-            keys = mixed(keys) + sums.view(np.uint64)
-    return torch.from_numpy(keys.view(np.int64))
+            found = sums.view(np.uint64)
+        else:
+            found = _row_hashes_by_numpy([x])
+        keys = found if keys is None else mixed(keys) + found
+    return None if keys is None else keys.view(np.int64)
 
 
 @functools.cache
@@ -197,14 +246,13 @@ def _weights() -> Array:
 
 def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
     """Return the same in a tenth of the time; None where samples are equal, or not finite."""
-    with np.errstate(all="ignore"):
-        norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
-        if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
-            return None
-        parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
-        found = _row_hashes_by_numpy(parts)
-        # Equal samples have equal norms.
-        return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
+    norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
+    if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
+        return None
+    parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
+    found = _row_hashes_by_numpy(parts)
+    # Equal samples have equal norms.
+    return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
 
 
 def _summaries_by_numpy(x: Array, norm: Array) -> Array:

@@ -22,15 +22,16 @@ _COLUMN_SALT, _ROW_SALT, _PERIOD_SALT, _FORWARD_SALT, _PLACE_SALT = 2292, 56, 24
 
 GAMMA = 0x9E3779B97F4A7C15
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_STEPS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in STEPS)
 
 
 def mixed(z: Array, scratch: Array | None = None) -> Array:
     """Return the output function of splitmix64 (Steele, Lea and Flood 2014), in place."""
-    for shift, factor in STEPS:
-        scratch = np.right_shift(z, np.uint64(shift), out=scratch)
+    for shift, factor in _STEPS:
+        scratch = np.right_shift(z, shift, out=scratch)
         z ^= scratch
         if factor != 1:
-            z *= np.uint64(factor)
+            z *= factor
     return z
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pytest_modelprobe import kernel
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.statistics.compiled import set_tables
+from pytest_modelprobe.statistics.packed import unpack
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
@@ -49,7 +50,7 @@ def strided(array, start, shape, strides):
 
 def check(found, values, axis=None):
     """Compare with numpy in float64."""
-    row, ranges, _ = found
+    row, low, high, *_ = unpack(found)
     finite = values[np.isfinite(values)]
     assert row[:5] == (
         finite.size,
@@ -65,8 +66,6 @@ def check(found, values, axis=None):
         assert math.sqrt(row[11] / finite.size) == pytest.approx(finite.std(), rel=0, abs=1e-6 * rms)
     if axis is not None:
         by_unit = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
-        both = np.frombuffer(ranges, np.float64 if len(ranges) == 16 * len(by_unit) else np.float32)
-        low, high = both.reshape(2, -1)
         np.testing.assert_array_equal(low, by_unit.min(1))
         np.testing.assert_array_equal(high, by_unit.max(1))
 
@@ -120,16 +119,17 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, ranges, numbers = kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None)
+    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None))
     assert row[:5] == (0, 0, 0, 0, 0)
-    assert np.frombuffer(ranges, np.float32).tolist() == [math.inf] * 3 + [-math.inf] * 3
-    assert np.frombuffer(numbers).tolist() == [0.0] * 16
+    assert low.tolist() == [math.inf] * 3
+    assert high.tolist() == [-math.inf] * 3
+    assert numbers.tolist() == [0.0] * 16
 
 
 @compiled
 def test_more_elements_than_32_bits_count():
     one = np.ones(1, np.float32)
-    row, _, _ = kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None)
+    row, *_ = unpack(kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None))
     assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
 
 
@@ -151,6 +151,100 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
     finally:
         kernel.active.choose(kernel.active.LEVELS[-1])
     assert all(one == results[0] for one in results)
+
+
+@compiled
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33, 49, 70]), min_size=2, max_size=4),
+    st.sampled_from(list(KINDS)),
+    st.data(),
+)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "60")), deadline=None)
+def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data):
+    while math.prod(shape) > 40_000:
+        shape[0] = shape.pop() // 2
+    order = data.draw(st.permutations(range(len(shape))))
+    axis = data.draw(st.integers(-len(shape), -1))
+    signs = SIGNS * data.draw(st.sampled_from([1, shape[0]]))
+    check_orders(kind, tuple(shape), order, axis, signs)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 70, 100, 100), (0, 2, 3, 1)),
+        ((3, 5, 700, 200), (0, 2, 1, 3)),
+        ((3, 90, 4500), (2, 0, 1)),
+        ((2000, 196, 1), (1, 0, 2)),
+    ],
+    ids=["channels_last", "heads", "batch second", "many samples"],
+)
+def test_with_a_fingerprint_the_order_in_memory_of_many_elements_changes_no_bit(shape, order):
+    check_orders("float32", shape, order, -3, SIGNS * shape[0])
+
+
+def check_orders(kind, shape, order, axis, signs):
+    """Compare what lies in logical order with the same, permuted to lie in another order of the dimensions."""
+    straight = drawn(kind, math.prod(shape), 3)[0].reshape(shape)
+    turned = np.ascontiguousarray(straight.transpose(order)).transpose(np.argsort(order))
+    found = [
+        kernel.active.reduce(
+            x.ctypes.data, KINDS[kind], shape, tuple(step // x.itemsize for step in x.strides), axis, 0, signs, None
+        )
+        for x in (straight, turned)
+    ]
+    assert found[0] == found[1]
+
+
+# --- several together -------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("special", [(), (math.nan, math.inf, -math.inf), (0.0,)])
+def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, special):
+    one, other = (drawn(kind, 300, seed, special=special if seed else ())[0] for seed in (0, 1))
+    both = np.concatenate([one, other])
+    signs = None if math.nan in special else SIGNS  # of what is not finite the kernel computes no fingerprint
+
+    def numbers(array, index):
+        shape, strides = (len(array) // 3, 3), (3, 1)
+        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, None, True)
+
+    merged = kernel.active.merge(numbers(one, 0), numbers(other, 5))
+    row, low, high, fingerprint, counts = unpack(merged)
+    check(merged, both.astype(np.float64).reshape(-1, 3), -1)
+    assert row[5:8] == ((5, 5, 5) if math.nan in special else (math.inf,) * 3)
+    assert (low.dtype, high.dtype) == (kind, kind)
+    parts = [unpack(numbers(array, 0)) for array in (one, other)]
+    assert counts.sum() == np.isfinite(both).sum()
+    assert counts.tolist() == sum(part[4] for part in parts).tolist()
+    if signs is not None:
+        assert fingerprint.tolist() == sum(part[3] for part in parts).tolist()
+
+
+@compiled
+def test_numbers_of_tensors_of_other_kinds_are_not_put_together():
+    array = np.ones(6)
+
+    def numbers(kind, units, signs, *histogram):
+        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None, *histogram)
+
+    one = numbers(1, 3, SIGNS)
+    assert kernel.active.merge(one, one) is not None
+    others = [numbers(0, 3, SIGNS), numbers(0, 6, SIGNS), numbers(1, 2, SIGNS), numbers(1, 3, None)]
+    for other in (*others, numbers(1, 3, SIGNS, True)):
+        assert kernel.active.merge(one, other) is None
+        assert kernel.active.merge(other, one) is None
+
+
+@compiled
+def test_what_is_not_the_numbers_of_a_tensor_is_refused():
+    with pytest.raises(ValueError, match="no numbers of a tensor"):
+        kernel.active.merge(b"", b"")
+    with pytest.raises(TypeError):
+        kernel.active.merge(1, 2)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -191,11 +285,9 @@ def test_any_number_of_threads_gives_the_same_bits(layout, kind):
         if not special:
             stored[~np.isfinite(stored)] = 1
         arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, SIGNS)
-        row, *alone = kernel.active.reduce(*arguments, None)
+        alone = kernel.active.reduce(*arguments, None)
         for threads in (1, 2, 3, 7):
-            found, *others = kernel.active.reduce(*arguments, share_among(threads))
-            assert repr(found) == repr(row)
-            assert others == alone
+            assert kernel.active.reduce(*arguments, share_among(threads)) == alone
 
 
 @compiled
@@ -240,7 +332,7 @@ def test_after_an_interrupt_no_thread_is_at_it_any_more():
         ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
         ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
         ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: signs that are not 8 for each sample"),
-        ((0, 0), "TypeError: reduce() takes 8 arguments"),
+        ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments, error):

@@ -15,6 +15,7 @@ from pytest_modelprobe import kernel
 from pytest_modelprobe.statistics import collect, merge, reduce, samples_of
 from pytest_modelprobe.statistics.compiled import on_threads
 from pytest_modelprobe.statistics.fingerprint import project
+from pytest_modelprobe.statistics.histogram import count
 
 pytestmark = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
@@ -84,6 +85,18 @@ def test_a_tensor_that_requires_a_gradient_is_read_where_it_is_not_finite_too():
     assert reduce(x.requires_grad_()).fingerprint.tolist() == expected == project(x.detach()).tolist()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_histogram_is_that_of_torch(dtype, order):
+    edges = torch.cat([2.0 ** torch.arange(-80, 80, 0.5, dtype=torch.float64), torch.tensor([0.0, math.nan, math.inf])])
+    around = [edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(1e300))]
+    x = ORDERS[order](
+        torch.cat([*around, *(-part for part in around), draw(3, 323).flatten()]).reshape(9, -1).to(dtype)
+    )
+    for fingerprint in (True, False):
+        assert reduce(x, fingerprint=fingerprint, histogram=True).histogram.tolist() == count(x, torch.float64).tolist()
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +120,12 @@ def test_a_large_tensor_is_read_by_as_many_threads_as_torch_has(monkeypatch):
     )
     reduce(draw(3_000_000))
     assert len(set(names)) == 3
+
+
+@pytest.mark.usefixtures("_three_threads")
+def test_several_threads_count_the_same_histogram():
+    x = draw(3_000_000)
+    assert reduce(x, histogram=True).histogram.tolist() == count(x, torch.float64).tolist()
 
 
 def test_with_one_thread_no_other_is_started():

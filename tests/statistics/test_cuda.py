@@ -69,3 +69,19 @@ def test_a_device_without_memory_says_so(kernels, monkeypatch):
     with pytest.raises(torch.cuda.OutOfMemoryError):
         cuda.by_kernels(torch.ones(3), None, 0, WHOLE)
     assert kernels.problem is None
+
+
+def test_which_code_computes_is_said_in_words(kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernels.module = types.ModuleType("triton_kernels")
+    assert cuda.description() == "Triton"
+    kernels.problem = "RuntimeError: Failed to find C compiler."
+    assert cuda.description() == "torch (RuntimeError: Failed to find C compiler.)"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_which_code_computes_is_known_once_it_was_tried(monkeypatch):
+    monkeypatch.setattr(cuda, "KERNELS", cuda._Kernels())
+    monkeypatch.setattr(cuda, "by_triton", lambda *_: 1 / 0)
+    assert cuda.description() == "torch (ZeroDivisionError: division by zero)"

@@ -11,7 +11,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from pytest_modelprobe.record import estimated_change
-from pytest_modelprobe.statistics import WHOLE, collect, merge, reduce, reduce_on_device, samples_of, signs
+from pytest_modelprobe.statistics import (
+    WHOLE,
+    Samples,
+    SeenSamples,
+    collect,
+    merge,
+    reduce,
+    reduce_on_device,
+    samples_of,
+    signs,
+)
 from pytest_modelprobe.statistics.fingerprint import K
 
 
@@ -135,12 +145,28 @@ def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size):
-    before, found = [], []
+    seen, found = SeenSamples(), []
     for part in given.split(size):
-        samples = samples_of([part], before=torch.cat(before) if before else None)
-        before.append(samples.keys)
+        samples = samples_of([part], seen=seen)
+        seen.add(samples)
         found.append(samples.signs((len(part),)))
     np.testing.assert_array_equal(np.concatenate(found, 1), signs_of(given))
+
+
+def test_no_more_than_so_many_samples_are_known_again():
+    seen = SeenSamples()
+    for part in torch.arange(5000).view(-1, 1).split(500):
+        seen.add(samples_of([part]))
+    assert len(seen._times) == 4096
+    assert seen.times(samples_of([torch.arange(4999, 5001).view(-1, 1)]).keys).tolist() == [1, 0]
+    assert seen.times(samples_of([torch.tensor([[0], [5000]])]).keys) is None
+
+
+def test_keys_on_another_device_are_counted_there():
+    seen = SeenSamples()
+    for keys in ([3, 5, 3], [5]):
+        seen.add(Samples(keys=torch.tensor(keys)))
+    assert seen.times(torch.tensor([3, 4, 5])).tolist() == [2, 0, 2]
 
 
 def test_inputs_that_cannot_be_read_have_no_batch():

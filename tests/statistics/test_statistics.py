@@ -414,9 +414,9 @@ def test_a_small_tensor_that_changes_while_it_waits_counts_as_it_was():
 def test_no_more_than_so_many_elements_wait():
     small = SmallTensors()
     waiting = [reduce(torch.ones(SMALL), small=small) for _ in range(200)]
-    assert sum(SMALL for one in waiting if one.pending) <= 2**18
+    assert sum(SMALL for one in waiting if getattr(one, "pending", None)) <= 2**18  # of the kernel none waits
     waiting = [reduce(torch.ones(1), small=small) for _ in range(5000)]
-    assert sum(1 for one in waiting if one.pending) <= 2**12
+    assert sum(1 for one in waiting if getattr(one, "pending", None)) <= 2**12
 
 
 def test_threads_may_add_while_others_flush():

@@ -258,7 +258,7 @@ class _IsolatedCall:
         # By id, with what keeps the id its own.
         self._inputs: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
         self._emitted: list[tuple[str, str | None]] = []
-        self._reduced: list[statistics.Reduced] = []
+        self._reduced: list[statistics.Reduction] = []
         self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
         self._leaves: dict[str, _Leaf] = {}
