@@ -541,8 +541,8 @@ def report(results: dict[str, Any]) -> str:
             "By time of the processor, on one thread.",
             f"`run` of the GPT-2 end to end (state kept and put back, record made): {n['run']:.2f} steps.",
             f"An update, and a failure, also call each module alone: {n['isolated']:.1f} steps.",
-            f"An update measures the noise: {n['measured']:.1f} steps, of those answers too:",
-            f"{n['measured, of the answers too']:.1f}.",
+            f"An update measures the noise: {n['measured']:.1f} steps,",
+            f"and {n['measured, of the answers too']:.1f} with the noise of those answers.",
             "",
         ]
     if "isolation" in results:
