@@ -98,6 +98,17 @@ def bench_bfloat16(rounds: int = 7) -> dict[str, Any]:
     return {"GPT-2, 6 blocks, 2 x 256, bfloat16": bench_model(in_bfloat16, rounds)}
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[Callable[[], float]]:
+    """Compute on one thread within the block, and yield the clock of the processor, which others disturb less."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield time.process_time
+    finally:
+        torch.set_num_threads(threads)
+
+
 def bench_isolation(rounds: int = 3) -> dict[str, dict[str, float]]:
     """Calling each layer alone: in forwards, where there is no loss, and in steps, where there is one."""
     found = {}
@@ -106,18 +117,19 @@ def bench_isolation(rounds: int = 3) -> dict[str, dict[str, float]]:
         model, inputs = make()
         probe, step, forward = ModelProbe(), step_of(model, inputs), forward_of(model, inputs)
         each: dict[str, list[float]] = {"forward": [], "step": []}
-        for turn in range(-1, rounds):
-            for name, loss, base in (("forward", None, forward), ("step", mean_square, step)):
-                start = time.perf_counter()
-                with torch.set_grad_enabled(loss is not None):
-                    base()
-                seconds = time.perf_counter() - start
-                record = probe.run(model, loss=loss, **inputs)
-                start = time.perf_counter()
-                isolated = record.rerun.isolated(record)
-                assert isolated.calls[0][1].response is not None  # it was not refused
-                if turn >= 0:
-                    each[name].append((time.perf_counter() - start) / seconds)
+        with one_thread() as clock:
+            for turn in range(-1, rounds):
+                for name, loss, base in (("forward", None, forward), ("step", mean_square, step)):
+                    start = clock()
+                    with torch.set_grad_enabled(loss is not None):
+                        base()
+                    seconds = clock() - start
+                    record = probe.run(model, loss=loss, **inputs)
+                    start = clock()
+                    isolated = record.rerun.isolated(record)
+                    assert isolated.calls[0][1].response is not None  # it was not refused
+                    if turn >= 0:
+                        each[name].append((clock() - start) / seconds)
         found[title] = {name: statistics.median(values) for name, values in each.items()}
     return found
 
@@ -131,26 +143,43 @@ def bench_python(rounds: int = 100) -> dict[str, Any]:
     return {name: (statistics.median(values) - base) / calls * 1e6 for name, values in times.items()}
 
 
-def bench_attach(rounds: int = 9) -> dict[str, float]:
-    """Milliseconds to attach to 10,000 modules and detach again, beside torch's own part in it."""
-    model = nn.Sequential(*(nn.Identity() for _ in range(10_000)))
+def bench_attach(rounds: int = 15) -> dict[str, dict[str, float]]:
+    """Milliseconds to attach and detach again, beside torch's own part in it: the hooks, and no garbage collected."""
+    config = GPT2Config(n_layer=77, n_embd=16, n_head=2, vocab_size=200, bos_token_id=0, eos_token_id=0)
+    models = {
+        "10,000 modules without parameters": nn.Sequential(*(nn.Identity() for _ in range(10_000))),
+        "a GPT-2 of 1,009 layers": GPT2LMHeadModel(config),
+    }
+    found = {}
+    for title, model in models.items():
 
-    def hooks_alone() -> None:
-        handles = []
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(print, with_kwargs=True))
-            handles.append(module.register_forward_hook(print, with_kwargs=True, always_call=True))
-        for handle in handles:
-            handle.remove()
+        def hooks_alone(model: nn.Module = model) -> None:
+            handles = []
+            for module in model.modules():
+                handles.append(module.register_forward_pre_hook(print, with_kwargs=True))
+                handles.append(module.register_forward_hook(print, with_kwargs=True, always_call=True))
+            handles += [parameter.register_hook(print) for parameter in model.parameters()]
+            for handle in handles:
+                handle.remove()
 
-    jobs: dict[str, Step] = {"watch": lambda: Watch(model).close(), "two hooks of torch alone": hooks_alone}
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+        def watch(model: nn.Module = model) -> None:
+            Watch(model).close()
+
+        jobs: dict[str, Step] = {"watch": watch, "hooks of torch alone": hooks_alone}
+        seconds: dict[str, list[float]] = {name: [] for name in jobs}
+        gc.collect()
+        gc.disable()  # it would make the part of torch twice as long; attaching pauses it
+        try:
+            for turn in range(-1, rounds):
+                for name, job in jobs.items():
+                    start = time.process_time()
+                    job()
+                    if turn >= 0:
+                        seconds[name].append(time.process_time() - start)
+        finally:
+            gc.enable()
+        found[title] = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+    return found
 
 
 def bench_tensors() -> dict[str, Any]:
@@ -218,27 +247,30 @@ def bench_scale() -> dict[str, Any]:
     return results
 
 
-def bench_run(rounds: int = 5) -> dict[str, float]:
+def bench_run(rounds: int = 2) -> dict[str, float]:
     """`run` end to end, and what an update asks of it besides, in plain steps of the same model."""
     torch.manual_seed(0)
     model, inputs = gpt2()
     probe = ModelProbe()
     step = step_of(model, inputs)
-    each: dict[str, list[float]] = {"run": [], "isolated": [], "measured": []}
-    for turn in range(-1, rounds):
-        times = [time.perf_counter()]
-        step()
-        times.append(time.perf_counter())
-        record = probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
-        times.append(time.perf_counter())
-        isolated = record.rerun.isolated(record)
-        times.append(time.perf_counter())
-        isolated.rerun.measured(record)  # without the responses, which are isolated again for it
-        times.append(time.perf_counter())
-        if turn >= 0:
-            base, *seconds = (b - a for a, b in itertools.pairwise(times))
-            for name, value in zip(each, seconds, strict=True):
-                each[name].append(value / base)
+    each: dict[str, list[float]] = {"run": [], "isolated": [], "measured": [], "measured, of the answers too": []}
+    with one_thread() as clock:
+        for turn in range(-1, rounds):
+            times = [clock()]
+            step()
+            times.append(clock())
+            record = probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
+            times.append(clock())
+            isolated = record.rerun.isolated(record)
+            times.append(clock())
+            if turn >= 0:
+                record.rerun.measured(record)
+                times.append(clock())
+                isolated.rerun.measured(isolated)
+                times.append(clock())
+                base, *seconds = (b - a for a, b in itertools.pairwise(times))
+                for name, value in zip(each, seconds, strict=True):
+                    each[name].append(value / base)
     return {name: statistics.median(values) for name, values in each.items()}
 
 
@@ -492,19 +524,25 @@ def report(results: dict[str, Any]) -> str:
         parts += ["on 32 layers of 8 units:", ""]
         parts += [f"- {name}: {value:.0f}" for name, value in results["python"].items() if name != "unwatched"] + [""]
     if "attach" in results:
-        watch, alone = results["attach"].values()
         parts += [
-            f"Attach to 10,000 modules and detach: {watch:.0f} ms.",
-            f"To register two hooks of torch on each that do nothing, and to remove them: {alone:.0f} ms.",
+            "Milliseconds of the processor to attach and detach, and to register and remove hooks of torch that do",
+            "nothing, two on each module and one on each parameter; without garbage collection:",
             "",
         ]
+        parts += [
+            f"- {title}: {watch:.0f}, and {alone:.0f} ({watch / alone:.2f})"
+            for title, (watch, alone) in ((title, n.values()) for title, n in results["attach"].items())
+        ]
+        parts.append("")
     if "run" in results:
         n = results["run"]
         parts += ["## A run and an update", ""]
         parts += [
+            "By time of the processor, on one thread.",
             f"`run` of the GPT-2 end to end (state kept and put back, record made): {n['run']:.2f} steps.",
             f"An update, and a failure, also call each module alone: {n['isolated']:.1f} steps.",
-            f"An update measures the noise, of those answers too: {n['measured']:.1f} steps.",
+            f"An update measures the noise: {n['measured']:.1f} steps,",
+            f"and {n['measured, of the answers too']:.1f} with the noise of those answers.",
             "",
         ]
     if "isolation" in results:

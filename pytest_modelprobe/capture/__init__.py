@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .assembly import Which, assemble
 from .capture import Capture
+from .parameters import ParameterReading, read_parameters
 from .stop import SeenValue
 from .tensors import content_key
 
-__all__ = ["Capture", "SeenValue", "Which", "assemble", "content_key"]
+__all__ = ["Capture", "ParameterReading", "SeenValue", "Which", "assemble", "content_key", "read_parameters"]

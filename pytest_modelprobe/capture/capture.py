@@ -214,7 +214,7 @@ class Capture:
                         self._modules.attach(name, module)
                     if name in self.selected:
                         self._parameters.add_layer(name, module)
-                self._tensors.model_storages = frozenset(storage_keys(self.layers.modules[root]))
+                self._tensors.model_storages = frozenset(storage_keys(self.layers))
                 self._parameters.attach()
                 self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
                 self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))

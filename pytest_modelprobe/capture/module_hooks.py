@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from types import FrameType
 from typing import Any, Protocol, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -72,11 +73,14 @@ class ModuleHooks:
         if isinstance(module, torch.jit.ScriptModule):
             return
         after = _After(self._receiver, name, module)
-        before = _Before(self._receiver, name, module, after)
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        before.key = self._handles[-1].id
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        after.key = self._handles[-1].id
+        before = _Before(self._receiver, name, module)
+        before.after = after
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        before.key = handle.id
+        self._handles.append(handle)
+        handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        after.key = handle.id
+        self._handles.append(handle)
         self._before.append(before)
 
     def stay_last(self) -> None:
@@ -102,7 +106,7 @@ class _Hook(ModuleHook):
     """Of the hook, among those of its module."""
 
     def __init__(self, receiver: CallReceiver, name: str, module: nn.Module) -> None:
-        super().__init__(module)
+        self._module = ref(module)  # a call of `super` for each of many modules takes as long as all of this
         self._receiver = receiver
         self._name = name
 
@@ -132,9 +136,7 @@ class _Hook(ModuleHook):
 class _Before(_Hook):
     __slots__ = ("after",)
 
-    def __init__(self, receiver: CallReceiver, name: str, module: nn.Module, after: _After) -> None:
-        super().__init__(receiver, name, module)
-        self.after = after
+    after: _After
 
     @property
     def name(self) -> str:

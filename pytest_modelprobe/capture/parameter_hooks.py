@@ -49,6 +49,8 @@ class ParameterHooks:
         """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
         shards = sharded_parameters(self._layers.modules.values())  # the gradient of the whole is not yet reduced
         for prefix, owner in self._owners:
+            if not owner._parameters:
+                continue  # as most modules
             for name, held in owner._parameters.items():
                 parameter = shards.get((owner, name), held) if shards else held
                 if self._hooked.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):

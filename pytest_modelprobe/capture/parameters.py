@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import without_torch_function
+from pytest_modelprobe._torch import storage_key, without_torch_function
 from pytest_modelprobe.models import Layers, own_buffers, own_parameters, sharded_parameters
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.statistics import Reduction, SmallTensors
@@ -70,11 +70,18 @@ def parameter_content_key(tensor: torch.Tensor) -> ContentKey | None:
     return None if is_lazy(tensor) else content_key(tensor)
 
 
-def storage_keys(model: nn.Module) -> Iterator[int]:
+def storage_keys(layers: Layers) -> Iterator[int]:
     """Yield the keys of the storages of all parameters and buffers."""
-    for module in model.modules():
-        if module._parameters or module._buffers:
+    for name, layer in layers.modules.items():
+        for module in layer.modules() if layer._modules and layers.is_leaf(name) else (layer,):
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                key = None if tensor is None else content_key(tensor)
+                key = None if tensor is None else _storage_key(tensor)
                 if key is not None:
-                    yield key[0]
+                    yield key
+
+
+def _storage_key(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse, or of a transform
+        return None

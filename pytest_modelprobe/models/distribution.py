@@ -44,7 +44,10 @@ def original_class(module: Any) -> type:
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> Mapping[tuple[nn.Module, str], nn.Parameter]:
     """Return this rank's shard of each parameter under FSDP2, by owner and name; empty where it is not in use."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    managing = getattr(fsdp, "FSDPModule", None)
+    modules = list(modules)
+    if managing is None or not any(issubclass(kind, managing) for kind in set(map(type, modules))):
         return {}
     return {
         (owner, name): shard for module in modules if is_fully_sharded(module) for owner, name, shard in shards(module)

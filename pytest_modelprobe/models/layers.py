@@ -58,11 +58,15 @@ class Layers:
         self.compiled = False
         self._names: dict[nn.Module, str] = {}
         self._atomic: set[str] = set()
+        self._plain: set[type] = set()
+        """Classes that are neither wrappers nor otherwise of a kind of their own: most modules are of a few of them."""
         self._walk("", model)
         self.notes += notes_on(self.modules.values())
 
     def _walk(self, name: str, module: nn.Module) -> None:
-        inner = self._unwrapped(name, module)
+        kind = type(module)
+        plain = kind in self._plain
+        inner = None if plain else self._unwrapped(name, module)
         if inner is not None:
             return self._walk(name, inner)
         if module in self._names:
@@ -72,15 +76,17 @@ class Layers:
         self.modules[name or ROOT] = module
         if compiled_call(module) is not None:
             self._note_compiled(name)
-        if isinstance(module, torch.jit.ScriptModule):
+        if not plain and isinstance(module, torch.jit.ScriptModule):
             self.notes.append(f"{name} is a ScriptModule, which runs outside Python: its calls are not recorded")
-        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+        if not plain and isinstance(module, nn.TransformerEncoderLayer) and not module.training:
             self.notes.append(
                 "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
             )
-        if isinstance(module, _ATOMIC):
+        if not plain and isinstance(module, _ATOMIC):
             self._atomic.add(name or ROOT)
         else:
+            if not (plain or isinstance(module, nn.TransformerEncoderLayer)):
+                self._plain.add(kind)
             for key, child in module._modules.items():
                 if child is not None:
                     if not name and key == ROOT:

@@ -493,8 +493,13 @@ class _Memory:
     def restore(self) -> None:
         if self._storage.nbytes() != self._before.numel():
             self._storage.resize_(self._before.numel())
-        if not torch.equal(self._now, self._before):  # memory that did not change may be read-only
+        if not torch.equal(_words(self._now), _words(self._before)):  # memory that did not change may be read-only
             self._now.copy_(self._before)
+
+
+def _words(memory: torch.Tensor) -> torch.Tensor:
+    """Return bytes in words of eight, if there is no rest: torch compares six times as many in the same time."""
+    return memory.view(torch.int64) if memory.numel() % 8 == 0 else memory
 
 
 @contextmanager
@@ -586,6 +591,9 @@ def _slots(kind: type) -> list[types.MemberDescriptorType]:
     return [slot for slot in itertools.chain.from_iterable(own) if isinstance(slot, types.MemberDescriptorType)]
 
 
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+"""The environment as it is encoded: to decode it for each run took a twentieth of that of a small model."""
+
 _Setting = tuple[Callable[[], tuple[Any, ...]], Callable[..., object]]
 
 
@@ -595,7 +603,7 @@ def _setting(read: Callable[[], Any], write: Callable[[Any], object]) -> _Settin
 
 def _settings() -> Iterator[_Setting]:
     """Yield for each setting of the process how it is read, and how it is set to what was read."""
-    yield _setting(os.environ.copy, _set_environment)
+    yield _setting(_ENVIRONMENT.copy, _set_environment)
     yield _setting(sys.getrecursionlimit, sys.setrecursionlimit)
     yield (lambda: decimal.getcontext().__reduce__(), lambda make, values: decimal.setcontext(make(*values)))
     yield _setting(np.geterr, lambda modes: np.seterr(**modes))
@@ -636,7 +644,8 @@ def _settings() -> Iterator[_Setting]:
             yield _setting(functools.partial(getattr, one, "fp32_precision"), change)
 
 
-def _set_environment(variables: dict[str, str]) -> None:
+def _set_environment(encoded: dict[Any, Any]) -> None:
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in encoded.items()}
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)

@@ -41,6 +41,9 @@ BACKWARD_ULPS = {torch.float32: 84, torch.float64: 84}
 Other dtypes: `FORWARD_ULPS`.
 """
 
+_TOGETHER = 1 << 16
+"""Elements that are perturbed at once; a multiple of 8."""
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
@@ -61,15 +64,38 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
     (True, True, tensor(True))
     """
     plain = as_real(tensor.detach())
-    bits = plain.view(_BITS[plain.element_size()])  # numbers of one sign are ordered as their bits
-    magnitude = bits & torch.iinfo(bits.dtype).max
-    most = _half_of_largest(plain.dtype)
-    steps = _signs(plain.numel(), name).to(plain.device, bits.dtype).view(plain.shape).mul_(2 * units).sub_(units)
-    least, largest = magnitude.aminmax() if magnitude.numel() else (most, 0)
-    if least <= units or largest >= most:  # most tensors have neither: that saves half of the time
-        steps.masked_fill_((magnitude <= units).logical_or_(magnitude >= most), 0)
-    result = (bits + steps).view(plain.dtype)  # bits first: the memory format is theirs
+    result = torch.empty_like(plain)
+    _perturb(plain, name, units, result)
     return torch.view_as_complex(result) if tensor.is_complex() else result
+
+
+def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) -> None:
+    """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
+    bits, moved = (
+        x.view(_BITS[x.element_size()]) for x in (tensor, result)
+    )  # numbers of one sign are ordered as these
+    most = _half_of_largest(tensor.dtype)
+    drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-tensor.numel() // 8))
+    if not (tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()):
+        signs = _signs(drawn, tensor.numel()).view(tensor.shape).to(tensor.device)
+        _move(bits, signs, units, most, moved)
+        return
+    bits, moved = bits.view(-1), moved.view(-1)
+    for start in range(0, tensor.numel(), _TOGETHER):  # so few that all that is done to them is done in the cache
+        part = slice(start, start + _TOGETHER)
+        signs = _signs(drawn[start // 8 : (start + _TOGETHER) // 8], len(moved[part]))
+        _move(bits[part], signs, units, most, moved[part])
+
+
+def _move(bits: torch.Tensor, signs: torch.Tensor, units: int, most: int, result: torch.Tensor) -> None:
+    magnitude = bits & torch.iinfo(bits.dtype).max
+    least, largest = magnitude.aminmax() if magnitude.numel() else (most, 0)
+    if least <= units or largest >= most:  # few tensors have either
+        signs = signs.to(bits.dtype).mul_(2 * units).sub_(units)
+        signs.masked_fill_((magnitude <= units).logical_or_(magnitude >= most), 0)
+        torch.add(bits, signs, out=result)
+    else:  # to convert the signs would take longer than all of it
+        torch.add(bits, signs, alpha=2 * units, out=result).sub_(units)
 
 
 @functools.cache
@@ -78,8 +104,7 @@ def _half_of_largest(dtype: torch.dtype) -> int:
     return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype.itemsize]))
 
 
-def _signs(count: int, name: str) -> torch.Tensor:
-    drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-count // 8))
+def _signs(drawn: bytes, count: int) -> torch.Tensor:
     return torch.from_numpy(numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8), count=count).view(numpy.int8))
 
 
@@ -98,8 +123,10 @@ class Perturbation:
     def parameters(self, model: nn.Module) -> None:
         """Perturb every floating parameter of ``model`` in place, except those without plain memory."""
         for path, parameter in model.named_parameters():
-            if has_dense_storage(parameter) and 0 not in parameter.stride():
-                parameter.data.copy_(self(parameter, path))
+            plain = has_dense_storage(parameter) and 0 not in parameter.stride()
+            if plain and (parameter.is_floating_point() or parameter.is_complex()):
+                numbers = as_real(parameter.data)
+                _perturb(numbers, f"{self.name} {path}", self._units(parameter.dtype), numbers)
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return an input perturbed; masks, lengths, targets and one-hot codes stay unchanged.
@@ -110,13 +137,20 @@ class Perturbation:
         """
         return self(tensor, name) if has_dense_storage(tensor) and _is_quantity(tensor) else tensor
 
+    def in_place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a real floating tensor, perturbed in place; any other as it is."""
+        if tensor.is_floating_point():
+            _perturb(tensor, f"{self.name} {name}", self._units(tensor.dtype), tensor)
+        return tensor
+
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a perturbed copy of a floating tensor; any other tensor itself."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        return perturbed(
-            tensor, f"{self.name} {name}", BACKWARD_ULPS.get(tensor.dtype, FORWARD_ULPS) if self.far else FORWARD_ULPS
-        )
+        return perturbed(tensor, f"{self.name} {name}", self._units(tensor.dtype))
+
+    def _units(self, dtype: torch.dtype) -> int:
+        return BACKWARD_ULPS.get(dtype, FORWARD_ULPS) if self.far else FORWARD_ULPS
 
 
 def _is_quantity(tensor: torch.Tensor) -> bool:

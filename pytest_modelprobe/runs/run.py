@@ -8,14 +8,17 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from pytest_modelprobe.capture import assemble, content_key
+from pytest_modelprobe import statistics
+from pytest_modelprobe.capture import ParameterReading, assemble, content_key, read_parameters
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
 from pytest_modelprobe.models import (
+    Layers,
     ModelState,
     attributes,
     autocast_states,
@@ -29,11 +32,11 @@ from pytest_modelprobe.models import (
     unseen,
 )
 from pytest_modelprobe.progress import Parts, progress
-from pytest_modelprobe.record import IsolatedResponse, Record, Selector, has_nonfinite, nearest
+from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, has_nonfinite, nearest, qualified
 
 from . import noise
 from .detached import detaching_call
-from .isolation import Key, Part, isolate_repeatedly, noisy
+from .isolation import Key, Part, Perturb, isolate_repeatedly, noisy
 from .loss import Loss, NoGradientError, loss_of
 from .origin import find_gradient_origin, find_origin
 from .rerun import (
@@ -49,6 +52,17 @@ from .watch import Watch
 Mode = Literal["train", "eval"]
 
 _REPEATS = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Start:
+    """What everything that is repeated begins with."""
+
+    obstacle: str | None = None
+    """Why nothing can be repeated."""
+    state: ModelState | None = None
+    parameters: dict[str, ParameterReading] | None = None
+    """Parameters and buffers by full name, before anything is perturbed."""
 
 
 class Run:
@@ -110,32 +124,31 @@ class Run:
         """Fill in the `IsolatedResponse` of each call, see `Rerun`."""
         if not self.isolate:
             return record
-        model = self._model()  # held until the end
         # For a few layers no noise is measured, so weights do not matter, and reading them all would take longest.
-        reason = self._obstacle(None if request.only else record, model)
-        if reason is not None:
-            return with_note(record, f"no layer was called alone: {reason}")
-        (responses,) = self._isolate(record, request, [(None, "all")])
+        with self._started(None if request.only else record) as start:
+            if start.obstacle is not None:
+                return with_note(record, f"no layer was called alone: {start.obstacle}")
+            (responses,) = self._isolate(record, request, [(None, "all")], start)
         return with_responses_of_one_forward(record, responses)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response, see `noise`."""
-        model = self._model()
-        reason = self._obstacle(record, model)
-        if reason is None:
-            try:
-                alone = 1 + (self.loss is not None) if responses_of(record) else 0
-                with progress("measuring noise: run", (2 + alone) * _REPEATS) as each:
-                    return self._measured(record, each)
-            except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
-                reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        with self._started(record) as start:
+            reason = start.obstacle
+            if reason is None:
+                try:
+                    alone = 1 + (self.loss is not None) if responses_of(record) else 0
+                    with progress("measuring noise: run", (2 + alone) * _REPEATS) as each:
+                        return self._measured(record, start, each)
+                except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
+                    reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
-    def _measured(self, record: Record, each: Parts) -> Record:
-        repeat, _ = self._observed(repeat=1)
+    def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
+        repeat, _ = self._observed(repeat=1, start=start)
         where = noise.first_difference(record, repeat)
         if where is not None:
-            repeats = [repeat, *(self._observed(repeat=i)[0] for i in range(2, _REPEATS + 1))]
+            repeats = [repeat, *(self._observed(repeat=i, start=start)[0] for i in range(2, _REPEATS + 1))]
             return with_note(
                 noise.with_nondeterminism(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
@@ -143,11 +156,11 @@ class Run:
         near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
         measured = noise.with_noise(
             record,
-            near=[self._observed(move)[0] for move in each(near)],
-            far=[self._observed(move)[0] for move in each(far)],
+            near=[self._observed(move, start=start)[0] for move in each(near)],
+            far=[self._observed(move, start=start)[0] for move in each(far)],
         )
         responses = responses_of(record)
-        return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, each))
+        return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, start, each))
 
     def _noisy(
         self,
@@ -155,6 +168,7 @@ class Run:
         responses: Mapping[Key, IsolatedResponse],
         near: Sequence[noise.Perturbation],
         far: Sequence[noise.Perturbation],
+        start: _Start,
         each: Parts,
     ) -> dict[Key, IsolatedResponse]:
         """Return the responses of a record with their noise."""
@@ -171,9 +185,9 @@ class Run:
         }
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
-        alone: list[tuple[noise.Perturbation | None, Part]] = [(move, "outputs") for move in near]
-        alone += [(move, "gradients") for move in far if self.loss is not None]
-        taken = self._isolate(record, request, alone, each)
+        alone: list[tuple[Perturb | None, Part]] = [(move.in_place, "outputs") for move in near]
+        alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
+        taken = self._isolate(record, request, alone, start, each)
         found = noisy(distinct, taken[:_REPEATS])
         if self.loss is not None:
             again = noisy(distinct, taken[_REPEATS:])
@@ -184,10 +198,11 @@ class Run:
         self,
         record: Record,
         request: IsolationRequest,
-        repeats: Sequence[tuple[noise.Perturbation | None, Part]],
+        repeats: Sequence[tuple[Perturb | None, Part]],
+        start: _Start,
         each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> list[dict[Key, IsolatedResponse]]:
-        with self._prepared():
+        with self._prepared(start=start):
             return isolate_repeatedly(
                 self.model,
                 self._forward,
@@ -201,13 +216,26 @@ class Run:
                 gradient=self.loss is not None,
             )
 
-    def _obstacle(self, record: Record | None, model: nn.Module | None) -> str | None:
-        """Return why the run cannot be repeated; None if it can. Without a record, parameters may have changed."""
+    @contextmanager
+    def _started(self, record: Record | None) -> Iterator[_Start]:
+        """Keep the state of the model, to which all that is repeated within the block returns.
+
+        Without a record, parameters may have changed since.
+        """
+        model = self._model()  # held until the end
         if model is None:
-            return "the model is gone: keep it in a variable until the record is compared"
-        if self._settings != self._settings_now() or not (record is None or self._has_parameters_of(record)):
-            return "the model or an input was changed after the run: compare the record before that"
-        return None
+            yield _Start("the model is gone: keep it in a variable until the record is compared")
+            return
+        with preserved(model) as state:
+            start = _Start(state=state)
+            same = self._settings == self._settings_now()
+            if same and record is not None:
+                with self._prepared(start=start):
+                    start.parameters = read_parameters(Layers(model), modules_of(record))
+                same = _parameters(record) == _readings(start.parameters)
+            if not same:
+                start.obstacle = "the model or an input was changed after the run: compare the record before that"
+            yield start
 
     def _settings_now(self) -> list[Any]:
         """Return all that determines the run, except the contents of parameters and buffers."""
@@ -219,17 +247,6 @@ class Run:
             changing_hooks(self.model.modules()),
         ]
 
-    def _has_parameters_of(self, record: Record) -> bool:
-        """Whether parameters and buffers are those of the record. They are read, as ``.data`` changes no version."""
-        with self._prepared(values=False), self._watch() as watch:
-            now = assemble(watch._capture.observations())
-        return all(
-            [p.reading for p in (*layer.parameters, *layer.buffers)]
-            == [p.reading for p in (*now.layers[name].parameters, *now.layers[name].buffers)]
-            for name, layer in record.layers.items()
-            if not layer.functional
-        )
-
     # --- the step -------------------------------------------------------------------------------------------------
 
     def _observed(
@@ -238,6 +255,7 @@ class Run:
         keep: Selector = (),
         *,
         repeat: int = 0,
+        start: _Start | None = None,
         profile: bool = False,
         histograms: bool = False,
     ) -> tuple[Record, Mapping[str, list[Any]]]:
@@ -246,9 +264,15 @@ class Run:
         In repeat ``repeat``, the model's own random generators start in another state, as in another process.
         """
         __tracebackhide__ = True
-        with self._prepared(repeat) as state, self._watch(keep, profile=profile, histograms=histograms) as watch:
+        with (
+            self._prepared(repeat, start=start) as state,
+            self._watch(keep, profile=profile, histograms=histograms) as watch,
+        ):
             watch._capture.notes.update(dict.fromkeys(state.notes))
-            watch._capture.read_parameters()
+            if start is None:
+                watch._capture.read_parameters()
+            else:
+                watch._capture.parameters = start.parameters
             if move is not None:
                 move.parameters(self.model)
                 watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
@@ -287,14 +311,17 @@ class Run:
         )
 
     @contextmanager
-    def _prepared(self, repeat: int = 0, *, values: bool = True) -> Iterator[ModelState]:
+    def _prepared(self, repeat: int = 0, *, start: _Start | None = None) -> Iterator[ModelState]:
         """Prepare the model for a run: seed, contexts, mode, device, no gradients; restore everything afterwards.
 
-        Without ``values`` the contents of parameters and buffers are not restored, for code that does not change them.
+        Args:
+            repeat: How many numbers are drawn from the model's own random generators.
+            start: What the model returns to; None: to what it is now.
         """
         __tracebackhide__ = True
         with ExitStack() as contexts:
-            state = contexts.enter_context(preserved(self.model, values=values))
+            kept = None if start is None else start.state
+            state = contexts.enter_context(preserved(self.model) if kept is None else kept)
             for _ in range(repeat):
                 state.draw()
             contexts.enter_context(self._seeded())
@@ -386,6 +413,19 @@ def _nonfinite(record: Record) -> tuple[bool, bool]:
     gradients = [value.backward for value in values]
     gradients += [parameter.gradient for parameter in record.parameters]
     return any(has_nonfinite(value.forward) for value in values), any(map(has_nonfinite, gradients))
+
+
+def _parameters(record: Record) -> dict[str, Reading]:
+    """Return the readings of parameters and buffers by full name."""
+    layers = (layer for layer in record.layers.values() if not layer.functional)
+    return {qualified(layer.name, p.name): p.reading for layer in layers for p in (*layer.parameters, *layer.buffers)}
+
+
+def _readings(parameters: Mapping[str, ParameterReading]) -> dict[str, Reading]:
+    """Return the same of parameters and buffers as they were read: as ``.data`` changes no version."""
+    unique = {id(one.reduced): one.reduced for one in parameters.values()}
+    readings = dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
+    return {name: readings[id(one.reduced)] for name, one in parameters.items()}
 
 
 def _loss_name(loss: Loss | None) -> str | None:

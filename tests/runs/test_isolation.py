@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -1059,3 +1060,105 @@ def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:
     object.__setattr__(call, "arguments", {"legacy": True})
     response = response_of_inner(model, like=before)
     assert (response.reason, response.arguments_matter) == (None, None)
+
+
+# --- layers that compute the same -------------------------------------------------------------------------------------
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def test_of_layers_that_compute_the_same_one_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "calls", 0)
+    model = nn.Sequential(Counted(8, 8), nn.LayerNorm(8), Counted(8, 8), nn.LayerNorm(8), Counted(8, 8))
+    nn.init.constant_(model[4].weight, 9.0)  # not of the numbers that the others have
+    responses = respond(model, torch.randn(4, 8))
+    assert Counted.calls == 3 + 3  # in the run, and alone: the first without a mean of zero, the second, the third
+    assert responses["1", 0] == responses["3", 0]
+
+
+def test_responses_are_those_of_each_layer_called_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        block = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.LayerNorm(8)]
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3) for layer in block))
+
+    once = respond(model(), torch.ones(4, 8))
+    monkeypatch.setattr("pytest_modelprobe.runs.isolation.alone.likeness", lambda *_: None)
+    assert respond(model(), torch.ones(4, 8)) == once
+
+
+class Shifted(nn.Module):
+    shift = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self._buffers.get("scale", 2) + self.shift
+
+
+def plus_one(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "shift", 1),
+        lambda layer: setattr(layer, "shift", torch.ones(8)),
+        lambda layer: layer.register_buffer("scale", torch.full((8,), 3.0)),
+        lambda layer: setattr(layer, "forward", lambda x: x * 3),
+        lambda layer: setattr(layer, "forward", MethodType(lambda self, x: x * 3, layer)),
+        lambda layer: layer.register_forward_hook(plus_one),
+        lambda layer: setattr(layer, "__class__", type("Other", (Shifted,), {"shift": 1})),
+    ],
+    ids=["number", "tensor", "buffer", "function", "method", "hook", "class"],
+)
+def test_a_layer_that_computes_otherwise_has_a_response_of_its_own(change: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(Shifted(), nn.LayerNorm(8), Shifted(), nn.LayerNorm(8), Shifted())
+    change(model[4])
+    responses = respond(model, torch.randn(4, 8))
+    first, second, third = (responses[name, 0] for name in ("0", "2", "4"))
+    assert first.handed[0].reading == second.handed[0].reading
+    assert second.handed[0].reading != third.handed[0].reading
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Reads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.child.table += 1
+        return self.child(x)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+def test_a_layer_that_is_skipped_does_not_write_to_the_buffers_of_others() -> None:
+    def alone(model: nn.Module, child: str, only: list[str] | None = None) -> IsolatedResponse:
+        return isolate(model, lambda: model(torch.ones(2, 8)), only=only)[child, 0]
+
+    assert alone(Writes(), "child") != alone(Writes(), "child", only=["child"])
+    assert alone(nn.Sequential(Reads()), "0") == alone(nn.Sequential(Reads()), "0", only=["0"])
+
+
+def test_the_memory_of_large_weights_is_used_again_for_the_next_repeat() -> None:
+    model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+    nn.init.normal_(model[2].weight, std=16.0)  # with other numbers than the first, in as much memory
+
+    def forward() -> None:
+        model(torch.ones(2, 400))
+
+    taken = isolate_repeatedly(model, forward, [(lambda x, _: x.mul_(2), "all"), (None, "all"), (None, "all")])
+    assert taken[1] == taken[2] == isolate(model, forward) != taken[0]

@@ -163,6 +163,25 @@ def test_what_is_tied_moves_together_and_what_is_frozen_moves_too() -> None:
 # --- what is measured ---------------------------------------------------------------------------------------------
 
 
+def test_a_large_tensor_is_perturbed_like_its_parts() -> None:
+    x = torch.randn(300, 700)
+    whole = perturbed(x.t(), "x", 84)  # not contiguous: at once
+    assert torch.equal(perturbed(x.t().contiguous(), "x", 84), whole)
+    x.view(-1)[-1] = 0
+    assert perturbed(x, "x", 84).view(-1)[-1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_parameters_are_perturbed_in_place_as_a_copy_is(dtype: torch.dtype) -> None:
+    model = nn.Linear(300, 300, dtype=dtype)
+    move = Perturbation("repeat", far=True)
+    expected = move(model.weight, "weight")
+    moved = move.in_place(model.weight.detach().clone(), "weight")
+    move.parameters(model)
+    assert torch.equal(model.weight, expected)
+    assert dtype == torch.complex64 or torch.equal(moved, expected)
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     torch.backends.mkldnn.set_flags(False)

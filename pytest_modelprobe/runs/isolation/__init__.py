@@ -27,7 +27,7 @@ from pytest_modelprobe.runs.noise import relative_change
 from .alone import Key, Part, Perturb, Session
 from .contexts import is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
-from .recipes import fits, kind_of, synthetic
+from .recipes import Draws, fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
@@ -57,13 +57,14 @@ def isolate(
         model: The model, in the mode to compare.
         forward: Runs it once.
         layers: Names of those to call; None: all.
-        only: Names of some of these, to skip the others; their responses do not depend on it.
+        only: Names of some of these, to skip the others. The responses are the same, except where a layer that is
+            skipped writes to a buffer of one that is not.
         recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
         arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
         names: Names of layers → different names that they had when these recipes were made.
         gradient: Whether to run backward through each call too.
-        perturb: Takes a synthetic tensor and its name, returns it perturbed, to measure the noise of a response. It is
-            not applied to masks, integers and the like.
+        perturb: Takes a synthetic tensor, which it may write to, and its name, and returns it perturbed, to measure the
+            noise of a response. It is not applied to masks, integers and the like.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -131,7 +132,7 @@ def isolate_repeatedly(
         calls = [call for call in traced.finish() if call.alone]
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
         stack.enter_context(without_warnings(gradient))
-        taken = []
+        taken, draws = [], Draws()
         for perturb, of in each(repeats):
             session = Session(
                 found,
@@ -143,6 +144,7 @@ def isolate_repeatedly(
                 gradient=gradient,
                 of=of,
                 perturb=perturb,
+                draws=draws,
             )
             with session, progress("isolated call", len(calls)) as shown:
                 taken.append({(call.layer, call.index): session.response(call) for call in shown(calls)})

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -192,62 +192,57 @@ def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
     return in_order and all(limits.min <= n <= limits.max and (most is None or n < most) for n in bounds)
 
 
-Draw = Callable[[Sequence[int], str], Tensor]
-
-
-def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draw: Draw | None = None) -> Tensor:
-    """Return the synthetic tensor of a recipe, on the CPU. It depends on the arguments alone.
+def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draws: Draws | None = None) -> Tensor:
+    """Return the synthetic tensor of a recipe, on the CPU, in memory of its own. It depends on the arguments alone.
 
     Args:
         kind: The recipe, for which `fits` is true.
         shape: Shape of the tensor.
         name: Its role in the call.
         dtype: Dtype of the tensor.
-        draw: Source of normal numbers by shape and name.
+        draws: Source of normal numbers.
 
     >>> synthetic("const 3", (2,), "input", torch.float32)
     tensor([3., 3.])
     >>> synthetic("0..3 sorted", (4,), "input", torch.int64)
     tensor([0, 1, 2, 3])
     """
-    draw = draw or _drawn
+    draws = draws or Draws()
     padded = _PADDED.fullmatch(kind)
     if padded is not None:
-        rest = synthetic(padded["rest"], shape, name, dtype, draw=draw)
+        rest = synthetic(padded["rest"], shape, name, dtype, draws=draws)
         mark = padded["mark"] == "true" if padded["mark"] in _BOOLS else int(padded["mark"])
         return _padded(rest, mark, first=padded["end"] == "first")
     if dtype == torch.bool:
-        return _coins(draw(shape, name)) if kind == "bool" else torch.full(tuple(shape), kind == "true")
+        return _coins(draws(shape, name)) if kind == "bool" else torch.full(tuple(shape), kind == "true")
     if dtype.is_complex:
-        numbers = synthetic(kind, [*shape, 2], name, torch.float32, draw=draw)
+        numbers = synthetic(kind, [*shape, 2], name, torch.float32, draws=draws)
         return torch.view_as_complex(numbers).to(dtype)
     if dtype.is_floating_point:
-        return _floats(kind, shape, name, draw).to(dtype)
-    return _integers(kind, shape, name, draw).to(dtype)
+        return _floats(kind, shape, name, draws).to(dtype)
+    return _integers(kind, shape, name, draws).to(dtype)
 
 
-def _floats(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
+def _floats(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
     match = _FLOATS.fullmatch(kind)
     assert match is not None, kind
     if match["either"]:
-        return _coins(draw(shape, name)).float()
+        return _coins(draws(shape, name)).float()
     if match["exponent"]:
-        numbers = draw(shape, name) * 2.0 ** int(match["exponent"])
+        numbers = draws(shape, name, int(match["exponent"]), match["sign"])
         if match["sign"] == "*":
             return _with_a_large_row(numbers, 2.0 ** (_LARGE - int(match["exponent"])), name)
-        if match["sign"]:
-            numbers = numbers.abs() if match["sign"] == "+" else -numbers.abs()
-        return numbers.clamp(max=1) if match["capped"] else numbers
+        return numbers.clamp_(max=1) if match["capped"] else numbers
     value = float(match["value"])
     if match["how"] == "const":
         return torch.full(tuple(shape), value, dtype=torch.float64)
     if match["how"] == "near":
-        return value * (1 + draw(shape, name) / 8)
+        return draws(shape, name).div_(8).add_(1).mul_(value)
     # The least number of a dtype, rounded to the digits of a recipe, is beyond it.
-    return torch.where(_coins(draw(shape, name)), 0.0, torch.tensor(value, dtype=torch.float64))
+    return torch.where(_coins(draws(shape, name)), 0.0, torch.tensor(value, dtype=torch.float64))
 
 
-def _integers(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
+def _integers(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
     match = _INTEGERS.fullmatch(kind)
     assert match is not None, kind
     if match["value"]:
@@ -257,10 +252,10 @@ def _integers(kind: str, shape: Sequence[int], name: str, draw: Draw) -> Tensor:
         steps = torch.linspace(low, high, shape[-1], dtype=torch.float64).round().long()
         return steps.expand(tuple(shape)).contiguous()
     if (low, high) == (0, 1) and not match["mark"]:
-        return _coins(draw(shape, name)).long()
+        return _coins(draws(shape, name)).long()
     numbers = seeding.randint(low, high + 1, shape, seed=0, name=name, device="cpu")
     if match["mark"]:
-        numbers[draw(shape, name) > 0.5] = int(match["mark"])
+        numbers[draws(shape, name) > 0.5] = int(match["mark"])
     return numbers
 
 
@@ -299,38 +294,66 @@ def _coins(numbers: Tensor) -> Tensor:
 
 
 _PERIOD = 131_101  # numbers drawn; a prime, so that rows do not repeat
+_EXACT = 60  # powers of two up to it change no digit of a number that is drawn, nor of the same scaled
 
 
 class Draws:
-    """A cache of normal numbers by shape and name, shared by equal layers; they must not be written to."""
+    """Normal numbers by shape and name, in new memory; what is drawn once is kept, up to `_PERIOD` numbers a name.
+
+    >>> draws = Draws()
+    >>> torch.equal(draws((2, 3), "input", 2, "+"), draws((2, 3), "input").abs() * 4)
+    True
+    """
 
     _MOST = 1 << 28  # bytes
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._kept: dict[tuple[str, int], Tensor] = {}
         self._bytes = 0
+        self._spare: dict[int, list[Tensor]] = {}  # by their number of elements
 
-    def __call__(self, shape: Sequence[int], name: str) -> Tensor:
-        """Return the numbers of that shape and name."""
-        key = name, *shape
-        if key not in self._kept:
-            drawn = _drawn(shape, name)
+    def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
+        """Return the numbers of that shape and name times a power of two; their magnitudes, with a sign.
+
+        After `_PERIOD` they repeat, each time slightly larger. They are written once: new memory costs more than to
+        compute them.
+        """
+        count = math.prod(shape)
+        numbers = self._drawn(min(count, _PERIOD), name)
+        early = exponent if abs(exponent) <= _EXACT else 0
+        numbers = numbers * 2.0**early
+        if sign in ("+", "-"):
+            numbers = numbers.abs_() if sign == "+" else numbers.abs_().neg_()
+        if count > _PERIOD:
+            numbers = self._repeated(numbers, count)
+        return (numbers if early == exponent else numbers.mul_(2.0**exponent)).view(tuple(shape))
+
+    def _drawn(self, count: int, name: str) -> Tensor:
+        if (name, count) not in self._kept:
+            drawn = seeding.randn((count,), seed=0, name=name, device="cpu", dtype=torch.float32)
             if self._bytes + drawn.nbytes > self._MOST:
                 self._kept.clear()
                 self._bytes = 0
             self._bytes += drawn.nbytes
-            self._kept[key] = drawn
-        return self._kept[key]
+            self._kept[name, count] = drawn
+        return self._kept[name, count]
 
+    def _repeated(self, numbers: Tensor, count: int) -> Tensor:
+        """Return the numbers as often as it takes to have ``count`` of them, each time slightly larger."""
+        scales = 1 + torch.arange(-(-count // len(numbers))) % 512 / 4096
+        dtype = torch.promote_types(scales.dtype, numbers.dtype)
+        spare = self._spare.get(count)
+        repeated = spare.pop() if spare and dtype == torch.float32 else torch.empty(count, dtype=dtype)
+        whole = count // len(numbers)
+        torch.mul(scales[:whole, None], numbers, out=repeated[: whole * len(numbers)].view(whole, -1))
+        rest = repeated[whole * len(numbers) :]
+        torch.mul(scales[whole : whole + 1], numbers[: len(rest)], out=rest)
+        return repeated
 
-def _drawn(shape: Sequence[int], name: str) -> Tensor:
-    """Return normal numbers; after `_PERIOD` they repeat, each time slightly larger, to save time."""
-    count = math.prod(shape)
-    if count <= _PERIOD:
-        return seeding.randn(shape, seed=0, name=name, device="cpu", dtype=torch.float32)
-    drawn = seeding.randn((_PERIOD,), seed=0, name=name, device="cpu", dtype=torch.float32)
-    scales = 1 + torch.arange(-(-count // _PERIOD)) % 512 / 4096
-    return (scales[:, None] * drawn).view(-1)[:count].view(tuple(shape))
+    def take_back(self, tensor: Tensor) -> None:
+        """Take the memory of a tensor that was made of these numbers and is not used any more."""
+        if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
+            self._spare.setdefault(tensor.numel(), []).append(tensor.detach().view(-1))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
