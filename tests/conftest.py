@@ -139,6 +139,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
 
 
+GLOBAL_HOOKS = [
+    table
+    for name, table in vars(torch.nn.modules.module).items()
+    if name.startswith(("_global_forward_", "_global_backward_"))
+]
+
+
 def pytest_collection_finish() -> None:
     """Exempt from garbage collection what lives as long as the process: modules, above all those of torch."""
     gc.collect()
@@ -149,7 +156,7 @@ def pytest_runtest_setup() -> None:
     """Set a test up with the same random numbers, in a torch that compiles, whatever ran before it."""
     assert not torch._C._len_torch_function_stack(), "a test that ran before this one left a function mode on"
     assert not torch._C._len_torch_dispatch_stack(), "a test that ran before this one left a dispatch mode on"
-    assert not torch.nn.modules.module._has_any_global_hook(), "a test that ran before this one left a global hook"
+    assert not any(GLOBAL_HOOKS), "a test that ran before this one left a global hook"
     _seed(0)
     assert _stance() == "default", "a test that ran before this one left torch.compile switched off"
 

@@ -40,7 +40,7 @@ def may_draw(module: nn.Module) -> bool:
 def random_states() -> tuple[bytes, ...]:
     """Return the states of torch's generators."""
     with ambient_modes_disabled():
-        states: bytes = torch.default_generator.get_state().numpy().tobytes()
+        states = as_array(torch.default_generator.get_state()).tobytes()
         if torch.cuda.is_initialized():
             return states, as_array(torch.cuda.get_rng_state()).tobytes()  # kept on the CPU: nothing waits
         return (states,)
