@@ -566,6 +566,7 @@ def report(results: dict[str, Any]) -> str:
             "[CHECKS.md](CHECKS.md). How far harmless changes move a value, in units of its",
             "measured noise: [TOLERANCE.md](TOLERANCE.md). What mutated files and killed updates came to:",
             "[ATTACKS.md](ATTACKS.md). Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
+            "What a watched step of small public models costs: [PUBLIC.md](PUBLIC.md).",
             "Which planted faults the tests of the examples and of a public package notice:",
             "[MUTATION.md](MUTATION.md). A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
             "HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
