@@ -122,14 +122,15 @@ class _Hook(ModuleHook):
         """Add a note to the records of the watch."""
         self._receiver.guard.notes[text] = None
 
-    def stay_last(self, hooks: dict[int, Any]) -> bool:
+    def stay_last(self, hooks: dict[int, Any], *, move: bool = True) -> bool:
         """Move behind hooks that came since, to see what they change; return whether there were any."""
         if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
             return False
         behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
         if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
             return False
-        cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
+        if move:
+            cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
         return True
 
 
@@ -178,7 +179,9 @@ class _After(_Hook):
                 receiver = self._receiver
                 with receiver.guard, without_torch_function():
                     if receiver.guard.active and self._module() is module and tracing_state() is None:
-                        if len(module._forward_hooks) > 1 and self.stay_last(module._forward_hooks):
+                        hooks = module._forward_hooks
+                        # After an error torch calls the hooks while it iterates over the dict itself.
+                        if len(hooks) > 1 and self.stay_last(hooks, move=sys.exc_info()[1] is None):
                             receiver.note_late(self._name, "outputs")
                         frame = _frame_of_call(sys._getframe(1))
                         receiver.after(self._name, module, args, kwargs, output, frame)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from pytest_modelprobe.exceptions import UsageError
 
 Compiled = Literal["eager", "inside"]
@@ -20,6 +22,8 @@ def is_inside(compiled: Compiled, **asked: bool) -> bool:
         raise UsageError(f"compiled is 'eager' or 'inside'; got {compiled!r}")
     if compiled == "eager":
         return False
+    if torch.__version__.startswith("2.6."):
+        raise UsageError('torch 2.6 compiles no hooks on tensors, as compiled="inside" needs: take a newer one')
     for option in asked:
         if asked[option]:
             raise UsageError(

@@ -1470,6 +1470,7 @@ def test_a_default_device_can_be_set_while_a_forward_runs_or_was_interrupted():
         assert torch.get_default_device().type == "cpu"
     finally:
         torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # torch 2.6 cannot be asked for the device after that
     assert not modes()
 
 
@@ -1874,6 +1875,20 @@ def test_hooks_of_the_user_keep_their_order_and_their_results():
             return [*order, *model(randn(2, 4)).flatten().tolist(), *order]
 
     assert run(watched=True) == run(watched=False)
+
+
+def test_the_error_of_a_forward_passes_where_a_hook_was_registered_as_it_began():
+    def register(module, _):
+        module.register_forward_hook(lambda *_: None)
+
+    def fail(self, x):
+        raise ValueError("its own")
+
+    model = Call(fail)
+    with Watch(model):
+        model.register_forward_pre_hook(register)
+        with pytest.raises(ValueError, match="its own"):
+            model(torch.ones(2))
 
 
 def test_a_hook_registered_later_that_raises_ends_the_call():

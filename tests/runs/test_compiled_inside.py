@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, UsageError, Watch, assert_finite, assert_frozen, assert_params_updated
 
+pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 compiles no hooks on tensors")
+
 
 @pytest.fixture(autouse=True)
 def _compiles_anew() -> Iterator[None]:
@@ -266,3 +268,10 @@ def test_a_model_on_several_devices_is_refused(modelprobe):
         'the model is on cpu and meta, and compiled="inside" adds up on one device: leave this option out, and the '
         "model runs eagerly while it is watched"
     )
+
+
+def test_a_torch_that_compiles_no_hooks_on_tensors_is_named(modelprobe, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(UsageError) as error:
+        modelprobe.watch(Small(), compiled="inside")
+    assert str(error.value) == ('torch 2.6 compiles no hooks on tensors, as compiled="inside" needs: take a newer one')
