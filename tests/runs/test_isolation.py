@@ -1126,6 +1126,50 @@ def test_a_layer_that_computes_otherwise_has_a_response_of_its_own(change: Calla
     assert second.handed[0].reading != third.handed[0].reading
 
 
+class Slotted(nn.Module):
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_layers_with_other_values_in_slots_have_responses_of_their_own() -> None:
+    model = nn.Sequential(Slotted(2.0), nn.LayerNorm(8), Slotted(3.0), nn.LayerNorm(8), Slotted(5.0))
+    responses = respond(model, torch.randn(4, 8))
+    assert responses["2", 0].handed[0].reading != responses["4", 0].handed[0].reading
+
+
+class Decaying(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return torch.nn.functional.linear(x, self.weight * 1, self.bias)
+
+
+class InTwoShapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first, self.second = Decaying(8, 8), Decaying(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            layer(self.norm(x))
+        for layer in (self.first, self.second):
+            layer(self.norm(x[:1]))
+        return x
+
+
+def test_layers_that_write_to_their_weights_are_each_called() -> None:
+    torch.manual_seed(0)
+    responses = respond(InTwoShapes(), torch.randn(4, 8))
+    assert responses["first", 1] == responses["second", 1]
+
+
 class Writes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -107,8 +107,9 @@ class Session:
         like = self._likeness(call, expected)
         found = None if like is None else self._responses.get(like)
         if found is None:
+            versions = None if like is None else _versions(call.module)
             found = self._response_to(call, expected)
-            if like is not None:
+            if like is not None and _versions(call.module) == versions:  # a layer that is skipped writes to no weight
                 self._responses[like] = found
         return found
 
@@ -206,6 +207,10 @@ class Session:
         else:
             self._exit.callback(attributes.pop, "forward", None)
         attributes["forward"] = stub
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return [parameter._version for parameter in module._parameters.values() if parameter is not None]
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
