@@ -124,9 +124,8 @@ class Perturbation:
         """Perturb every floating parameter of ``model`` in place, except those without plain memory."""
         for path, parameter in model.named_parameters():
             plain = has_dense_storage(parameter) and 0 not in parameter.stride()
-            if plain and (parameter.is_floating_point() or parameter.is_complex()):
-                numbers = as_real(parameter.data)
-                _perturb(numbers, f"{self.name} {path}", self._units(parameter.dtype), numbers)
+            if plain:
+                self.in_place(parameter.data, path)
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return an input perturbed; masks, lengths, targets and one-hot codes stay unchanged.
@@ -138,9 +137,10 @@ class Perturbation:
         return self(tensor, name) if has_dense_storage(tensor) and _is_quantity(tensor) else tensor
 
     def in_place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a real floating tensor, perturbed in place; any other as it is."""
-        if tensor.is_floating_point():
-            _perturb(tensor, f"{self.name} {name}", self._units(tensor.dtype), tensor)
+        """Return a floating tensor, perturbed in place; any other as it is."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            numbers = as_real(tensor)
+            _perturb(numbers, f"{self.name} {name}", self._units(tensor.dtype), numbers)
         return tensor
 
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:

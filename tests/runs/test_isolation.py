@@ -23,6 +23,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.isolation import Key, fits, isolate, isolate_repeatedly, kind_of, noisy, synthetic
+from pytest_modelprobe.runs.isolation.recipes import Draws
 from pytest_modelprobe.runs.noise import Perturbation, relative_change
 
 Responses = dict[Key, IsolatedResponse]
@@ -1126,6 +1127,50 @@ def test_a_layer_that_computes_otherwise_has_a_response_of_its_own(change: Calla
     assert second.handed[0].reading != third.handed[0].reading
 
 
+class Slotted(nn.Module):
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_layers_with_other_values_in_slots_have_responses_of_their_own() -> None:
+    model = nn.Sequential(Slotted(2.0), nn.LayerNorm(8), Slotted(3.0), nn.LayerNorm(8), Slotted(5.0))
+    responses = respond(model, torch.randn(4, 8))
+    assert responses["2", 0].handed[0].reading != responses["4", 0].handed[0].reading
+
+
+class Decaying(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return torch.nn.functional.linear(x, self.weight * 1, self.bias)
+
+
+class InTwoShapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first, self.second = Decaying(8, 8), Decaying(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            layer(self.norm(x))
+        for layer in (self.first, self.second):
+            layer(self.norm(x[:1]))
+        return x
+
+
+def test_layers_that_write_to_their_weights_are_each_called() -> None:
+    torch.manual_seed(0)
+    responses = respond(InTwoShapes(), torch.randn(4, 8))
+    assert responses["first", 1] == responses["second", 1]
+
+
 class Writes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1162,3 +1207,34 @@ def test_the_memory_of_large_weights_is_used_again_for_the_next_repeat() -> None
 
     taken = isolate_repeatedly(model, forward, [(lambda x, _: x.mul_(2), "all"), (None, "all"), (None, "all")])
     assert taken[1] == taken[2] == isolate(model, forward) != taken[0]
+
+
+TABLE = torch.randn(400, 400)
+
+
+class Streamed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, self.weight.data = self.weight.data, TABLE
+        y = super().forward(x)
+        if x[0, 1] != 1:
+            raise ValueError("not the numbers of the run")
+        self.weight.data = own
+        return y
+
+
+def test_memory_that_a_layer_puts_in_place_of_its_weight_is_not_written_to() -> None:
+    model, before = Streamed(400, 400), TABLE.clone()
+    x = torch.arange(800.0).view(2, 400)
+
+    def forward() -> None:
+        model(x)
+
+    isolate_repeatedly(model, forward, [(None, "all")] * 3)
+    assert torch.equal(TABLE, before)
+
+
+def test_no_more_memory_is_kept_than_the_weights_of_one_repeat_take() -> None:
+    draws = Draws()
+    for _ in range(3):
+        draws.take_back(synthetic("2^0", (400, 400), "weight", torch.float32) for _ in range(2))
+    assert {count: len(kept) for count, kept in draws._spare.items()} == {160_000: 2}

@@ -30,8 +30,8 @@ def likeness(
 ) -> Hashable | None:
     """Return what determines the response of a call: it is equal for calls that compute the same.
 
-    None: it is not known. So it is for layers with children, hooks, a ``forward`` of their own, objects that are not
-    plain among their attributes and arguments, or tensors that are not synthetic.
+    None: it is not known. So it is for layers with children, hooks, ``__slots__``, a ``forward`` of their own, objects
+    that are not plain among their attributes and arguments, or tensors that are not synthetic.
 
     Args:
         call: The call.
@@ -46,6 +46,8 @@ def likeness(
         return None
     if any(value for key, value in attributes.items() if key in _MODULE and key not in _TABLES and key != "training"):
         return None  # children or hooks
+    if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
+        return None  # attributes that are not looked at
     own = {key: v for key, v in attributes.items() if key not in _TABLES and (key not in _MODULE or key == "training")}
     tensors = [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
     if any(id(tensor) not in weights for _, tensor in tensors):

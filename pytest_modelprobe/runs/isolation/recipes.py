@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -350,10 +350,12 @@ class Draws:
         torch.mul(scales[whole : whole + 1], numbers[: len(rest)], out=rest)
         return repeated
 
-    def take_back(self, tensor: Tensor) -> None:
-        """Take the memory of a tensor that was made of these numbers and is not used any more."""
-        if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
-            self._spare.setdefault(tensor.numel(), []).append(tensor.detach().view(-1))
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """Take the memory of tensors that were made of these numbers and are not used any more, in place of others."""
+        self._spare.clear()
+        for tensor in tensors:
+            if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
+                self._spare.setdefault(tensor.numel(), []).append(tensor.view(-1))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
