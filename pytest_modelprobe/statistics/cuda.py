@@ -13,6 +13,7 @@ import functools
 import importlib
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -84,7 +85,9 @@ def description() -> str:
     """
     if torch.cuda.is_available() and KERNELS.module is not None:
         by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE)
-    return "Triton" if KERNELS.module is not None and KERNELS.problem is None else f"torch ({KERNELS.problem})"
+    if KERNELS.module is not None and KERNELS.problem is None:
+        return "Triton"
+    return f"torch ({textwrap.shorten(str(KERNELS.problem), 300)})"  # errors of Triton have many lines
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:

@@ -77,6 +77,8 @@ def test_which_code_computes_is_said_in_words(kernels, monkeypatch):
     assert cuda.description() == "Triton"
     kernels.problem = "RuntimeError: Failed to find C compiler."
     assert cuda.description() == "torch (RuntimeError: Failed to find C compiler.)"
+    kernels.problem = "CompilationError: at 12:8:\n    x = tl.load(p)\n        ^"
+    assert cuda.description() == "torch (CompilationError: at 12:8: x = tl.load(p) ^)"
 
 
 @pytest.mark.cuda

@@ -153,6 +153,12 @@ def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size)
     np.testing.assert_array_equal(np.concatenate(found, 1), signs_of(given))
 
 
+def test_samples_are_known_again_in_another_order_in_memory():
+    x, seen = torch.randn(64, 33), SeenSamples()
+    seen.add(samples_of([x]))
+    assert seen.times(samples_of([x.t().contiguous().t()]).keys).tolist() == [1] * 64
+
+
 def test_no_more_than_so_many_samples_are_known_again():
     seen = SeenSamples()
     for part in torch.arange(5000).view(-1, 1).split(500):
