@@ -196,8 +196,8 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, seen: SeenSamples | None
 def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Array | Tensor]:
     """Return a hash of each sample, int64, and a key that equal samples share."""
     keys: Array | Tensor | None = None
-    if all(tensor.is_cpu and tensor.dtype in _OF_NUMPY for tensor in batch):
-        arrays = [_read_by_numpy(as_array(tensor)) for tensor in batch]
+    if batch[0].is_cpu:
+        arrays = [_read_by_numpy(tensor) for tensor in batch]
         with np.errstate(all="ignore"):
             keys = _keys_by_numpy(arrays)
             found = None if keys is None else _hashes_by_numpy(arrays)
@@ -217,11 +217,13 @@ def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, 
     return hashes ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
 
 
-def _read_by_numpy(x: Array) -> Array:
-    """Return what `_elements_read` does, in a fraction of the time."""
+def _read_by_numpy(tensor: Tensor) -> Array:
+    """Return what `_elements_read` does, in a fraction of the time, each row in one piece: sums round by it."""
+    if tensor.dtype not in _OF_NUMPY:
+        return np.ascontiguousarray(as_array(_elements_read(tensor)))
+    x = as_array(tensor)
     x = x.reshape(len(x), -1)
-    dtype = np.float64 if x.dtype.kind == "f" else np.int64
-    return x[:, :: x.shape[1] // _READ | 1].astype(dtype, order="C")  # in another order sums round otherwise
+    return x[:, :: x.shape[1] // _READ | 1].astype(np.float64 if x.dtype.kind == "f" else np.int64, order="C")
 
 
 def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
