@@ -272,19 +272,6 @@ static INLINE T NAME(lowest)(V x) {
 #endif
 }
 
-static INLINE T NAME(highest)(V x) {
-#if X86 && LANES == 8
-    __m128 a = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-    return _mm_cvtss_f32(_mm_max_ss(a, _mm_shuffle_ps(a, a, 1)));
-#else
-    T lanes[LANES];
-    STORE(lanes, x);
-    for (int j = 1; j < LANES; j++) lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
-    return lanes[0];
-#endif
-}
-
 /* Each unit has `inner` elements one after another. */
 static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int64_t inner, int64_t units, T *low, T *high) {
     int64_t unit = place / inner % units, left = inner - place % inner;
@@ -307,7 +294,7 @@ static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int6
                 lows = LEAST(a, lows);
                 highs = MOST(a, highs);
             }
-            T first = NAME(lowest)(LEAST(lows, lows2)), last = NAME(highest)(MOST(highs, highs2));
+            T first = NAME(lowest)(LEAST(lows, lows2)), last = -NAME(lowest)(-MOST(highs, highs2));
             l = first < l ? first : l;
             h = last > h ? last : h;
         } else {
