@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,19 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stem(self.drop(self.act(self.fc(x)))))
+
+
+@pytest.fixture
+def training_arguments(case: str) -> dict[str, Any]:
+    """What a case asks of `transformers.TrainingArguments`, of which those of trl are a kind."""
+    by_case: dict[str, dict[str, Any]] = {
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "bf16": {"bf16": True},
+        "clipping": {"max_grad_norm": 1e-3},
+        "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+        "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    }
+    return by_case.get(case, {})
 
 
 @pytest.fixture

@@ -11,13 +11,6 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 ROW = "transformers, `Trainer`"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "bf16": {"bf16": True},
-    "clipping": {"max_grad_norm": 1e-3},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
-    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
-}
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
@@ -30,7 +23,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trainer(case: str, forwards: int, holds: Any, tmp_path: Any) -> None:
+def test_a_trainer(case: str, forwards: int, training_arguments: dict[str, Any], holds: Any, tmp_path: Any) -> None:
     def make() -> torch.nn.Module:
         torch.manual_seed(5)
         sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,7 +39,7 @@ def test_a_trainer(case: str, forwards: int, holds: Any, tmp_path: Any) -> None:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[],
             save_strategy="no", seed=1, learning_rate=1e-4, disable_tqdm=True, logging_strategy="no",
-            **OPTIONS.get(case, {}),
+            **training_arguments,
         )  # fmt: skip
         data = Tokens()
         transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data).train()

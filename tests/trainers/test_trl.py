@@ -13,17 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 
 ROW = "trl, `SFTTrainer`, with peft"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "bf16": {"bf16": True},
-    "clipping": {"max_grad_norm": 1e-3},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
-    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
-}
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_supervised_fine_tuning(case: str, forwards: int, holds: Any, tmp_path: Any) -> None:
+def test_supervised_fine_tuning(
+    case: str, forwards: int, training_arguments: dict[str, Any], holds: Any, tmp_path: Any
+) -> None:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -43,7 +38,7 @@ def test_supervised_fine_tuning(case: str, forwards: int, holds: Any, tmp_path: 
         return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
 
     def fit(model: torch.nn.Module) -> None:
-        options = {"bf16": False, **OPTIONS.get(case, {})}
+        options = {"bf16": False, **training_arguments}
         arguments = trl.SFTConfig(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[],
             save_strategy="no", seed=1, disable_tqdm=True, logging_strategy="no", gradient_checkpointing=False,
