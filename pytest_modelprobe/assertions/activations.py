@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
+    Call,
     CallScope,
     CallTree,
     Layer,
@@ -40,17 +42,19 @@ from .sources import (
 def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead_units: float | None = None) -> None:
     """Assert that no layer is dead: all of its outputs, or all elements of their gradient, are zero.
 
-    A layer is dead if every output is zero, in all forwards or in the newest one. The output of a functional activation
-    is checked as the input of the next layer. If no output is zero throughout, gradients are checked. These layers are
-    not reported: those that receive only zeros; those initialized to zero (all of their own parameters are zero, or
-    were and have a gradient); those before a layer initialized to zero, for their gradient. Exclude layers that are
-    meant to return zeros with ``layers=["**", "!name"]``.
+    A layer is dead if every output of one of its calls is zero, in all forwards or in the newest one. The output of a
+    functional activation is checked as the input of the next layer. If no output is zero throughout, gradients are
+    checked. These layers are not reported: those that receive only zeros or padding; those initialized to zero (all of
+    their own parameters are zero, or were and have a gradient); those before a layer initialized to zero, for their
+    gradient. Exclude layers that are meant to return zeros with ``layers=["**", "!name"]``.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers to look at.
-        max_dead_units: How many dead units (channels or features that are zero in every call) a layer may have: their
-            number if an int, their share of the layer's units if a float from 0 to 1. None: units are not checked.
+        max_dead_units: How many dead units (channels or features that are always zero) a layer may have: their number
+            if an int, their share of the layer's units if a float from 0 to 1. ``None`` does not check units. A layer
+            without parameters has the units of the layer before it, so its calls after different layers are checked
+            one by one.
 
     Raises:
         AssertionError: A layer is dead, or has more dead units than allowed.
@@ -72,7 +76,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     dead = find_dead(record, names)
     if newest is not record:
         known = {d.where for d in dead}
-        dead += [d for d in find_dead(newest, names) if d.where not in known]
+        dead += [d for d in find_dead(newest, names) if not {d.where, d.step.layer.name} & known]
     if dead:
         raise AssertionError(_dead_text(dead, record, looked_at))
     without_gradient = find_zero_gradients(record, names)
@@ -87,15 +91,18 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
 
 @dataclass(frozen=True)
 class Dead:
-    """A layer whose outputs are all zero, or whose input is, as the code before the layer made it."""
+    """A layer, or one of its calls, whose outputs are all zero, or whose input is, as the code before it made it."""
 
     where: str
+    """The layer, or the call if another call is alive."""
     step: Step
-    """The first of its calls."""
+    """The call, or the first one of the layer."""
     value: Value
     record: Record
     received: bool
     """Whether it is the input that is zero: code between layers made it."""
+    calls: Sequence[Call]
+    """The calls that are dead."""
 
     @property
     def label(self) -> str:
@@ -104,24 +111,36 @@ class Dead:
 
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
-    """Return the dead layers among ``names``, each once, in order of execution."""
+    """Return the dead calls among those of ``names``, in order of execution; a layer is one if none of its calls lives.
+
+    A module may be called at several places, as the only ReLU of a network is. One place that is alive says nothing
+    of another.
+    """
     names, tree = set(names), CallTree(record)
     alive = {s.layer.name for s in tree.returned if any(numbers(v) and not is_zero(v) for v in s.call.outputs)}
     with_live_input = {s.layer.name for s in tree.returned if any(not is_zero(v) for v in tree.untracked_inputs(s))}
     found: dict[str, Dead] = {}
+
+    def add(step: Step, value: Value, *, received: bool) -> None:
+        name = step.layer.name
+        alone = name in (with_live_input if received else alive)
+        where = (f"{name} (call {step.call.index + 1})" if alone else name) + (" input" if received else "")
+        if name in names:
+            calls = [step.call] if alone else step.layer.calls
+            found.setdefault(where, Dead(where, step, value, record, received, calls))
+
     zero_places: set[CallScope] = set()  # where zeros were made: code there may return them
     learning_places: set[CallScope] = set()  # where something was made that requires a gradient
     for step in tree.returned:
-        name = step.layer.name
-        if name in names and name not in with_live_input and step.previous is not None:
-            for value in filter(is_zero, tree.untracked_inputs(step)):
-                constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
-                if not (constant or step.place in zero_places or _is_inside_zeros(step)):
-                    found.setdefault(f"{name} input", Dead(f"{name} input", step, value, record, received=True))
-        passed_on = _was_given_zeros(step) or step.inside in zero_places or starts_from_zero(step.layer)
+        for value in filter(is_zero, tree.untracked_inputs(step) if step.previous is not None else ()):
+            constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
+            state = step.call.index == 0 and step.layer.name in with_live_input  # a recurrent one begins with zeros
+            if not (constant or state or step.place in zero_places or _is_inside_zeros(step)):
+                add(step, value, received=True)
+        passed_on = _was_given_nothing(step) or step.inside in zero_places or starts_from_zero(step.layer)
         for value in filter(is_zero, step.call.outputs):
-            if name in names and name not in alive and not passed_on:
-                found.setdefault(name, Dead(name, step, value, record, received=False))
+            if not passed_on and all(map(is_zero, filter(numbers, step.call.outputs))):
+                add(step, value, received=False)
             zero_places.add(step.place)
         if any(value.requires_grad for value in step.call.outputs):
             learning_places.add(step.place)
@@ -143,15 +162,16 @@ def has_zero_parameters(layer: Layer) -> bool:
     return bool(readings) and all(s is not None and s.all_zero for s in readings)
 
 
-def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Layer, Value]]:
-    """Return the layers whose outputs all have a zero gradient, the one nearest to the loss first.
+def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Step, Value]]:
+    """Return the calls whose outputs all have a zero gradient, the one nearest to the loss first.
 
-    Layers followed only by a zero-initialized layer are left out: they get a gradient after its first step.
+    Left out are layers followed only by a zero-initialized layer, which get a gradient after its first step, and layers
+    with parameters that learn by another call.
     """
     tree = CallTree(record)
-    reached = {s.layer.name for s in tree.returned if any(_has_gradient(value) for value in s.call.outputs)}
-    without_gradient = set(names) - reached
-    found: dict[int, tuple[Layer, Value]] = {}  # by tensor: a container returns that of its child
+    learn = {s.layer.name for s in tree.returned if s.layer.parameters and any(map(_has_gradient, s.call.outputs))}
+    names = set(names) - learn
+    found: dict[int, tuple[Step, Value]] = {}  # by tensor: a container returns that of its child
     zero_layer_follows = False
     for step in reversed(tree.returned):
         values = [v for v in step.call.outputs if v.requires_grad and _gradient(v) is not None]
@@ -159,8 +179,8 @@ def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Laye
             zero_layer_follows = True  # a leaf, or a container that scales what is inside it
         elif any(map(_has_gradient, values)):
             zero_layer_follows = False
-        elif values and step.layer.name in without_gradient and not zero_layer_follows:
-            found[values[0].tensor] = step.layer, values[0]
+        elif values and step.layer.name in names and not zero_layer_follows:
+            found[values[0].tensor] = step, values[0]
     return list(found.values())
 
 
@@ -173,10 +193,14 @@ def _gradient(value: Value) -> Statistics | None:
     return value.backward.statistics if value.backward is not None else None
 
 
-def _was_given_zeros(step: Step) -> bool:
-    """Whether all inputs of a call were zero."""
+def _was_given_nothing(step: Step) -> bool:
+    """Whether all inputs of a call were zero, or all were the index of an embedding that stands for padding."""
     entered = [value for value in step.call.inputs if value.is_floating]
-    return bool(entered) and all(map(is_zero, entered))
+    if entered:
+        return all(map(is_zero, entered))
+    padding = step.layer.attributes.get("padding_idx")
+    indices = [value.forward.statistics for value in step.call.inputs]
+    return padding is not None and bool(indices) and all(s and s.min == s.max == padding for s in indices)
 
 
 def _is_inside_zeros(step: Step) -> bool:
@@ -190,7 +214,7 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     if first.record is not record and record.forwards > 1:
         forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
-        forwards = f"in {count(_forwards(first.step.layer), 'forward')}"
+        forwards = f"in {count(_forwards(first.calls), 'forward')}"
     if first.received:
         what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
     else:
@@ -201,16 +225,15 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
 
 
 def _zero_values(dead: Dead) -> list[Value]:
-    layer = dead.record.layers[dead.step.layer.name]
     if dead.received:
-        return [v for _, v in layer.inputs if v.path == dead.value.path]
-    return [v for _, v in layer.outputs if v.is_floating]
+        return [v for call in dead.calls for v in call.inputs if v.path == dead.value.path]
+    return [v for call in dead.calls for v in call.outputs if v.is_floating]
 
 
-def _forwards(layer: Layer) -> int:
-    """Return the number of forwards in which a layer was called, summed over roots and modes."""
+def _forwards(calls: Iterable[Call]) -> int:
+    """Return the number of forwards in which there were these calls of a layer, summed over roots and modes."""
     kinds: dict[tuple[str, bool], int] = {}
-    for call in layer.calls:
+    for call in calls:
         kind = call.root, call.root_training
         kinds[kind] = max(kinds.get(kind, 0), call.forwards)
     return sum(kinds.values())
@@ -234,7 +257,7 @@ def _first_numbers(values: Iterable[Value]) -> Statistics | None:
 
 
 def _dead_hint(dead: Dead) -> str:
-    label = dead.step.layer.label
+    label = label_of(dead.where.removesuffix(" input"), dead.step.layer.type_name)
     intended = f'If this is intended: layers=["**", "!{dead.step.layer.name}"].'
     if dead.received:
         return f"The zeros are produced {dead.step.between()}: look at the function called there. {intended}"
@@ -263,19 +286,20 @@ def _zero_note(record: Record) -> str:
     return f"Not counted as dead, because zero-initialized: {listed(names)}." if names else ""
 
 
-def _zero_gradient_text(without_gradient: list[tuple[Layer, Value]], record: Record, looked_at: list[Layer]) -> str:
+def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Record, looked_at: list[Layer]) -> str:
     rows: list[list[Cell]] = [
-        [layer.name, layer.type_name, value.path, _elements(value), _range(value)] for layer, value in without_gradient
+        [step.name, step.layer.type_name, value.path, _elements(value), _range(value)]
+        for step, value in without_gradient
     ]
-    layer, value = without_gradient[0]
+    step, value = without_gradient[0]
     return failure(
-        f"{layer.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
+        f"{step.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
         f"are 0 in {count(record.backwards, 'backward')}; "
-        f"{len(without_gradient):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{len({step.layer.name for step, _ in without_gradient}):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "value", "elements", "range of values"],
         rows,
-        f"The layers after {layer.label} do not depend on its output, or have a zero derivative there: dead, "
-        f'saturated, multiplied by zero, a loss at its minimum. If this is intended: layers=["**", "!{layer.name}"].',
+        f"The layers after {step.label} do not depend on its output, or have a zero derivative there: dead, saturated, "
+        f'multiplied by zero, a loss at its minimum. If this is intended: layers=["**", "!{step.layer.name}"].',
     )
 
 
@@ -305,6 +329,7 @@ def _check_max_dead_units(allowed: float | None) -> None:
 @dataclass(frozen=True)
 class _DeadUnits:
     layer: Layer
+    where: str
     dead: int
     units: int
 
@@ -312,17 +337,17 @@ class _DeadUnits:
 def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_DeadUnits]:
     known, found = 0, []
     seen: set[tuple[int, ...]] = set()  # a container returns the tensors of its children, which come first
-    for layer in {step.layer.name: step.layer for step in CallTree(record).returned}.values():
-        values = _values_with_units(layer)
+    for layer, where, calls in _calls_with_units(record):
+        values = [call.outputs[0] for call in calls]
         tensors = tuple(value.tensor for value in values)
-        if layer.name not in names or not values or tensors in seen:
+        if layer.name not in names or tensors in seen or len({len(_units(v)) for v in values}) != 1:
             continue
         known += 1
         seen.add(tensors)
         dead, units = _dead_units(values), len(_units(values[0]))
         limit = allowed * units if isinstance(allowed, float) else allowed
-        if dead > limit and dead > _dead_inputs(layer, units) and not starts_from_zero(layer):
-            found.append(_DeadUnits(layer, dead, units))
+        if dead > limit and dead > _dead_inputs(calls, units) and not starts_from_zero(layer):
+            found.append(_DeadUnits(layer, where, dead, units))
     if not known:
         raise NothingObservedError(
             f"the units of none of the {count(len(names), 'layer')} looked at are known: select layers with channels "
@@ -331,15 +356,26 @@ def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> lis
     return sorted(found, key=lambda c: -c.dead / c.units)
 
 
-def _values_with_units(layer: Layer) -> list[Value]:
-    """Return the layer's first output in every call, if its units are known in each and their number is equal.
+def _calls_with_units(record: Record) -> Iterator[tuple[Layer, str, list[Call]]]:
+    """Yield the calls whose first outputs have the same units, with their layer and their name in messages.
 
-    Layers that draw random numbers are left out: in a small batch dropout zeroes some units by chance.
+    The parameters of a layer make its units. A layer without any has those of the layer before it: the calls of the
+    only ReLU of a network belong to several. Layers that draw random numbers are left out, because in a small batch
+    dropout zeroes some units by chance.
     """
-    values = [call.outputs[0] for call in layer.calls if call.outputs]
-    by_chance = any(call.random for call in layer.calls)
-    sizes = {len(v.forward.units) if v.forward.units is not None and v.is_floating else 0 for v in values}
-    return [] if by_chance or len(sizes) != 1 or 0 in sizes else values
+    found: dict[tuple[str, str], list[Call]] = {}
+    for step in CallTree(record).returned:
+        layer, call = step.layer, step.call
+        if not call.outputs or any(other.random for other in layer.calls):
+            continue
+        if not call.outputs[0].is_floating or call.outputs[0].forward.units is None:
+            continue
+        source = next((v.source for v in call.inputs if v.source), None)
+        maker = layer.name if layer.parameters else source.partition(" ")[0] if source else step.name
+        found.setdefault((layer.name, maker), []).append(call)
+    shared = Counter(name for name, _ in found)
+    for (name, _), calls in found.items():
+        yield record.layers[name], name if shared[name] == 1 else f"{name} (call {calls[0].index + 1})", calls
 
 
 def _units(value: Value) -> Units:
@@ -353,22 +389,23 @@ def _dead_units(values: list[Value]) -> int:
     return sum(not any(unit) for unit in zip(*bounds, strict=True))  # NaN is true
 
 
-def _dead_inputs(layer: Layer, units: int) -> int:
+def _dead_inputs(calls: Iterable[Call], units: int) -> int:
     """Return how many units of an input were dead."""
-    entered = [v.forward.units for _, v in layer.inputs if v.forward.units is not None]
+    entered = [v.forward.units for call in calls for v in call.inputs if v.forward.units is not None]
     return max((e.dead for e in entered if len(e) == units), default=0)
 
 
 def _units_text(above_limit: list[_DeadUnits], looked_at: list[Layer], allowed: float) -> str:
     worst = above_limit[0]
+    label = label_of(worst.where, worst.layer.type_name)
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
-        f"{worst.layer.label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
+        f"{label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
         f"{len(above_limit):,} of {count(len(looked_at), 'layer')} looked at",
         ["layer", "type", "dead units", "share"],
-        [[c.layer.name, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
+        [[c.where, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
         "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
-        f"rate of what feeds {worst.layer.label}.",
+        f"rate of what feeds {label}.",
     )
 
 

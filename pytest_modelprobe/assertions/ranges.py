@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address
+from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, label_of
 from pytest_modelprobe.report.text import Cell, count, failure, number
 
 from .activations import find_dead
@@ -25,7 +25,7 @@ _AT_BOUNDS = {"Hardtanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0), "Hardsigmoid": (
 def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope: float = 0.05) -> None:
     """Assert that no sigmoid, tanh or softmax is saturated: where its slope is near zero, no gradient passes.
 
-    The slope is averaged over all outputs y, as a share of the maximum slope of the function: for sigmoid
+    The slope is averaged over the outputs y of each call, as a share of the maximum slope of the function: for sigmoid
     ``4 mean(y - y²)``, for tanh ``mean(1 - y²)``, for a softmax over n classes ``(1 - sum(y²)) / (1 - 1/n)``, which is
     0 if every row is one-hot. For hardtanh, hardsigmoid and ReLU6 with bounds a and b, that of a sigmoid with these
     bounds is used, ``4 mean((y - a)(b - y)) / (b - a)²``. Functional calls are recorded with ``functionals=True``.
@@ -50,7 +50,7 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     if not 0 <= min_slope <= 1:
         raise UsageError(f"min_slope is a share of the maximum slope, from 0 to 1; got {min_slope!r}")
     record = record_of(subject)
-    slopes = [found for layer in with_numbers(record, layers) if (found := _slope(layer)) is not None]
+    slopes = list(_slopes(with_numbers(record, layers)))
     if not slopes:
         raise NothingObservedError(
             "none of the selected layers is a sigmoid, tanh or softmax: nothing was looked at (functional calls "
@@ -59,13 +59,14 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     bad = sorted((s for s in slopes if s.share < min_slope), key=lambda s: s.share)
     if bad:
         first = bad[0]
+        those, all_names = ({s.layer.name for s in some} for some in (bad, slopes))
         raise AssertionError(
             failure(
-                f"{first.layer.label} is saturated: its slope is {first.share:.2%} of the maximum; "
-                f"{len(bad):,} of {count(len(slopes), 'layer')} looked at",
+                f"{first.label} is saturated: its slope is {first.share:.2%} of the maximum; "
+                f"{len(those):,} of {count(len(all_names), 'layer')} looked at",
                 ["layer", "type", "slope", "outputs", "mean", "min", "max"],
                 [_slope_row(s) for s in bad],
-                f"The input of {first.layer.label} is too large: look at the scale of the layer before it, "
+                f"The input of {first.label} is too large: look at the scale of the layer before it, "
                 "a missing norm, or a missing 1/sqrt(d).",
             )
         )
@@ -78,33 +79,33 @@ MIN_SLOPE: float = inspect.signature(assert_not_saturated).parameters["min_slope
 
 def find_saturated(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers among ``layers`` that `assert_not_saturated` would report."""
-    return [layer for layer in layers if (found := _slope(layer)) is not None and found.share < MIN_SLOPE]
+    return list({s.layer.name: s.layer for s in _slopes(layers) if s.share < MIN_SLOPE}.values())
 
 
 @dataclass(frozen=True)
 class _Slope:
     layer: Layer
+    call: Call
     share: float
     statistics: Statistics
 
+    @property
+    def name(self) -> str:
+        return address(self.layer.name, self.call, "").rstrip()
 
-def _slope(layer: Layer) -> _Slope | None:
-    """Return the mean slope of a layer over all of its calls; None if it is none of the functions."""
-    kind = layer.type_name.lower()
-    found: list[tuple[float, int]] = []
-    merged: Statistics | None = None
-    for call, value in layer.outputs:
-        statistics = numbers(value)
-        if statistics is None or statistics.rms is None or statistics.mean is None:
+    @property
+    def label(self) -> str:
+        return label_of(self.name, self.layer.type_name)
+
+
+def _slopes(layers: Iterable[Layer]) -> Iterator[_Slope]:
+    """Yield the mean slope of each call of a layer that is one of the functions."""
+    for layer, call, value, statistics in _outputs(layers):
+        if statistics.rms is None or statistics.mean is None:
             continue
-        share = _share(kind, layer, call, value, statistics)
+        share = _share(layer.type_name.lower(), layer, call, value, statistics)
         if share is not None:
-            found.append((max(0.0, share), statistics.finite))
-            merged = statistics if merged is None else merged.merge(statistics)
-    if merged is None:
-        return None
-    total = sum(n for _, n in found)
-    return _Slope(layer, sum(share * n for share, n in found) / total, merged)
+            yield _Slope(layer, call, max(0.0, share), statistics)
 
 
 def _share(kind: str, layer: Layer, call: Call, value: Value, s: Statistics) -> float | None:
@@ -145,7 +146,7 @@ def _classes(kind: str, layer: Layer, call: Call, value: Value) -> int | None:
 
 def _slope_row(slope: _Slope) -> list[Cell]:
     s = slope.statistics
-    return [slope.layer.name, slope.layer.type_name, f"{slope.share:.2%}", s.count, s.mean, s.min, s.max]
+    return [slope.name, slope.layer.type_name, f"{slope.share:.2%}", s.count, s.mean, s.min, s.max]
 
 
 # --- range and scale ----------------------------------------------------------------------------------------------
@@ -231,11 +232,11 @@ def assert_activation_scale(
             f"every output of the {count(len(looked_at), 'layer')} looked at is zero, {looked_at[0].name} among them: "
             "use assert_no_dead_layers"
         )
-    dead = {found.step.layer.name for found in find_dead(record, {layer.name for layer in looked_at})}
+    dead = {id(call) for found in find_dead(record, {layer.name for layer in looked_at}) for call in found.calls}
     bad = [
         (layer, call, value, s)
         for layer, call, value, s in _outputs(looked_at)
-        if s.nonfinite or not (low <= (s.rms or 0.0) <= high or (s.all_zero and layer.name not in dead))
+        if s.nonfinite or not (low <= (s.rms or 0.0) <= high or (s.all_zero and id(call) not in dead))
     ]
     if bad:
         layer, call, value, s = bad[0]
@@ -260,7 +261,7 @@ def assert_activation_scale(
     reject_unread(record, layers)
 
 
-def _outputs(layers: list[Layer]) -> Iterator[tuple[Layer, Call, Value, Statistics]]:
+def _outputs(layers: Iterable[Layer]) -> Iterator[tuple[Layer, Call, Value, Statistics]]:
     """Yield the floating outputs in order of execution."""
     found = [(layer, call, value) for layer in layers for call, value in layer.outputs]
     for layer, call, value in sorted(found, key=lambda x: x[1].finished):

@@ -32,7 +32,7 @@ def of_record(record: Record) -> dict[str, Any]:
         return {"dead": 0, "worst_layer": ""}
     dead, origin = find_dead(record, record.layers), find_nonfinite(record, record.layers)
     worst = [origin.step.name] if origin is not None else [one.step.name for one in dead]
-    return {"dead": len(dead), "worst_layer": printable(worst[0]) if worst else ""}
+    return {"dead": len({one.step.layer.name for one in dead}), "worst_layer": printable(worst[0]) if worst else ""}
 
 
 class Properties:

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value, elements
+from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value, address, elements
 
 MOST_ROWS = 20
 """Rows of a table above which the rest is counted."""
@@ -229,8 +229,8 @@ def layer_table(record: Record, most: int = 200) -> list[str]:
 def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
     """Return columns and rows of the table of layers, those that were called in order of execution.
 
-    Left out are containers without parameters whose output is that of a child, and layers without calls and parameters.
-    If no layer was called, it is a table of parameters.
+    Left out are containers without parameters whose output is that of a child, layers without calls and parameters, and
+    the later calls of a layer that is called more than 8 times. If no layer was called, it is a table of parameters.
 
     Args:
         record: The record.
@@ -244,10 +244,11 @@ def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list
     wanted = None if names is None else set(names)
     rows = []
     said: set[int] = set()
-    for layer, call in (pair for pair in calls if not pair[1].index):
+    for layer, call in calls:
         value = next(iter(call.outputs), None)
         news = value is not None and (value.tensor not in said or layer.parameters)
-        if news if wanted is None else layer.name in wanted:
+        shown = not call.index or _number_of_calls(layer, call) <= _MOST_CALLS
+        if shown and (news if wanted is None else layer.name in wanted):
             rows.append(_layer_row(layer, call, value, gradients))
         said |= set() if value is None else {value.tensor}
     rows += [
@@ -258,6 +259,7 @@ def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list
     return [*columns, "gradient rms"] if gradients else columns, rows
 
 
+_MOST_CALLS = 8  # of a shared module, such as the only ReLU of a block; a recurrent cell is called for each token
 _NUMBERS = ("output", "mean", "std", "min", "max", "zeros", "dead units")
 
 
@@ -278,8 +280,9 @@ def _parameters(layer: Layer) -> Cell:
 
 
 def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:
-    calls = len([c for c in layer.calls if (c.root, c.root_training) == (call.root, call.root_training)])
-    row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), calls]
+    row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), _number_of_calls(layer, call)]
+    if call.index:
+        row = [address(layer.name, call, "").rstrip(), layer.type_name, "-", "-"]
     if value is None:
         return [*row, *"-" * (len(_NUMBERS) + gradients)]
     s, units = value.forward.statistics, value.forward.units
@@ -292,6 +295,11 @@ def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -
         gradient = value.backward.statistics if value.backward is not None else None
         row.append("-" if gradient is None else number(gradient.rms))
     return row
+
+
+def _number_of_calls(layer: Layer, call: Call) -> int:
+    """Return how often a layer was called in forwards of this kind."""
+    return len([c for c in layer.calls if (c.root, c.root_training) == (call.root, call.root_training)])
 
 
 def _statistics_cells(s: Statistics) -> list[Cell]:

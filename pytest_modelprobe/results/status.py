@@ -62,7 +62,7 @@ def _layers_of(cause: Cause, diagnosis: Diagnosis) -> set[str]:
 def _findings(record: Record, dead: Sequence[Dead]) -> Iterator[tuple[str, str]]:
     if not record.forwards:
         return
-    yield from ((found.where, "dead") for found in dead if not found.received)
+    yield from ((found.step.layer.name, "dead") for found in dead if not found.received)
     yield from ((layer.name, "saturated") for layer in find_saturated(record.layers.values()))
     in_use = weights_in_use(record)
     unused = {layer.name for layer in uncalled(record) if layer.parameters and layer.name not in in_use}

@@ -197,8 +197,31 @@ def test_a_layer_all_of_whose_outputs_are_zero_is_named_once() -> None:
     assert text.startswith("layer '0' (Pair) is dead: all 32 outputs are 0 in 1 forward; 1 of 2 layers looked at\n")
 
 
-def test_a_layer_that_lives_in_one_of_its_calls_is_not_dead() -> None:
-    model = Net(lambda m, x: m.act(x) + m.act(-x - 10), act=nn.ReLU())
+def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
+    model = Net(lambda m, x: m.act(m.fc2(m.act(m.fc1(x)))), fc1=linear(), fc2=linear(bias=-20.0), act=nn.ReLU())
+    text = failure_of(assert_no_dead_layers, run(model, loss="random"))
+    assert text.startswith("act (call 2) is dead: all 24 outputs are 0 in 1 forward; 1 of 4 layers looked at\n")
+    assert text.endswith(
+        "Every input of act (call 2) is negative: look at the bias or the scale of fc2, which feeds it."
+    )
+
+
+def test_the_first_call_is_named_where_it_alone_is_dead() -> None:
+    model = Net(lambda m, x: m.act(m.fc1(x)) + m.act(m.fc2(x)), fc1=linear(bias=-20.0), fc2=linear(), act=nn.ReLU())
+    assert failure_of(assert_no_dead_layers, run(model)).startswith("act (call 1) is dead: all 24 outputs are 0 ")
+
+
+def test_a_layer_that_is_dead_in_each_of_its_calls_is_named_once() -> None:
+    model = Net(lambda m, x: m.act(m.fc(x)) + m.act(m.fc(-x)), fc=linear(bias=-20.0), act=nn.ReLU())
+    text = failure_of(assert_no_dead_layers, run(model))
+    assert text.startswith("act is dead: all 48 outputs are 0 in 1 forward; 1 of 3 layers looked at\n")
+
+
+def test_an_embedding_of_padding_alone_is_not_dead() -> None:
+    model = Net(
+        lambda m, x: m.embed(torch.tensor([[1, 2]])) + m.embed(torch.tensor([[0, 0]])),
+        embed=nn.Embedding(4, 6, padding_idx=0),
+    )
     assert_no_dead_layers(run(model))
 
 
@@ -370,9 +393,15 @@ def test_an_output_without_any_gradient_is_not_a_zero_one() -> None:
     assert_no_dead_layers(run(model, loss=lambda out: out[0].sum()))
 
 
-def test_a_gradient_that_is_zero_in_one_of_several_calls_is_no_finding() -> None:
+def test_a_layer_that_learns_by_another_call_has_no_zero_gradient() -> None:
     model = Net(lambda m, x: m.fc(x) * 0 + m.fc(x), fc=linear())
     assert_no_dead_layers(run(model, loss="random"))
+
+
+def test_the_call_of_an_activation_whose_gradient_is_zero_is_named() -> None:
+    model = Net(lambda m, x: m.act(m.a(x)) * 0 + m.act(m.b(x)), a=linear(), b=linear(), act=nn.Tanh())
+    text = failure_of(assert_no_dead_layers, run(model, loss="random"))
+    assert text.startswith("act has a zero gradient: all 24 elements of its output's gradient are 0 in 1 backward; ")
 
 
 def test_without_a_backward_gradients_are_not_judged() -> None:

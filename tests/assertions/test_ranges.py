@@ -46,6 +46,20 @@ def record(model: nn.Module, x: torch.Tensor = X, **run: object) -> Record:
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
+
+def test_a_saturated_call_is_named_though_another_call_is_not() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act = nn.Linear(16, 16), nn.Tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(1000 * self.fc(self.act(self.fc(x))))
+
+    with pytest.raises(AssertionError, match=r"^act \(call 2\) is saturated: .*; 1 of 1 layer looked at\n"):
+        assert_not_saturated(record(PROBE.build(Twice)))
+
+
 ACTIVATIONS = {
     "sigmoid": nn.Sigmoid(),
     "tanh": nn.Tanh(),

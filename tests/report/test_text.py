@@ -199,6 +199,19 @@ def test_the_table_of_layers_says_what_the_probe_saw() -> None:
     ]
 
 
+def test_the_table_of_layers_has_a_row_for_each_call_of_a_shared_module() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split("  ")[0] for line in lines[1:]] == ["0", "1", "2", "1 (call 2)"]
+
+
+def test_the_table_of_layers_has_one_row_for_a_cell_that_is_called_for_each_token() -> None:
+    cell = nn.Linear(2, 2)
+    lines = layer_table(ModelProbe().run(nn.Sequential(*[cell] * 9), torch.ones(4, 2)))
+    assert [line.split()[:4] for line in lines[1:]] == [["0", "Linear", "6", "9"]]
+
+
 def test_the_table_of_layers_has_gradients_if_there_are_any() -> None:
     lines = layer_table(ModelProbe().run(net(), torch.ones(4, 2), loss=lambda out: out.sum()))
     assert lines[0].endswith("   gradient rms")
