@@ -1,10 +1,11 @@
-"""Findings of a record that are shown without an assertion: dead layers, NaN, layers never called, no gradient."""
+"""Findings of a record that are shown without an assertion: dead layers, NaN, no calls, no gradient, rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.comparison import is_rounding, largest_gradient
+from pytest_modelprobe.record import CallTree, Record
 from pytest_modelprobe.report.text import count, listed
 
 from .activations import Dead, find_dead, find_nonfinite
@@ -43,4 +44,16 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     ]
     if without:
         found.append(f"no gradient: {count(len(without), 'parameter')}, {listed(without)}")
-    return found
+    return [*found, *_rounding(record)]
+
+
+def _rounding(record: Record) -> Iterator[str]:
+    """Yield one line on the first layer on the way back whose gradients cancel, where noise was measured."""
+    largest = largest_gradient(record)
+    for step in reversed(CallTree(record).returned if record.noise == "measured" else ()):
+        if any(v.backward is not None and is_rounding(v.backward, lambda: largest) for v in step.call.outputs):
+            yield (
+                f"rounding: gradients cancel from {step.label} back, and are not compared there: use "
+                'loss="random", or a loss that does not cancel'
+            )
+            return

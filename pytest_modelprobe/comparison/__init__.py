@@ -5,7 +5,7 @@ from __future__ import annotations
 from .compare import compare
 from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
 from .differences import BEHAVIOR, Comparison, Difference, Parts, Tolerance
-from .tolerance import LARGEST_TOLERANCE
+from .tolerance import LARGEST_TOLERANCE, is_rounding, largest_gradient
 
 __all__ = [
     "BEHAVIOR",
@@ -19,6 +19,8 @@ __all__ = [
     "Tolerance",
     "compare",
     "diagnose",
+    "is_rounding",
+    "largest_gradient",
     "layers_behind_zeros",
     "changes_code",
 ]

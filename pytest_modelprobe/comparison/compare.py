@@ -146,6 +146,7 @@ class _Comparer:
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
+        self.gradient_scale = _Scale(lambda: _tolerance.largest_gradient(expected))
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences of the layers that are in both records."""
@@ -192,7 +193,6 @@ class _Comparer:
         self, layer: Layer, actual: Sequence[Parameter], expected: Sequence[Parameter], what: str
     ) -> Iterator[Difference]:
         mine, theirs = {p.name: p for p in actual}, {p.name: p for p in expected}
-        scale = _Scale(lambda: max((_norm(p.gradient) for p in expected), default=0.0))
         for name in dict.fromkeys((*theirs, *mine)):
             if name not in theirs:
                 yield _structural_difference(layer.name, what, name, "added", _description(mine[name]), None)
@@ -208,11 +208,9 @@ class _Comparer:
                         shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
                         yield _structural_difference(layer.name, what, name, aspect, *shown)
                 if a.shape == e.shape:
-                    yield from self._parameter_values(layer.name, a, e, what, scale)
+                    yield from self._parameter_values(layer.name, a, e, what)
 
-    def _parameter_values(
-        self, layer: str, a: Parameter, e: Parameter, what: str, scale: Callable[[], float]
-    ) -> Iterator[Difference]:
+    def _parameter_values(self, layer: str, a: Parameter, e: Parameter, what: str) -> Iterator[Difference]:
         kind: DifferenceKind = "weights" if what == "parameter" else "buffer"
         if a.tied_to is None or a.tied_to != e.tied_to:  # else reported at its owner
             yield from self._value((layer, None, what, a.name), kind, a.reading, e.reading, e.dtype, "state")
@@ -221,7 +219,7 @@ class _Comparer:
             yield from self._value((layer, None, "after", a.name), "state", left, was_left, e.dtype, "forward")
         if self.backward and a.requires_grad and e.requires_grad:
             place = (layer, None, "parameter gradient", a.name)
-            yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, scale)
+            yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -253,9 +251,9 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_description(value))
-        scales = _Scale(lambda: _largest(e, "forward")), _Scale(lambda: _largest(e, "backward"))
+        scale = _Scale(lambda: _largest(e))
         for value, other in inputs:
-            yield from self._values(pair, "input", value, other, scales)
+            yield from self._values(pair, "input", value, other, scale)
         outputs, added, removed = paired_values(a.outputs, e.outputs)
         for value in added:
             yield at(kind="path", what=value.path, actual=value.path)
@@ -264,15 +262,13 @@ class _Comparer:
         for value, other in outputs:
             if value.path != other.path:
                 yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
-            yield from self._values(pair, "output", value, other, scales)
+            yield from self._values(pair, "output", value, other, scale)
         if a.response is not None and e.response is not None:
             yield from self._responses(
                 pair, a.response, e.response, {value.path: other.path for value, other in outputs}
             )
 
-    def _values(
-        self, pair: CallPair, side: str, a: Value, e: Value, scales: tuple[Callable[[], float], Callable[[], float]]
-    ) -> Iterator[Difference]:
+    def _values(self, pair: CallPair, side: str, a: Value, e: Value, scale: _Scale) -> Iterator[Difference]:
         index = pair.actual.index
         if a.shape != e.shape or a.dtype != e.dtype:
             mine, theirs = _description(a), _description(e)
@@ -285,16 +281,15 @@ class _Comparer:
         reported = not is_input or a.source is None  # else the difference is reported at the output
         place = (pair.layer, pair.key, side, a.path)
         kind: DifferenceKind = "input" if is_input else "output"
-        found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scales[0])
+        found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scale)
         yield from found if reported else ()
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
-            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, scales[1])
+            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype)
             yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
-            scale = _Scale(lambda: _largest(pair.expected, "backward_inner"))
-            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, scale)
+            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype)
 
     def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
         """Whether two sources are the same tensor, as the output of a container and of its last child.
@@ -385,7 +380,8 @@ class _Comparer:
                 times=times,
                 rounding=self.rounding,
             )
-            if not found.differs and not (isinstance(scale, _Scale) and scale.computed):
+            of_call = isinstance(scale, _Scale) and scale is not self.gradient_scale and scale.computed
+            if not found.differs and not of_call:
                 self.within_tolerance[pair] = found
         self.changes[place] = found
         index = 0 if key is None else key[-1]
@@ -404,10 +400,9 @@ class _Comparer:
         a: Reading | None,
         e: Reading | None,
         dtype: str,
-        scale: Callable[[], float],
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
-            return self._value(place, kind, a, e, dtype, "backward", scale)
+            return self._value(place, kind, a, e, dtype, "backward", self.gradient_scale)
         if a is e or not self.both_read:
             return ()
         layer, key, _, path = place
@@ -476,11 +471,6 @@ def _shape(shape: Sequence[Dimension]) -> str:
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
-def _norm(reading: Reading | None) -> float:
-    statistics = None if reading is None else reading.statistics
-    return 0.0 if statistics is None else statistics.norm
-
-
 class _Scale:
     """The largest norm beside a value, which one that is zero in exact arithmetic is compared with.
 
@@ -504,10 +494,10 @@ class _Scale:
         return self._scale
 
 
-def _largest(call: Call, of: str) -> float:
-    """Return the largest norm in a call, of ``forward`` or ``backward``."""
+def _largest(call: Call) -> float:
+    """Return the largest norm of a value in a call."""
     values = filter(is_quantity, (*call.inputs, *call.outputs))
-    return max((_norm(getattr(value, of)) for value in values), default=0.0)
+    return max((_tolerance.norm(value.forward) for value in values), default=0.0)
 
 
 def is_quantity(value: Value) -> bool:

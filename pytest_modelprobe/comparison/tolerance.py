@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from pytest_modelprobe.record import Reading, Statistics, estimated_change, estimated_share, is_read
+from pytest_modelprobe.record import Reading, Record, Statistics, estimated_change, estimated_share, is_read
 
 Direction = Literal["forward", "backward", "state"]
 
@@ -27,6 +27,12 @@ NOISE_GROWTH = 10.0
 LARGEST_TOLERANCE: dict[Direction, float] = {"forward": 1e-2, "backward": 2e-2, "state": 1e-2}
 """The largest tolerance from noise, relative to the norm. Gradients change by 0.01 where one ReLU gate flips, and by
 0.017 in a ResNet on another CPU."""
+
+UNREPEATABLE = 0.1
+"""Noise of a gradient from which on not one digit of it repeats."""
+
+ROUNDING = 1e-4
+"""Norm of a gradient, in units of the step's largest, up to which one that does not repeat is rounding alone."""
 
 _EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
 _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
@@ -90,7 +96,8 @@ def change(
         direction: Of values, of gradients, or of parameters and buffers.
         dtype: Of the value; narrow ones have higher floors.
         measured: Whether noise was measured with the expected record.
-        scale: Returns the norm that a value is compared with which is zero in exact arithmetic.
+        scale: Returns the norm that values are compared with which are zero in exact arithmetic: the largest in a call,
+            or `largest_gradient`.
         times: The user's factor for the tolerance.
         rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
 
@@ -101,6 +108,8 @@ def change(
     """
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # the weights changed after the forward
+    if direction == "backward" and is_rounding(expected, scale):
+        return UNKNOWN if norm(actual) <= _still_rounding(expected, scale()) else CAME
     x, y = actual.fingerprint, expected.fingerprint
     if x is None or y is None or actual.digest is not None or expected.digest is not None:
         both = is_read(actual) and is_read(expected)
@@ -121,18 +130,18 @@ def change(
     if x == y and _same_moments(a, e):
         return ValueChange(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
-    norm = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
-    found, least = estimated_change(x, y, norm), 0.0
+    size = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
+    found, least = estimated_change(x, y, size), 0.0
     if found == 0 and not _same_zeros(actual, expected):
         return ValueChange(math.inf, expected.noise, limit)
     moments = 0.0 if found > limit else _moments_change(a, e, 0.0)
     if found > limit or moments > _MOMENTS_FACTOR * limit:
         scaled = scale()
-        if norm < _ZERO_SHARE * scaled:
-            norm = least = _ZERO_SHARE * scaled
-            found = estimated_change(x, y, norm)
-        if norm:  # a value that is nearly zero is all noise: compared with the scale
-            nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / norm
+        if size < _ZERO_SHARE * scaled:
+            size = least = _ZERO_SHARE * scaled
+            found = estimated_change(x, y, size)
+        if size:  # a value that is nearly zero is all noise: compared with the scale
+            nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / size
             limit = max(floor, min(noise, max(most, nothing))) * times
         moments = 0.0 if found > limit else _moments_change(a, e, least)
     return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
@@ -147,6 +156,38 @@ def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dty
     """
     floor = 0.0 if expected.digest is not None else _floor(direction, dtype, measured)
     return NOISE_FACTOR * (actual.noise or 0.0) > NOISE_GROWTH * max(floor, NOISE_FACTOR * (expected.noise or 0.0))
+
+
+def norm(reading: Reading | None) -> float:
+    """Return the norm of a reading; 0 where there is none."""
+    return 0.0 if reading is None or reading.statistics is None else reading.statistics.norm
+
+
+def largest_gradient(record: Record) -> float:
+    """Return the largest norm of a gradient that repeats, in all of a record; infinity if none does.
+
+    Where gradients cancel, what is left is the rounding of those that canceled, which may be anywhere on the way.
+    """
+    values = {id(v): v for _, call in record.calls for v in (*call.inputs, *call.outputs)}.values()
+    readings = [reading for value in values for reading in (value.backward, value.backward_inner)]
+    readings += [parameter.gradient for parameter in record.parameters]
+    known = [norm(reading) for reading in readings if reading is not None and (reading.noise or 0.0) < UNREPEATABLE]
+    return max(known, default=0.0) or math.inf
+
+
+def is_rounding(gradient: Reading, scale: Callable[[], float]) -> bool:
+    """Whether nothing of a gradient repeats and it is nearly nothing beside the largest: what is left where it cancels.
+
+    >>> one = Reading(noise=1.4, statistics=Statistics(count=1, mean=1e-7))
+    >>> is_rounding(one, lambda: 1.0), is_rounding(one, lambda: 1e-6)
+    (True, False)
+    """
+    return (gradient.noise or 0.0) >= UNREPEATABLE and norm(gradient) <= ROUNDING * scale()
+
+
+def _still_rounding(expected: Reading, scale: float) -> float:
+    """Return the largest norm of a gradient that is still rounding where the expected one is."""
+    return 10 * ROUNDING * scale if math.isfinite(scale) else 100 * norm(expected)
 
 
 def epsilon(dtype: str) -> float:

@@ -223,3 +223,15 @@ def record_of(n: int, scale: float) -> Record:
 def test_the_cost_grows_no_faster_than_the_number_of_layers(function: Callable[[Record], object], scale: float) -> None:
     small, large = record_of(20, scale), record_of(80, scale)
     assert python_calls(lambda: function(large)) < 5 * python_calls(lambda: function(small))
+
+
+def test_gradients_that_cancel_are_said_to_be_rounding_where_their_noise_is_known() -> None:
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.softmax(-1).mean()
+
+    probe = ModelProbe()
+    model = probe.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    record = probe.run(model, probe.randn(4, 8), loss=loss)
+    assert record.rerun is not None
+    (found,) = findings(record.rerun.measured(record))
+    assert found.startswith("rounding: gradients cancel from (root) back, and are not compared there: use ")

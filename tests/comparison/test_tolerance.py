@@ -176,6 +176,27 @@ def test_what_is_zero_in_exact_arithmetic_may_be_all_noise() -> None:
     assert change(reading(1e-4), expected, scale=lambda: 1.0, measured=True).differs
 
 
+def test_a_gradient_that_is_rounding_is_not_compared() -> None:
+    expected = reading(1e-7, noise=1.4)
+    assert not change(reading(-3e-7), expected, direction="backward", scale=lambda: 1.0, measured=True).known
+
+
+def test_a_gradient_of_size_where_there_was_rounding_differs() -> None:
+    expected = reading(1e-7, noise=1.4)
+    assert change(reading(0.1), expected, direction="backward", scale=lambda: 1.0, measured=True).differs
+
+
+def test_a_gradient_that_repeats_is_compared_however_small_it_is() -> None:
+    expected = reading(1e-7, noise=1e-5)
+    assert change(reading(1.1e-7), expected, direction="backward", scale=lambda: 1.0, measured=True).differs
+
+
+def test_where_no_gradient_repeats_all_are_rounding() -> None:
+    expected = reading(1e-7, noise=1.4)
+    assert not change(reading(-3e-7), expected, direction="backward", scale=lambda: math.inf, measured=True).known
+    assert change(reading(1.0), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
+
+
 def test_noise_that_is_not_a_number_allows_nothing() -> None:
     assert change(reading(1.0), reading(1.0, noise=math.nan), measured=True).limit == 2e-6
 
