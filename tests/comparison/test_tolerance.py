@@ -145,7 +145,7 @@ def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
 
 def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
     found = change(reading(1.0003), reading(1.0, noise=1e-4), measured=True)
-    assert (found.limit, found.noise, found.differs) == (NOISE_FACTOR * 1e-4, 1e-4, False)
+    assert (found.limit, found.noise, found.differs) == (2e-6 + NOISE_FACTOR * 1e-4, 1e-4, False)
 
 
 @pytest.mark.parametrize(("direction", "most"), [("forward", 1e-2), ("backward", 2e-2), ("state", 1e-2)])
@@ -201,8 +201,8 @@ def test_noise_that_is_not_a_number_allows_nothing() -> None:
     assert change(reading(1.0), reading(1.0, noise=math.nan), measured=True).limit == 2e-6
 
 
-def test_noise_below_the_floor_is_not_asked() -> None:
-    assert change(reading(1.0), reading(1.0, noise=1e-9), measured=True).limit == 2e-6
+def test_noise_adds_to_the_precision_of_the_fingerprints() -> None:
+    assert change(reading(1.0), reading(1.0, noise=1e-6), measured=True).limit == pytest.approx(6e-6)
 
 
 def test_the_noise_of_the_actual_counts_for_nothing() -> None:
@@ -210,7 +210,7 @@ def test_the_noise_of_the_actual_counts_for_nothing() -> None:
 
 
 def test_the_user_s_tolerance_multiplies_what_a_value_may_change() -> None:
-    assert change(reading(1.0), reading(1.0, noise=1e-4), measured=True, times=10).limit == pytest.approx(4e-3)
+    assert change(reading(1.0), reading(1.0, noise=1e-4), measured=True, times=10).limit == pytest.approx(4.02e-3)
 
 
 def test_a_tolerance_below_one_makes_it_less() -> None:
