@@ -143,6 +143,48 @@ count_dispatch_modes: Callable[[], int] = (
 )
 """Return how many dispatch modes are active; raises as `count_function_modes` does."""
 
+ModeStack = tuple[Any, ...]
+"""The modes that are active, the bottom first."""
+
+
+def _stack(count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> ModeStack:
+    modes = [pop() for _ in range(count())][::-1]
+    for mode in modes:
+        push(mode)
+    return tuple(modes)
+
+
+def _set_stack(modes: ModeStack, count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
+    for _ in range(count()):
+        pop()
+    for mode in modes:
+        push(mode)
+
+
+def function_modes_now() -> tuple[Any, ModeStack]:
+    """Return the mode of `torch.set_default_device`, and all function modes; raises as `count_function_modes` does."""
+    return default_device_mode(), _stack(count_function_modes, pop_function_mode, push_function_mode)
+
+
+def set_function_modes(before: tuple[Any, ModeStack]) -> None:
+    """Make active what `function_modes_now` returned, and nothing else."""
+    default, modes = before
+    if default_device_mode() is not default:
+        torch.set_default_device(None if default is None else default.device)  # also tells the compiler
+        if _DEFAULT_DEVICE is not None:
+            _DEFAULT_DEVICE.device_context = default
+    _set_stack(modes, count_function_modes, pop_function_mode, push_function_mode)
+
+
+def dispatch_modes_now() -> ModeStack:
+    """Return all dispatch modes; raises as `count_dispatch_modes` does."""
+    return _stack(count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+
+
+def set_dispatch_modes(modes: ModeStack) -> None:
+    """Make active what `dispatch_modes_now` returned, and nothing else."""
+    _set_stack(modes, count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+
 
 def _autocast_devices() -> list[str]:
     devices = ("cpu", "cuda", "mps", "xpu")
@@ -506,7 +548,7 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     )
 
 
-CUDNN = [_cudnn(name) for name in ("benchmark", "deterministic", "enabled")]
+CUDNN = {name: _cudnn(name) for name in ("benchmark", "deterministic", "enabled")}
 """Getter and setter of each setting of cuDNN."""
 
 

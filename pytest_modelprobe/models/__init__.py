@@ -28,10 +28,12 @@ from .layers import (
     type_name,
 )
 from .memory import as_array, as_real, has_dense_storage, version
-from .restoring import ModelState, has_lazy, preserved, settings_preserved
+from .process import GENERATORS, settings_preserved
+from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
 
 __all__ = [
+    "GENERATORS",
     "RUN_EAGERLY",
     "TENSOR_PARALLEL",
     "Autocast",

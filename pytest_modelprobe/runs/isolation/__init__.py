@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding
+from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
@@ -146,7 +146,7 @@ def isolate_repeatedly(
                 perturb=perturb,
                 draws=draws,
             )
-            with session, progress("isolated call", len(calls)) as shown:
+            with settings_preserved(), session, progress("isolated call", len(calls)) as shown:
                 taken.append({(call.layer, call.index): session.response(call) for call in shown(calls)})
             if state is not None:
                 state.restore()  # what the calls left behind is not there in the next repeat

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import has_dense_storage, seeding
+from pytest_modelprobe.models import GENERATORS, has_dense_storage, seeding
 
 from .own import buffers_of, is_equal, weights_of
 
@@ -96,18 +93,10 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
 def fixed_seed() -> Callable[[], None]:
     """Return a function that sets all generators to one state, which is cheaper than to seed them."""
     seeding.seed_everything(0)
-    states = [
-        functools.partial(random.setstate, random.getstate()),
-        functools.partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002 - what models may draw from
-        functools.partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_initialized():
-        states.append(functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if torch.backends.mps.is_available():
-        states.append(functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    states = [(one, state) for one in GENERATORS if (state := one.get()) is not None]
 
     def seed() -> None:
-        for put_back in states:
-            put_back()
+        for one, state in states:
+            one.set(state)
 
     return seed
