@@ -261,6 +261,28 @@ storage_key: Callable[[torch.UntypedStorage], int] = _attribute(
 )
 """Return the number of a storage, unique as long as the storage lives."""
 
+_weak_ref: Any = _private("torch.UntypedStorage._weak_ref")
+_free_weak_ref: Any = _private("torch.UntypedStorage._free_weak_ref")
+_expired: Any = _private("torch.UntypedStorage._expired")
+
+
+class _WeakStorage:
+    """As `StorageWeakRef`, but freed by code in C: an interrupt in a `__del__` in Python would be lost."""
+
+    __slots__ = ("__del__", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata: Any = storage._weak_ref()
+        self.__del__ = functools.partial(_free_weak_ref, self.cdata)
+
+    def expired(self) -> bool:
+        """Whether the storage is gone."""
+        return bool(_expired(self.cdata))
+
+
+WeakStorage: Any = _WeakStorage if _weak_ref and _free_weak_ref and _expired else StorageWeakRef
+"""Class of weak references to storages: while one lives, the key of its storage is not used again."""
+
 tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attribute(
     "torch.Tensor._backward_hooks", cannot="no gradient can be watched"
 )

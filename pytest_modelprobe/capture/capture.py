@@ -24,6 +24,7 @@ from pytest_modelprobe._torch import (
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import (
     RUN_EAGERLY,
     TENSOR_PARALLEL,
@@ -202,7 +203,7 @@ class Capture:
         if self._profiler is not None:
             count_dispatch_modes()
         try:
-            with gc_paused(), without_torch_function():
+            with held(), gc_paused(), without_torch_function():
                 if self._traced is None:
                     self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
                 else:
@@ -218,10 +219,10 @@ class Capture:
                 self._parameters.attach()
                 self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
                 self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
+                self.guard.active = True
         except BaseException:
             self.detach()
             raise
-        self.guard.active = True
 
     def _try_function_modes(self) -> None:
         enter(self._modes)
@@ -231,6 +232,7 @@ class Capture:
         finally:
             leave(self._modes)
 
+    @finished
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self._find_unhooked()

@@ -76,7 +76,7 @@ class FunctionalMode(ForwardMode):
             with self._guard, without_torch_function():
                 self._running.remove(call)
                 self._recorder.finish(call, output, None)
-        except BaseException:  # the watch stops and is closed
+        except Exception:  # the watch stops and is closed
             leave_after(module, self.modes)
             raise
         return output

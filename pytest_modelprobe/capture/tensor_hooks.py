@@ -7,10 +7,16 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import hook_tensor, is_view, tensor_hooks, unhook_tensor, without_torch_function
+from pytest_modelprobe._torch import (
+    WeakStorage,
+    hook_tensor,
+    is_view,
+    tensor_hooks,
+    unhook_tensor,
+    without_torch_function,
+)
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
 from pytest_modelprobe.statistics import Reduction, SmallTensors
 
@@ -120,7 +126,7 @@ class TensorObserver:
             small=self._small,
         )
         if key is not None:
-            forward.reductions[key] = number, reduced, StorageWeakRef(local.untyped_storage())
+            forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
         return number, reduced
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:

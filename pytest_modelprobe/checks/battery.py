@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import nearest
@@ -329,7 +330,7 @@ def _check_runs(
     """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
     __tracebackhide__ = True
     try:
-        with Trial(probe, model, args, kwargs) as trial:
+        with Trial(probe, model, args, kwargs) as trial, interruptible():
             if trial.run(mode="train").error is not None:
                 trial.reference(mode="eval")
     except NotApplicableError as reason:

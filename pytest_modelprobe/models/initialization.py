@@ -17,17 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe._torch import (
     TRUNC_NORMAL,
     Operation,
     TorchDispatchMode,
+    WeakStorage,
     schema,
     storage_key,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import held, interruptible
 from pytest_modelprobe.record import old_name
 
 from .memory import as_bytes, has_dense_storage
@@ -64,13 +65,13 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     """
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UsageError(_no_factory(factory))
-    with seeded(derive(seed, "build")):
+    with held(), seeded(derive(seed, "build")):
         log = _RandomLog(seed)
-        with log, _trunc_normal_logged_whole(log):
+        with log, _trunc_normal_logged_whole(log), interruptible():
             model = factory()
         if not isinstance(model, nn.Module):
             raise UsageError(_no_factory(model, "a function that returned "))
-        with torch.no_grad(), without_torch_function():
+        with torch.no_grad(), without_torch_function(), interruptible():
             _Replay(log, model, seed, rename or {}).run()
     return model
 
@@ -87,7 +88,7 @@ def _no_factory(value: object, kind: str = "") -> str:
 class _Store:
     """One storage in the log; the storage itself may be freed."""
 
-    alive: StorageWeakRef  # also keeps the address from being given to another storage
+    alive: Any  # a `WeakStorage`, which also keeps the address from being given to another storage
     nbytes: int
     device: torch.device
     last: _Op | None = None  # made the current contents
@@ -257,7 +258,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
     def _track(self, tensor: torch.Tensor, keep_contents: bool = False) -> _Store:
         self._sweep()
         storage = tensor.untyped_storage()
-        ref = StorageWeakRef(storage)
+        ref = WeakStorage(storage)
         store = self._stores[_key(tensor)] = _Store(ref, storage.nbytes(), storage.device)
         if keep_contents:
             everything = _View(store, torch.uint8, (store.nbytes,), (1,), 0)

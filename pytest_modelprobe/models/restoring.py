@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
+from pytest_modelprobe.interrupts import held
 
 from .memory import as_bytes, has_dense_storage
 from .process import Settings, read_settings, restore_settings
@@ -67,7 +68,8 @@ class ModelState:
     * hooks of modules: added ones are removed, removed ones added.
     * lazy modules that had seen no input: they are lazy again.
 
-    A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`.
+    A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`, and holds
+    interrupts: code of the user inside runs in `interruptible`.
 
     Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
     standard library and of torch itself that are none of those above. Iterators cannot be wound
@@ -86,7 +88,7 @@ class ModelState:
         """What cannot be put back."""
         self._values, self._lazy, self._with_generators = values, lazy, generators
         self._generators: list[_Generator] = []
-        self._settings: list[Settings] = []  # of the blocks that are open
+        self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._parts: list[_Part] = []
         self._memory: dict[int, _Memory] = {}  # by address
@@ -101,7 +103,9 @@ class ModelState:
             self._follow()
 
     def __enter__(self) -> ModelState:
-        self._settings.append(read_settings())
+        block = held()
+        block.__enter__()
+        self._blocks.append((block, read_settings()))
         return self
 
     def __exit__(
@@ -110,8 +114,12 @@ class ModelState:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        restore_settings(self._settings.pop())
-        self.restore()
+        block, settings = self._blocks.pop()
+        try:
+            restore_settings(settings)
+            self.restore()
+        finally:
+            block.__exit__()
 
     def restore(self) -> None:
         """Put the model back as it was when this state was taken."""

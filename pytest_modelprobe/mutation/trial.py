@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pytest_modelprobe._pytest import fixtures_of, run_again, tear_down_before
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import derive, preserved, seeded
 
 from .operators import OPERATORS
@@ -198,7 +199,8 @@ class Trial:
                 observer.most_calls = calls * _TIMES + _MORE_CALLS
                 observer.deadline = started + reference.seconds * _TIMES + _MORE_SECONDS
             tear_down_before(item, item.parent)
-            reports = run_again(item)
+            with interruptible():
+                reports = run_again(item)
         failed = next((report for report in reports if report.failed), None)
         return _Run(
             failed=failed is not None,

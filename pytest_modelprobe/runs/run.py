@@ -17,6 +17,7 @@ from torch import nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe.capture import ParameterReading, assemble, content_key, read_parameters
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import (
     Layers,
     ModelState,
@@ -277,7 +278,8 @@ class Run:
                 move.parameters(self.model)
                 watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
             try:
-                self._step(move)
+                with interruptible():
+                    self._step(move)
             except NoGradientError as error:
                 if torch.is_inference_mode_enabled():
                     raise NoGradientError(
@@ -345,7 +347,10 @@ class Run:
         """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
-            with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
+            with (
+                contextlib.suppress(Exception),
+                interruptible(),
+            ):  # the step will raise it again, and say in which layer
                 self._forward()
 
     def _forward(self, move: noise.Perturbation | None = None) -> Any:
@@ -401,7 +406,7 @@ class Run:
         forward, backward = _nonfinite(record)
         if not (forward or backward):
             return record
-        with self._prepared():
+        with self._prepared(), interruptible():
             if forward:
                 return dataclasses.replace(record, origin=find_origin(self._forward))
             return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
