@@ -108,7 +108,7 @@ class Trace:
 class Trial:
     """A model and its inputs, prepared for several runs on the device of the probe.
 
-    Parameters, buffers, gradients, modes, attributes, random states and the settings of torch are restored after each
+    Parameters, buffers, gradients, modes, attributes, random states and settings of the process are restored after each
     run and at the end of the `with` block. Within the block, weights that are all zero, as those of heads and gates may
     be at first, have small random values: zeros would hide an error in the layers before them. Compiled code runs
     eagerly.
