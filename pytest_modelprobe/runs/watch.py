@@ -13,7 +13,7 @@ from torch import nn
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
-from pytest_modelprobe.interrupts import finished
+from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -115,8 +115,13 @@ class Watch:
             judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
             traced=inside,
         )
-        self._finalizer = weakref.finalize(self, self._capture.detach)
-        self._capture.attach()
+        try:
+            with held():
+                self._capture.attach()
+                self._finalizer = weakref.finalize(self, self._capture.detach)
+        except KeyboardInterrupt:
+            self._capture.detach()
+            raise
 
     @property
     def closed(self) -> bool:
