@@ -211,7 +211,9 @@ def test_an_interrupted_run_reports_what_was_done(pytester: pytest.Pytester) -> 
     tests = """
 def test_interrupts():
     if Net()(torch.ones(1, 4)).isnan().any():
-        raise KeyboardInterrupt
+        import multiprocessing, os, signal, time
+        os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
+        time.sleep(60)
 """
     result = mutate(pytester, tests, no_reraise_ctrlc=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
