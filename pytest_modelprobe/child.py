@@ -80,21 +80,15 @@ def start(
 
 def end(process: multiprocessing.process.BaseProcess) -> None:
     """End a child and whatever it started, also where it came to its end by itself."""
-    for kill, seconds in ((signal.SIGTERM, 1.0), (getattr(signal, "SIGKILL", signal.SIGTERM), None)):
-        if process.pid is not None:  # it was started
-            _kill(process, kill)
-        process.join(seconds)
-        if not process.is_alive():
-            break
+    if hasattr(os, "killpg") and process.pid is not None:  # it was started
+        for number, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+            process.join(seconds)
+            if not process.is_alive():
+                break
+    process.kill()  # it may not yet have a group of its own
     process.join()
-
-
-def _kill(process: multiprocessing.process.BaseProcess, number: signal.Signals) -> None:
-    if not hasattr(os, "killpg"):
-        process.kill()
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid or 0, number)
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -190,13 +191,15 @@ class MutationSession:
         with tempfile.TemporaryDirectory(prefix="modelprobe-mutation-", ignore_cleanup_errors=True) as folder:
             told = functools.partial(self._told, Path(folder))
             workers = Workers(max(self._workers, 1), told, seconds=seconds, until=until)
+            unknown = {key: one for key, one in by_key.items() if key not in known}
             try:
                 self._tell(f"fault {results.known + 1:,} of {len(plan):,}")
-                for key, verdict in workers.verdicts({k: one for k, one in by_key.items() if k not in known}):
-                    self._known.add(key, verdict)
-                    results.verdicts[by_key[key].mutant] = verdict
-                    left = max(until - time.monotonic(), 0)
-                    self._tell(f"fault {len(results.verdicts) + 1:,} of {len(plan):,}, at most {left:.0f} s left")
+                with contextlib.closing(workers.verdicts(unknown)) as verdicts:
+                    for key, verdict in verdicts:
+                        self._known.add(key, verdict)
+                        results.verdicts[by_key[key].mutant] = verdict
+                        left = max(until - time.monotonic(), 0)
+                        self._tell(f"fault {len(results.verdicts) + 1:,} of {len(plan):,}, at most {left:.0f} s left")
             except TimeIsOver:
                 results.stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
             except NoWorker as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -91,7 +91,7 @@ class Workers:
         self.runs = 0
         """Of tests with a fault."""
 
-    def verdicts(self, mutants: Mapping[str, Planned]) -> Iterator[tuple[str, Verdict]]:
+    def verdicts(self, mutants: Mapping[str, Planned]) -> Generator[tuple[str, Verdict], None, None]:
         """Yield the key of each mutant with what became of it, as soon as that is known.
 
         Raises:

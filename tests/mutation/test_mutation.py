@@ -346,12 +346,6 @@ def test_snapshot(modelprobe, modelprobe_snapshot):
     assert files == {path: path.read_bytes() for path in Path("__modelprobe__").rglob("*.json")}
 
 
-def test_workers_of_xdist_share_the_mutants(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_it=MODEL + CHECKS_SHAPE)
-    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
-    assert verdicts(result) == "0 % of the faults were noticed: 0 of 14"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
