@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pytest_modelprobe import child
 from pytest_modelprobe._pytest import is_of_subtest
 
 from .known import Keys, Known, modules_of
-from .plan import BaselineTest, Place, Results, planned
+from .plan import BaselineTest, Place, Planned, Results, planned
 from .planting import Observer, Seen, without_warning_of_hooks
 from .report import lines
 from .trial import key_of, wide_fixtures
@@ -180,10 +180,10 @@ class MutationSession:
 
     def _try_mutants(self, seconds: float) -> None:
         """Try mutants on the tests, which took so long without faults."""
-        results, started = self._results, time.monotonic()
+        results, known, started = self._results, self._known.read(), time.monotonic()
         plan = planned(results.tests, self._options.most)
         keys = Keys({test.id: test for test in results.tests}, self._modules)
-        known, by_key = self._known.read(), {keys.of(one): one for one in plan}
+        by_key = {keys.of(one): one for one in plan}
         results.total = len(plan)
         results.verdicts = {one.mutant: known[key] for key, one in by_key.items() if key in known}
         results.known = len(results.verdicts)
@@ -191,15 +191,8 @@ class MutationSession:
         with tempfile.TemporaryDirectory(prefix="modelprobe-mutation-", ignore_cleanup_errors=True) as folder:
             told = functools.partial(self._told, Path(folder))
             workers = Workers(max(self._workers, 1), told, seconds=seconds, until=until)
-            unknown = {key: one for key, one in by_key.items() if key not in known}
             try:
-                self._tell(f"fault {results.known + 1:,} of {len(plan):,}")
-                with contextlib.closing(workers.verdicts(unknown)) as verdicts:
-                    for key, verdict in verdicts:
-                        self._known.add(key, verdict)
-                        results.verdicts[by_key[key].mutant] = verdict
-                        left = max(until - time.monotonic(), 0)
-                        self._tell(f"fault {len(results.verdicts) + 1:,} of {len(plan):,}, at most {left:.0f} s left")
+                self._take_verdicts(workers, {key: one for key, one in by_key.items() if key not in known}, until)
             except TimeIsOver:
                 results.stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
             except NoWorker as error:
@@ -208,6 +201,15 @@ class MutationSession:
                 self._tell("")
                 results.left_out, results.runs = workers.left_out, workers.runs
                 results.seconds = time.monotonic() - started
+
+    def _take_verdicts(self, workers: Workers, mutants: Mapping[str, Planned], until: float) -> None:
+        results = self._results
+        with contextlib.closing(workers.verdicts(mutants)) as verdicts:  # its processes end, also after Ctrl-C here
+            for key, verdict in verdicts:
+                self._known.add(key, verdict)
+                results.verdicts[mutants[key].mutant] = verdict
+                tried, left = len(results.verdicts), max(until - time.monotonic(), 0)
+                self._tell(f"fault {tried:,} of {results.total:,}, at most {left:.0f} s left")
 
     def _told(self, folder: Path, number: int, left_out: Collection[str]) -> Told:
         """Return what a process is told that plants faults."""
