@@ -388,8 +388,8 @@ class _Replay:
         counts: Counter[int] = Counter()
         owners = self._owners()
         for op in self._ops:
-            if op.seed is not None and not op.observed:
-                rank = owners[op]
+            rank = owners.get(op)
+            if op.seed is not None and rank is not None and not op.observed:
                 number = counts[rank]
                 counts[rank] += 1
                 name = self._names[rank] + (f"#{number}" if number else "")
@@ -397,11 +397,15 @@ class _Replay:
         return bool(counts)
 
     def _owners(self) -> dict[_Op, int]:
-        """The rank of the tensor each operation fills, else of the first that depends on it."""
+        """The rank of the tensor each operation fills, else of the first that depends on it.
+
+        An operation has none if it fills no element, or only elements of a storage that no tensor of the model shows.
+        """
         owners: dict[_Op, int] = {}
         for op in reversed(self._ops):
             owner = min(self._claimants(op), default=owners.get(op))
-            assert owner is not None, "an ancestor has a descendant"
+            if owner is None:
+                continue
             owners[op] = owner
             for earlier in op.before:
                 owners[earlier] = min(owner, owners.get(earlier, owner))
