@@ -77,16 +77,22 @@ tree that is made like a repository is not taken for one.
 ## Pull requests that were tried
 """
 
+TAIL = """\
+`check` is what `modelprobe check --base main` says of the worst change: `denied` and `error` fail the job. An `error`
+is exit code 2, and no reason helps. `pytest` is whether the tests of the pull request pass with `CI` set. A job of each
+is required, so one that fails is enough; a `warning` is shown to reviewers.
+"""
+
 
 def page(families: dict[str, list[Any]]) -> str:
     """Return the page."""
     parts = [HEAD]
     for family, attacks in families.items():
-        parts += [f"### {family}\n", "| the pull request has | verdict | why |", "|---|---|---|"]
-        parts += [f"| {attack.what} | {attack.verdict} | {attack.why} |" for attack in attacks]
+        parts += [f"### {family}\n", "| the pull request has | `check` | pytest | why |", "|---|---|---|---|"]
+        parts += [f"| {attack.what} | {attack.check} | {attack.pytest} | {attack.why} |" for attack in attacks]
         parts.append("")
-    parts.append("An `error` is exit code 2: the job fails, and no reason helps.")
-    return "\n".join(parts) + "\n"
+    parts.append(TAIL)
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
