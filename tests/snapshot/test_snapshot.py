@@ -242,6 +242,57 @@ def test_an_update_of_new_snapshots_only_leaves_the_others(project: Project) -> 
     assert "test_net/test_new.arch.json" in project.names()
 
 
+def test_an_update_that_the_next_run_would_refuse_touches_no_file(project: Project) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    project.write("records", RECORDS.replace("deviations=8.0)", "deviations=8.0), fingerprint=(float('nan'),) * 16"))
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*test_x.arch.json is not written, for the next run would refuse it: as it would be read again, norm *"]
+    )
+    assert project.contents() == before
+
+
+EXTREME = """
+import pytest, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(size * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.weight
+
+@pytest.mark.parametrize("size", [1e-150, 1e-162, 1e-300, 5e-324], ids="abcd")
+def test_small(modelprobe, modelprobe_snapshot, size):
+    record = modelprobe.run(Net(size), torch.ones(5, 3, dtype=torch.float64), loss="random")
+    assert record == modelprobe_snapshot
+
+def test_sums_that_cancel(modelprobe, modelprobe_snapshot):
+    equal = nn.Linear(4, 1)
+    nn.init.zeros_(equal.weight)
+    nn.init.ones_(equal.bias)
+    assert modelprobe.run(equal, modelprobe.randn(2, 4)) == modelprobe_snapshot
+
+def test_the_same_forward_many_times(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(lambda: nn.Linear(4, 4))
+    watch, x = modelprobe.watch(model), modelprobe.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(100):
+            model(x)
+    assert watch.record == modelprobe_snapshot
+"""
+
+
+def test_what_is_written_of_extreme_tensors_is_what_the_next_run_reads(project: Project) -> None:
+    seed = "--modelprobe-seed=481"  # the signs of the two samples are opposite in all sums
+    project.update(seed, test=EXTREME).assert_outcomes(passed=6)
+    project.run(seed).assert_outcomes(passed=6)
+
+
 # --- both sides, other types --------------------------------------------------------------------------------------
 
 
@@ -1035,6 +1086,41 @@ def test_what_nothing_is_compared_of_fails(project: Project) -> None:
     result.stdout.fnmatch_lines(
         ["E*nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; *"]
     )
+
+
+STRUCTURE = """
+import pytest
+from torch import nn
+
+def test_x(modelprobe, modelprobe_snapshot):
+    assert modelprobe.architecture(nn.Sequential(nn.Dropout(0.0))) == modelprobe_snapshot
+"""
+BEHAVIOR_OF_STRUCTURE = {
+    "addopts": ("[pytest]\naddopts = --modelprobe-compare=behavior", "", ""),
+    "PYTEST_ADDOPTS": ("", "", "--modelprobe-compare=behavior"),
+    "ini": ("[pytest]\nmodelprobe_compare = behavior", "", ""),
+    "conftest": ("", "def pytest_configure(config):\n    config.option.modelprobe_compare = 'behavior'", ""),
+    "argument": ("snapshot\n", "snapshot(compare='behavior')\n", None),
+    "marker": ("def test_x", "@pytest.mark.modelprobe(compare='behavior')\ndef test_x", None),
+}
+
+
+@pytest.mark.parametrize("how", BEHAVIOR_OF_STRUCTURE)
+def test_a_structure_of_which_the_behavior_is_compared_fails(
+    project: Project, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    project.update(test=STRUCTURE)
+    ini, conftest, environment = BEHAVIOR_OF_STRUCTURE[how]
+    changed = STRUCTURE.replace("0.0", "0.9")
+    if environment is None:
+        changed = changed.replace(ini, conftest)
+    else:
+        project.pytester.makeini(ini)
+        project.pytester.makeconftest(conftest)
+        monkeypatch.setenv("PYTEST_ADDOPTS", environment)
+    result = project.run(test=changed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*nothing was compared, for no value has numbers in both records: *"])
 
 
 def test_a_test_may_compare_a_part(project: Project) -> None:
