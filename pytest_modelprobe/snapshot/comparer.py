@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe._pytest import open_raises
 from pytest_modelprobe.comparison import (
     Comparison,
     Diagnosis,
@@ -144,6 +145,8 @@ class Comparer:
             except NothingObservedError as error:
                 why = "" if self._policy.compare == "all" else f" ({self._policy.compare_from})"
                 outcome.verdict, outcome.text = "unreadable", f"{error}{why}"
+        if not outcome.passed:
+            outcome.raises = open_raises()
         self._outcomes.append(outcome)
         self._forked.send(outcome.to_dict(self._item))
         return outcome

@@ -553,6 +553,58 @@ def test_a_test_that_asks_what_came_of_a_comparison_decides_itself(project: Proj
     project.run(test=one(body)).assert_outcomes(passed=1)
 
 
+CAUGHT = [
+    "try:\n    assert record(eps=1e-3) == modelprobe_snapshot\nexcept AssertionError:\n    pass",
+    "with contextlib.suppress(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "with pytest.raises(KeyError):\n    record(eps=1e-3) == modelprobe_snapshot or {}['x']",
+    "assert record(eps=1e-3) == modelprobe_snapshot or True",
+    "assert not record(eps=1e-3) == modelprobe_snapshot",
+    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
+    "caught = pytest.raises(AssertionError)\ncaught.__enter__()\nbool(record(eps=1e-3) == modelprobe_snapshot)",
+]
+
+
+@pytest.mark.parametrize("body", CAUGHT)
+def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    result = project.run(test=one(body, before="import contextlib"))
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["*test_x.arch.json differs, and test_net.py::test_x passed, so the run fails: *norm.eps 1e-05 → 0.001. If *"]
+    )
+
+
+EXPECTED = [
+    "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "def check():\n    assert record(eps=1e-3) == modelprobe_snapshot\npytest.raises(AssertionError, check)",
+    "with differing():\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "assert record(eps=1e-3) != modelprobe_snapshot",
+    "pytest.xfail('later') if record(eps=1e-3) == modelprobe_snapshot else pytest.xfail('now')",
+]
+DIFFERING = """
+import contextlib
+
+@contextlib.contextmanager
+def differing():
+    with pytest.raises(AssertionError, match="norm.eps"):
+        yield
+"""
+
+
+@pytest.mark.parametrize("body", EXPECTED)
+def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("body", [EXPECTED[0], CAUGHT[0], SAME.rpartition(":")[2].strip()])
+def test_a_failure_of_a_test_that_is_to_fail_fails_nothing(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    marked = one(body, before="@pytest.mark.xfail(strict=False)")
+    assert project.run(test=marked).ret == pytest.ExitCode.OK
+
+
 def test_a_comparison_that_is_not_asserted_and_writes_is_fine(project: Project) -> None:
     project.update(test=one("record() == modelprobe_snapshot")).assert_outcomes(passed=1)
 
@@ -822,7 +874,7 @@ REFUSED = {
     ),
     "ci": (
         "assert record() == modelprobe_snapshot",
-        "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci.",
+        "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the *",
     ),
 }
 
@@ -844,10 +896,46 @@ def test_nothing_is_written_in_ci_unless_allowed(project: Project, monkeypatch: 
     monkeypatch.setenv("CI", "true")
     result = project.update(test=SAME)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *--modelprobe-allow-update-in-ci"])
+    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *-update-in-ci on the command line"])
     assert not project.snapshots.exists()
     project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
     project.update(test=CHANGED).assert_outcomes(failed=1)
+
+
+CI_HIDDEN = {
+    "addopts": ("[pytest]\naddopts = --snapshot-update --modelprobe-allow-update-in-ci", ""),
+    "a conftest": ("[pytest]\naddopts = --snapshot-update", "import os\nos.environ.pop('CI', None)"),
+    "a conftest and workers": (
+        "[pytest]\naddopts = --snapshot-update -n1 -p xdist",
+        "import os\nos.environ.pop('CI', 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CI_HIDDEN)
+def test_no_file_of_the_repository_lets_an_update_write_in_ci(
+    project: Project, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    ini, conftest = CI_HIDDEN[how]
+    project.pytester.makeini(ini)
+    project.pytester.makeconftest(conftest)
+    monkeypatch.setenv("CI", "true")
+    result = project.run(test=CHANGED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *"])
+    assert project.contents() == before
+
+
+def test_what_was_written_or_left_out_is_counted_in_the_last_line(project: Project) -> None:
+    assert project.update(test=TWO).outlines[-1].strip("= ").startswith("2 passed, 2 snapshots written in ")
+    changed = project.update("--modelprobe-json=results.json", test=TWO.replace("record()", "record(eps=1.0)", 1))
+    assert "2 passed, 1 snapshot written in " in changed.outlines[-1]
+    results = json.loads((project.pytester.path / "results.json").read_text())
+    assert [one["verdict"] for test in results["tests"] for one in test["snapshots"]] == ["updated", "same"]
+    assert "2 passed, 2 snapshots not compared in " in project.run("--modelprobe-compare=behavior").outlines[-1]
+    assert "2 passed in" in project.run().outlines[-1]
 
 
 def test_a_reason_is_written_where_the_architecture_changed(project: Project) -> None:
