@@ -41,6 +41,7 @@ def test_a(modelprobe, modelprobe_snapshot):
 
 ALONE = {part: ("== modelprobe_snapshot", f'== modelprobe_snapshot(compare="{part}")') for part in get_args(Parts)}
 """What has a test compare a part alone."""
+NOT_RUN = ("modelprobe.run(", "modelprobe.architecture(")
 
 MODELS: dict[str, list[tuple[str, str]]] = {
     "as it was": [],
@@ -52,6 +53,8 @@ MODELS: dict[str, list[tuple[str, str]]] = {
     "scaled": [("return ", "return 3 * ")],
     "trained": [("    assert", "    net.fc.weight.data *= 1.25\n    assert")],
     "structure alone": [ALONE["architecture"]],
+    "not run": [NOT_RUN],
+    "not run, with another rate": [NOT_RUN, ("0.1", "0.5")],
 }
 """What an author makes of the model, or of its test, before the snapshots are updated."""
 
@@ -435,7 +438,7 @@ FAMILIES: dict[str, list[Attack]] = {
         ),
         *(
             Attack(what=f"another rate, and {what} that compares the behavior of a structure without numbers",
-                   before="structure alone", edit=both(change("with another rate"), edit), environment=environment,
+                   before="not run", edit=both(change("not run, with another rate"), edit), environment=environment,
                    check="no change", pytest="failed", alone=True, why="a comparison of nothing fails")
             for what, edit, environment in [
                 ("`addopts`", ini('addopts = "--modelprobe-compare=behavior"'), {}),

@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 MADE = HERE.parents[1] / "docs" / "make_gate_page.py"
 TABLE = runpy.run_path(str(HERE / "attacks.py"))
 ATTACKS = [attack for family in TABLE["FAMILIES"].values() for attack in family]
+BY_PATH = "--import-mode=importlib"
+"""For files of one name in many folders."""
 ALONE = [attack for attack in ATTACKS if attack.alone]
 
 Updated = Mapping[str, Mapping[str, str]]
@@ -41,7 +43,7 @@ def run_pytest(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Ru
     def run(folder: Path, *arguments: str) -> pytest.RunResult:
         monkeypatch.chdir(folder)
         plugins = ("-p", "syrupy", "-p", "pytest_modelprobe.plugin", "-p", "no:cacheprovider")
-        return pytester.runpytest_inprocess(*plugins, "--import-mode=importlib", *arguments)
+        return pytester.runpytest_inprocess(*plugins, *arguments)
 
     return run
 
@@ -59,7 +61,7 @@ def updated(run_pytest: RunPytest, tmp_path: Path) -> Updated:
             for before, after in edits:
                 text = text.replace(before, after)
             written({TABLE["TEST"]: text}, root / model)
-        assert run_pytest(root, "--snapshot-update").ret == 0
+        assert run_pytest(root, BY_PATH, "--snapshot-update").ret == 0
         for model in TABLE["MODELS"]:
             files = [path for path in (root / model).rglob("*") if path.suffix in (".py", ".json")]
             _updated[model] = {path.relative_to(root / model).as_posix(): path.read_text("utf-8") for path in files}
@@ -138,7 +140,7 @@ def test_pytest_says_what_the_page_says(
     attacks = {f"attack_{i}": attack for i, attack in enumerate(ATTACKS) if not attack.alone}
     for name, attack in attacks.items():
         written(files_of(attack, updated), tmp_path / "all" / name)
-    run_pytest(tmp_path / "all", "--modelprobe-json=results.json")
+    run_pytest(tmp_path / "all", BY_PATH, "--modelprobe-json=results.json")
     results = json.loads((tmp_path / "all" / "results.json").read_text("utf-8"))
     outcomes = {test["file"].partition("/")[0]: test["outcome"] for test in results["tests"]}
     assert {attack.what: outcomes.get(name, "no tests") for name, attack in attacks.items()} == {
