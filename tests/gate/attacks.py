@@ -13,7 +13,17 @@ from pytest_modelprobe.files import architecture_digest, encode
 from pytest_modelprobe.files.layout import digest_of
 from pytest_modelprobe.gate.snapshot_sources import SnapshotSource, _is_snapshot, _pairs
 from pytest_modelprobe.gate.verdict import Verdict, judge
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.record import (
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    Layer,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Value,
+)
 from pytest_modelprobe.report.changes import status
 
 Files = dict[str, str]
@@ -181,6 +191,23 @@ def emptied(now: Files) -> None:
     now[PROBE] = json.dumps({**header, "layers": {}})
 
 
+def unanswered(now: Files) -> None:
+    """Leave nothing of what a layer does alone."""
+    data = json.loads(now[PROBE])
+    for line in data["layers"].values():
+        line.pop("alone", None)
+    now[PROBE] = json.dumps({**data, "responses": {}})
+
+
+def answering() -> Files:
+    """Return a base in which a layer was called alone."""
+    layers = dict(net().layers)
+    (call,) = layers["act"].calls
+    response = IsolatedResponse(handed=(EmittedTensor(where="output", reading=reading(2.0)),))
+    layers["act"] = dataclasses.replace(layers["act"], calls=(dataclasses.replace(call, response=response),))
+    return files(dataclasses.replace(net(), layers=layers))
+
+
 def swapped(now: Files) -> None:
     """Have two layers called the other way round."""
     lines = now[ARCH].split("\n")
@@ -265,6 +292,8 @@ FAMILIES: dict[str, list[Attack]] = {
                "denied: removed", "it stands beside the numbers, and a test that compares less fails until it does"),
         Attack("a structure that the test does not compare any more", put(net(), compared="behavior"),
                "denied: removed", "as above: a line in an ini file changes it for no snapshot unseen"),
+        Attack("nothing of what a layer does alone", unanswered, "denied: removed",
+               "a test does not compare what the file does not say", answering),
         Attack("the numbers of another structure", lambda now: now.update({ARCH: files(net(width=3))[ARCH]}), "error",
                "they name the structure that they belong to"),
     ],
