@@ -214,8 +214,28 @@ def refuse_directory(path: str, folder: Path | None = None) -> None:
 
 
 def in_working_tree(repository: Repository) -> SnapshotSource:
-    """Return the snapshots in the working tree of a repository; paths are relative to its root."""
-    return _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+    """Return the snapshots in the working tree of a repository; paths are relative to its root.
+
+    What a sparse checkout left out is as it is in the index.
+    """
+    here = _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+    left_out = _of_blobs("", repository, repository.files_left_out())
+    if not left_out.contents:
+        return here
+
+    def split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+        return [path for path in paths if path in here.contents], [path for path in paths if path in left_out.contents]
+
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        on_disk, in_index = split(paths)
+        return {**here.sizes(on_disk), **left_out.sizes(in_index)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        on_disk, in_index = split(paths)
+        return {**here.load(on_disk), **left_out.load(in_index)}
+
+    contents = {**here.contents, **left_out.contents}
+    return SnapshotSource(place="", pairs=_pairs(contents), contents=contents, sizes=sizes, load=load)
 
 
 def in_revision(repository: Repository, ref: str, commit: str | None = None) -> SnapshotSource:
@@ -226,18 +246,7 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
         ref: The revision, as messages show it.
         commit: Its hash, if it is not that of ``ref``.
     """
-    listing = repository.files(commit or repository.commit(ref))
-    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
-
-    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        contents = repository.read(names[path] for path in paths)
-        return {path: contents[names[path]] for path in paths}
-
-    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        found = repository.sizes(names[path] for path in paths)
-        return {path: found[names[path]] for path in paths}
-
-    return SnapshotSource(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
+    return _of_blobs(f"in {ref}", repository, repository.files(commit or repository.commit(ref)))
 
 
 def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
@@ -271,6 +280,20 @@ def scope_in(repository: Repository, argument: str) -> str:
         raise SourceError(f"{argument} is outside the repository {repository.root}")
     relative = path.relative_to(repository.root).as_posix()
     return "" if relative == "." else relative
+
+
+def _of_blobs(place: str, repository: Repository, listing: Mapping[str, str]) -> SnapshotSource:
+    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        contents = repository.read(names[path] for path in paths)
+        return {path: contents[names[path]] for path in paths}
+
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        found = repository.sizes(names[path] for path in paths)
+        return {path: found[names[path]] for path in paths}
+
+    return SnapshotSource(place=place, pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
 
 def _of_files(files: Mapping[str, Path]) -> SnapshotSource:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -791,13 +791,10 @@ def test_what_a_reading_lacks_it_lacks_afterwards(given: Reading) -> None:
 )  # fmt: skip
 @settings(deadline=None)
 def test_a_reading_is_written_as_it_was_read(
-    mean: float, std: float, role: Any, noise: float | None, zeros: int, direction: list[float]
+    mean: float, std: float, role: Any, noise: float | None, zeros: int, fingerprint: list[float]
 ) -> None:
     numbers = Statistics(count=8, mean=mean, min=mean - std, max=mean + std, deviations=8 * std * std, zeros=zeros)
-    length = math.hypot(*direction)
-    assume(length > 0.1)
-    fingerprint = tuple(x / length * numbers.norm for x in direction)
-    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=fingerprint)
+    given_reading = Reading(statistics=numbers, noise=noise, fingerprint=tuple(fingerprint))
     text = reading_text(given_reading, (2, 4), "float32", role)
     assert reading_text(reading_from(json.loads(text), (2, 4), role), (2, 4), "float32", role) == text
 
@@ -809,7 +806,7 @@ def test_a_reading_is_written_as_it_was_read(
 def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bits: int) -> None:
     text = fixed_point.packed(tuple(numbers), bits)
     top = max(map(abs, numbers))
-    step = max(top * 2.0 ** (2 - bits), 2.0**-1000)
+    step = max(top * 2.0 ** (2 - bits), 5e-324)
     assert all(abs(a - b) <= step for a, b in zip(fixed_point.unpacked(text), numbers, strict=True))
     assert fixed_point.packed(fixed_point.unpacked(text), bits) == text
 
@@ -1085,7 +1082,6 @@ ARCH, PROBE = 0, 1
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
         (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
         (PROBE, '"noise": "measured"', '"compared": "nothing"', "what is compared of it is 'nothing'"),
-        (PROBE, '">output":"act"', f'">output":[[1,1,1,1,{[0.01] * 16}]]', "the norm 4 and its fingerprint has 0.04"),
         (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,99]]', "99 zeros are among 8 finite elements"),
