@@ -12,12 +12,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import graph_task, tensor_hooks, without_torch_function
+from pytest_modelprobe._torch import graph_task, tensor_hooks
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
 from .backward import BackwardPasses
-from .guard import HookGuard
+from .guard import HookGuard, hidden
 from .steps import GradientState, Steps
 from .training_steps import TrainingSteps, computes_gradients
 
@@ -78,7 +78,7 @@ class ParameterHooks:
 
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
-        with self.guard, without_torch_function():
+        with self.guard.lock, self.guard, hidden():
             hooks = self._hooks_of(optimizer)
             self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
             if hooks:
@@ -90,7 +90,7 @@ class ParameterHooks:
 
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
-        with self.guard, without_torch_function():
+        with self.guard.lock, self.guard, hidden():
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
             if hooks:
@@ -127,7 +127,7 @@ class _ParameterHook:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         owner = self.owner
         if owner.guard.active and gradient is not None:
-            with owner.guard, without_torch_function():
+            with owner.guard.lock, owner.guard, hidden():
                 parameter = self._parameter()
                 backward = owner.backward.current()
                 if backward == self._arrived:
@@ -143,7 +143,7 @@ class _ParameterHook:
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""
         if self.owner.guard.active:
-            with self.owner.guard, without_torch_function():
+            with self.owner.guard.lock, self.owner.guard, hidden():
                 if self._parts == 1 and graph_task() == self._arrived:
                     return
                 gradient = parameter.grad

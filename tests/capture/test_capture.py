@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 import threading
 from collections import namedtuple
 
@@ -669,6 +670,36 @@ def test_forwards_in_two_threads_at_once_are_an_error_of_the_record():
         "a forward ran in one thread while another ran in a second, and only one of them was seen: let the threads "
         "call the model one after the other, under a lock, or watch a copy of the model in each"
     )
+
+
+def test_of_forwards_in_two_threads_all_are_recorded_or_the_record_is_an_error():
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        watches = [_called_in_two_threads() for _ in range(100)]
+    finally:
+        sys.setswitchinterval(interval)
+    for watch in watches:
+        with contextlib.suppress(ModelProbeError):
+            (call,) = watch.record.layers["(root)"].calls
+            assert (watch.record.forwards, call.forwards, call.outputs[0].forward.tensors) == (6, 6, 6)
+
+
+def _called_in_two_threads():
+    model, together = linear(4, 2), threading.Barrier(2)
+
+    def run():
+        together.wait()
+        for _ in range(3):
+            model(torch.ones(3, 4))
+
+    with Watch(model) as watch:
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return watch
 
 
 def test_forwards_in_threads_one_after_the_other_are_all_recorded():
