@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -416,6 +416,8 @@ TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.tru
 
 _DYNAMO = "torch._dynamo.eval_frame"
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 CompiledCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 
 
@@ -481,6 +483,10 @@ class CompiledCalls:
         if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
             cast(Any, sys.modules[_DYNAMO]).set_fullgraph_compiled_frame_count(-1)
         return None
+
+
+not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo", torch.compiler.disable)
+"""Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` at once."""
 
 
 def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import graph_task, tensor_hooks
+from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
@@ -76,6 +76,7 @@ class ParameterHooks:
         while self._handles:
             self._handles.pop().remove()
 
+    @not_compiled
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
         with self.guard.lock, self.guard, hidden():
@@ -88,6 +89,7 @@ class ParameterHooks:
             else:
                 self._training.other_step_begins()
 
+    @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
         with self.guard.lock, self.guard, hidden():

@@ -357,3 +357,34 @@ def test_update_ratio_leaves_out_what_was_zero_before_the_first_step() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert_update_ratio(watch)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
+def test_a_compiled_step_of_an_optimizer_is_recorded_and_compiles_nothing_of_the_watch() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    def fit(probe: ModelProbe | None) -> Any:
+        torch.compiler.reset()
+        graphs.clear()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        step = torch.compile(optimizer.step, backend=backend)
+        watch = None if probe is None else probe.watch(model, steps=3)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(x(seed)).square().mean().backward()
+            step()
+        return watch, model.state_dict()
+
+    _, unwatched = fit(None)
+    alone = list(graphs)
+    with ModelProbe() as probe:
+        watch, watched = fit(probe)
+        assert graphs == alone
+        assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 3
+        assert watch.record.training.steps == 3
+    assert all(torch.equal(watched[name], tensor) for name, tensor in unwatched.items())
