@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -139,6 +139,8 @@ class Capture:
             self.notes = {note: None for note in self.notes if not note.endswith(RUN_EAGERLY)}
         self._unhooked: list[str] = []
         self._unseen_thread = False
+        self._abstract = 0
+        """Forwards that returned meta or fake tensors."""
         self._exit = contextlib.ExitStack()
 
     @property
@@ -178,8 +180,12 @@ class Capture:
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
             training=self._steps.training,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._abstract_forwards()),
         )
+
+    def _abstract_forwards(self) -> Iterator[str]:
+        if 0 < self._abstract < self.forwards:
+            yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
@@ -331,6 +337,7 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
+                self._abstract += any(map(_is_abstract, flatten("output", output).tensors))
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:
@@ -379,6 +386,10 @@ class Capture:
             self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+
+
+def _is_abstract(value: tuple[str, torch.Tensor]) -> bool:
+    return statistics.as_plain_tensor(value[1])[1] in statistics.ABSTRACT
 
 
 def _is_on_cuda(layers: Layers) -> bool:

@@ -1071,6 +1071,29 @@ def test_fake_tensors_have_structure_and_the_reason():
     assert (output.shape, output.forward.reason, output.backward.reason) == ((3, 2), "fake tensor", "fake tensor")
 
 
+@pytest.mark.parametrize("first", ["fake", "meta", "real"])
+def test_forwards_on_fake_or_meta_tensors_leave_the_numbers_of_the_others(first):
+    model, x = mlp(), randn(3, 4)
+    meta = {name: p.to("meta") for name, p in model.named_parameters()}
+
+    def fake():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(x)
+
+    calls = {
+        "fake": fake,
+        "meta": lambda: torch.func.functional_call(model, meta, x.to("meta")),
+        "real": lambda: model(x),
+    }
+    with Watch(model) as watch:
+        for name in sorted(calls, key=lambda name: name != first):
+            calls[name]()
+    (call,) = watch.record["2"].calls
+    assert (call.forwards, call.outputs[0].forward.tensors, call.outputs[0].device) == (3, 1, "cpu")
+    assert reads(call.outputs[0].forward, model(x))
+    assert watch.record.notes == ("2 of 3 forwards ran on meta or fake tensors, which have no numbers",)
+
+
 def test_a_model_under_vmap_has_structure_and_the_reason():
     model, x = mlp(), randn(5, 3, 4)
     expected = model(x)
