@@ -60,6 +60,7 @@ Which = Literal["all", "first", "last", "evaluations"] | int
 
 _CHANGED = "changed after this forward"
 _APART = "the {} forward is part of no step of training: first_step and steps are those that are"
+_REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, by torch.func perhaps")
 _SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
 
@@ -194,6 +195,7 @@ class _Builder:
     ) -> None:
         self.observed = observed
         self.step = chosen.step or ObservedStep()
+        self.backwards = chosen.backwards
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
         for kind, totals in chosen.parts.items():
             for (layer, _), call in totals.calls.items():
@@ -246,6 +248,7 @@ class _Builder:
         first = self.ties.setdefault(id(tensor), full)
         tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
+        unknown = _REPLACED if self.backwards and full in self.observed.replaced else None
         then, now = self.own[full]
         reading = self.reading(then)
         applied, updated = self.step.applied.get(full), self.step.after.get(full)
@@ -260,7 +263,7 @@ class _Builder:
             layout=layout(tensor),
             reading=reading,
             after=None if now is None or self.reading(now) == reading else self.reading(now),
-            gradient=None if gradient is None else self.reading(gradient),
+            gradient=unknown if gradient is None else self.reading(gradient),
             applied=None if applied is None else self.reading(applied),
             updated=None if updated is None or persistent is not None else self.reading(updated),
         )

@@ -180,6 +180,7 @@ class Capture:
             parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
+            replaced=self._parameters.replaced,
             training=self._steps.training,
             notes=(*self.notes, *self._abstract_forwards()),
         )

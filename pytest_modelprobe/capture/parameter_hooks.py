@@ -36,6 +36,8 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
+        self.replaced: set[str] = set()
+        """Full names of the parameters in whose place another tensor with a gradient stood in a forward."""
 
     def add_layer(self, name: str, module: nn.Module) -> None:
         """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
@@ -53,8 +55,11 @@ class ParameterHooks:
                 continue  # as most modules
             for name, held in owner._parameters.items():
                 parameter = shards.get((owner, name), held) if shards else held
-                if self._hooked.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):
-                    continue  # `functional_call` puts plain tensors here
+                if parameter is None or self._hooked.get(prefix + name) is parameter:
+                    continue
+                if not isinstance(parameter, nn.Parameter):  # `functional_call` puts plain tensors here
+                    self.replaced.update([prefix + name] if parameter.requires_grad else [])
+                    continue
                 if parameter.requires_grad and parameter.is_leaf:
                     self._hooked[prefix + name] = parameter
                     hook = self._hook_on(parameter)

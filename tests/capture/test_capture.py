@@ -15,8 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import statistics
-from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe import assert_all_params_have_grad, assert_grad_flow, statistics
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError
 from pytest_modelprobe.probe import Watch
 from pytest_modelprobe.record import Record
 
@@ -1131,6 +1132,44 @@ def test_a_model_under_per_sample_gradients_computes_the_same():
         actual = sample(parameters, x)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert watch.record.forwards == 1
+
+
+def plain_copies(loss, parameters):
+    copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    torch.autograd.grad(loss(copies), list(copies.values()))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda loss, parameters: torch.func.grad(loss)(parameters),
+        lambda loss, parameters: torch.func.vjp(loss, parameters)[1](torch.tensor(1.0)),
+        plain_copies,
+    ],
+    ids=["grad", "vjp", "plain copies"],
+)
+def test_gradients_of_tensors_in_the_place_of_parameters_are_not_known(differentiate):
+    model, x = mlp(), randn(3, 4)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    with Watch(model) as watch:
+        differentiate(lambda p: torch.func.functional_call(model, p, x).pow(2).sum(), parameters)
+    assert {p.gradient.reason for p in watch.record.parameters} == {
+        "it was computed of another tensor in its place, by torch.func perhaps"
+    }
+    with pytest.raises(NothingObservedError, match=r"no gradient of 0\.weight was seen: it was computed of another"):
+        assert_all_params_have_grad(watch)
+    with pytest.raises(NothingObservedError, match="none of the 2 layers looked at has a gradient with numbers"):
+        assert_grad_flow(watch, layers=["0", "2"])
+    assert not any("gradient" in finding for finding in findings(watch.record))
+
+
+def test_gradients_that_pass_through_the_place_of_parameters_are_seen():
+    model, x = mlp(), randn(3, 4)
+    with Watch(model) as watch:
+        faster = {name: p * 2 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, faster, x).sum().backward()
+    assert reads(watch.record["2"].parameters[0].gradient, model[2].weight.grad)
+    assert_all_params_have_grad(watch)
 
 
 def test_an_inference_tensor_that_requires_grad_is_read():
