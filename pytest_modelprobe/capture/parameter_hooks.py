@@ -54,7 +54,7 @@ class ParameterHooks:
             if not owner._parameters:
                 continue  # as most modules
             for name, held in owner._parameters.items():
-                parameter = shards.get((owner, name), held) if shards else held
+                parameter: torch.Tensor | None = shards.get((owner, name), held) if shards else held
                 if parameter is None or self._hooked.get(prefix + name) is parameter:
                     continue
                 if not isinstance(parameter, nn.Parameter):  # `functional_call` puts plain tensors here
