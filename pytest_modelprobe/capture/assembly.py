@@ -39,7 +39,7 @@ from pytest_modelprobe.record import (
     gc_paused,
     qualified,
 )
-from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
+from pytest_modelprobe.statistics import Reduced, Reduction
 
 from .costs import TOTAL, Costs
 from .observation import (
@@ -51,7 +51,7 @@ from .observation import (
     Totals,
 )
 from .observed_forwards import Observations, ObservedStep
-from .parameters import ParameterReading, named_tensors
+from .parameters import ParameterReading, named_tensors, reducer
 from .tensors import plain_name
 from .units import is_pointwise
 
@@ -97,7 +97,7 @@ def _assembled(
         layers=_Builder(observed, which, chosen, before).layers(),
         forwards=sum(part.forwards for part in chosen.parts.values()),
         backwards=chosen.backwards,
-        device=next((str(p.device) for p in model.parameters()), "cpu"),
+        device=_device(model, chosen.parts.values()),
         seed=seed,
         loss=loss,
         notes=(*observed.notes, *chosen.notes),
@@ -147,6 +147,13 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
         gradients=forward.parameters,
         notes=(_APART.format(which),) if apart else (),
     )
+
+
+def _device(model: nn.Module, parts: Iterable[Totals]) -> str:
+    """Return the device of the first parameter; of one that is offloaded between calls, that of the values."""
+    device = next((str(p.device) for p in model.parameters()), "cpu")
+    calls = (call for part in parts for call in part.calls.values()) if device == "meta" else ()
+    return next((seen.device for call in calls for _, seen in call.outputs), device)
 
 
 def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
@@ -342,14 +349,7 @@ class _Builder:
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
         after_first = self.observed.parameters if which == "first" else None
-        read: dict[int, Reduction] = {}
-        small = SmallTensors()
-
-        def now(tensor: torch.Tensor) -> Reduction:
-            if id(tensor) not in read:
-                read[id(tensor)] = statistics.reduce(tensor, small=small)
-            return read[id(tensor)]
-
+        now = reducer(self.observed.layers)
         for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
             then = before.get(name)
             known = self.step.before.get(name)

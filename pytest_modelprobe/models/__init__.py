@@ -28,6 +28,7 @@ from .layers import (
     type_name,
 )
 from .memory import as_array, as_real, has_dense_storage, version
+from .offloading import Offloaded
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
@@ -42,6 +43,7 @@ __all__ = [
     "Layers",
     "ModelState",
     "ModuleHook",
+    "Offloaded",
     "active_autocast",
     "as_array",
     "as_real",
