@@ -154,7 +154,7 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none where it has other contents too, or is an iterator, a mapping or a module."""
+    """Return the attributes of an object; none where it has other contents too: an iterator, a mapping, a module."""
     kinds = type(value).__mro__
     if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
         return {}
