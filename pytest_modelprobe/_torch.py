@@ -22,8 +22,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Any, NoReturn, cast
+from types import FrameType, ModuleType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -316,6 +316,22 @@ def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Calla
 CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
 """Name of the function that runs a module's hooks and its forward: its Python frame is that of the call."""
 
+_STAGE = "torch.distributed.pipelining.stage"
+
+
+def learns_shapes(frame: FrameType | None) -> bool:
+    """Return whether a call is one by which a stage of a pipeline learns shapes: its inputs may be unwritten memory.
+
+    Args:
+        frame: Of the call.
+    """
+    while _STAGE in sys.modules and frame is not None:
+        if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_globals.get("__name__") == _STAGE:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _perhaps_one = {0: "perhaps one"}
 global_hooks: tuple[dict[int, Any], ...] = (
     _private("torch.nn.modules.module._global_forward_pre_hooks", _perhaps_one),
@@ -480,6 +496,8 @@ TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.tru
 
 _DYNAMO = "torch._dynamo.eval_frame"
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 CompiledCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 
 
@@ -545,6 +563,10 @@ class CompiledCalls:
         if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
             cast(Any, sys.modules[_DYNAMO]).set_fullgraph_compiled_frame_count(-1)
         return None
+
+
+not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo", torch.compiler.disable)
+"""Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` at once."""
 
 
 def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from pytest_modelprobe._torch import (
     count_function_modes,
     graph_task,
     is_wrapped,
+    learns_shapes,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -140,6 +141,8 @@ class Capture:
             self.notes = {note: None for note in self.notes if not note.endswith(RUN_EAGERLY)}
         self._unhooked: list[str] = []
         self._unseen_thread = False
+        self._abstract = 0
+        """Forwards that returned meta or fake tensors."""
         self._exit = contextlib.ExitStack()
 
     @property
@@ -178,9 +181,14 @@ class Capture:
             parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
+            replaced=self._parameters.replaced,
             training=self._steps.training,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._abstract_forwards()),
         )
+
+    def _abstract_forwards(self) -> Iterator[str]:
+        if 0 < self._abstract < self.forwards:
+            yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
@@ -287,6 +295,9 @@ class Capture:
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
             return
+        if outermost and learns_shapes(frame):
+            self.notes["a stage of a pipeline called the model once to learn shapes: that forward is left out"] = None
+            return
         if outermost:
             self._begin_forward(name, module, inputs)
             self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
@@ -333,6 +344,7 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
+                self._abstract += any(map(_is_abstract, flatten("output", output).tensors))
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:
@@ -381,6 +393,10 @@ class Capture:
             self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+
+
+def _is_abstract(value: tuple[str, torch.Tensor]) -> bool:
+    return statistics.as_plain_tensor(value[1])[1] in statistics.ABSTRACT
 
 
 def _is_on_cuda(layers: Layers) -> bool:

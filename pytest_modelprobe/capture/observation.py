@@ -72,6 +72,8 @@ class TensorObservation:
         self.number = other.number
         if self.layout != other.layout:
             self.layout = None
+        if self.device == "meta":
+            self.device = other.device
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)

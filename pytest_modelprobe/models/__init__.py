@@ -28,6 +28,7 @@ from .layers import (
     type_name,
 )
 from .memory import as_array, as_real, has_dense_storage, version
+from .offloading import Offloaded
 from .process import GENERATORS, settings_preserved
 from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
@@ -44,6 +45,7 @@ __all__ = [
     "Layers",
     "ModelState",
     "ModuleHook",
+    "Offloaded",
     "active_autocast",
     "as_array",
     "as_real",

@@ -21,6 +21,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import (
     Layers,
     ModelState,
+    Offloaded,
     attributes,
     autocast_states,
     changing_hooks,
@@ -89,7 +90,8 @@ class Run:
         isolate: bool = False,
         histograms: bool = False,
     ) -> None:
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        offloaded = Offloaded(model.modules())
+        if any(t.is_meta and t not in offloaded for t in (*model.parameters(), *model.buffers())):
             raise UnsupportedModelError(
                 "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
                 "give it memory with model.to_empty(device=...) and weights"
@@ -332,7 +334,7 @@ class Run:
                 contexts.enter_context(torch.autocast(*autocast))
             if self.mode is not None:
                 self.model.train(self.mode == "train")
-            if any(not is_same_device(p.device, self.device) for p in self.model.parameters()):
+            if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in self.model.parameters()):
                 self.model.to(self.device)
             if has_lazy(self.model):
                 self._give_shapes()

@@ -39,6 +39,8 @@ _INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.uint64,
 }
 _READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
+ABSTRACT = frozenset({"meta tensor", "fake tensor"})
+"""Reasons of tensors that have no elements: there is nothing in them to be read."""
 NO_CONTEXT = contextlib.nullcontext()
 
 

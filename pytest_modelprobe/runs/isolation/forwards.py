@@ -36,7 +36,7 @@ from .reasons import CannotTellError, reason_of
 _OF_A_KIND = 2
 """Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # that of accelerate leads to the weights of all layers
 """Attributes of every module."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
