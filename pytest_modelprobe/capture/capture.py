@@ -29,6 +29,7 @@ from pytest_modelprobe.models import (
     TENSOR_PARALLEL,
     Flat,
     Layers,
+    detached_copy,
     flatten,
     flatten_call,
     map_tensors,
@@ -375,19 +376,20 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
-            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+            copy = None if is_wrapped(tensor) else detached_copy(tensor)
+            if copy is None:
+                why = "inside a torch.func transform are not kept: they are nothing outside"
+                self.notes[f"outputs of {name} {why if is_wrapped(tensor) else 'that cannot be copied are not kept'}"] = None
+            return copy
+
         with statistics.ambient_modes_disabled():
-            self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+            self.kept.setdefault(name, []).append(map_tensors(copied, output))
 
 
 def _is_on_cuda(layers: Layers) -> bool:
     root = next(iter(layers.modules.values()))
     return any(parameter.is_cuda for parameter in root.parameters())
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    return None if is_wrapped(tensor) else tensor.detach().clone()
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

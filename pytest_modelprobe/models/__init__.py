@@ -27,7 +27,16 @@ from .layers import (
     own_parameters,
     type_name,
 )
-from .memory import as_array, as_real, has_dense_storage, version
+from .memory import (
+    as_array,
+    as_bits,
+    as_real,
+    detached_copy,
+    has_dense_storage,
+    holds_elements,
+    unexpanded,
+    version,
+)
 from .restoring import ModelState, has_lazy, preserved, settings_preserved
 from .seeding import derive, seeded
 
@@ -44,16 +53,19 @@ __all__ = [
     "ModuleHook",
     "active_autocast",
     "as_array",
+    "as_bits",
     "as_real",
     "attributes",
     "autocast_states",
     "changing_hooks",
     "check_supported",
     "derive",
+    "detached_copy",
     "flatten",
     "flatten_call",
     "has_dense_storage",
     "has_lazy",
+    "holds_elements",
     "is_distributed",
     "is_persistent",
     "layout",

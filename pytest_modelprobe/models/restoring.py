@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
 
-from .memory import as_bytes, has_dense_storage
+from .memory import as_bytes, has_dense_storage, is_strided
 
 # What register_forward_hook and its like change.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
@@ -88,7 +88,7 @@ class ModelState:
     * lazy modules that had seen no input: they are lazy again.
     * the settings of the whole process, see `settings_preserved`.
 
-    Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
+    Left alone are the bits of sparse, nested and fake tensors and of those whose memory is gone, what a closure or a class holds, and the objects of the
     standard library and of torch itself that are none of those above. Iterators cannot be wound
     back, and the number of objects is limited: `notes` say so.
 
@@ -177,15 +177,18 @@ class ModelState:
             return
         state = _TensorState(tensor)
         if state.grad is not None:
-            self.save(name, state.grad)  # first: it must fit again before it is assigned
+            self.save(f"{name}.grad", state.grad)  # first: it must fit again before it is assigned
         self._parts.append(state)
-        for inner in _inner_tensors(tensor):
-            self.save(name, inner)
+        inner = _inner_tensors(tensor)
+        for one in inner:
+            self.save(name, one)
         self.save_attributes(name, tensor)
-        if self._values and has_dense_storage(tensor):
+        if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
-            if storage_key(storage) not in self._memory:
+            if self._values and storage_key(storage) not in self._memory:
                 self._memory[storage_key(storage)] = _Memory(storage)
+        elif self._values and not (inner or tensor.is_meta):
+            self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
     def save_items(self, name: str, items: Iterable[Any]) -> None:
         """Find the items of a container that cannot be changed."""
@@ -461,7 +464,7 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._data = tensor.data if has_dense_storage(tensor) else None
+        self._data = tensor.data if is_strided(tensor) else None
         self._place = None if self._data is None else _place(self._data)
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
@@ -469,7 +472,7 @@ class _TensorState:
 
     def restore(self) -> None:
         tensor = self._tensor
-        if self._data is not None and not (has_dense_storage(tensor) and _place(tensor) == self._place):
+        if self._data is not None and not (is_strided(tensor) and _place(tensor) == self._place):
             tensor.data = self._data  # module.to() replaced it
         if not self._is_leaf:
             return
@@ -678,6 +681,6 @@ def _inner_tensors(tensor: Any) -> list[object]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a dense tensor are: the same as long as its storage lives and it is not replaced."""
+    """Return where the elements of a strided tensor are: the same while its storage lives and it is not replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
