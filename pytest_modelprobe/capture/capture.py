@@ -30,7 +30,6 @@ from pytest_modelprobe.models import (
     Flat,
     Layers,
     detached_copy,
-    flatten,
     flatten_call,
     map_tensors,
     notes_on,
@@ -377,10 +376,13 @@ class Capture:
 
     def _keep(self, name: str, output: Any) -> None:
         def copied(tensor: torch.Tensor) -> torch.Tensor | None:
-            copy = None if is_wrapped(tensor) else detached_copy(tensor)
-            if copy is None:
-                why = "inside a torch.func transform are not kept: they are nothing outside"
-                self.notes[f"outputs of {name} {why if is_wrapped(tensor) else 'that cannot be copied are not kept'}"] = None
+            wrapped = is_wrapped(tensor)
+            copy = None if wrapped else detached_copy(tensor)
+            if wrapped:
+                note = f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"
+                self.notes[note] = None
+            elif copy is None:
+                self.notes[f"outputs of {name} are not kept, as their memory is gone or torch cannot copy them"] = None
             return copy
 
         with statistics.ambient_modes_disabled():

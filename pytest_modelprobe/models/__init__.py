@@ -34,6 +34,7 @@ from .memory import (
     detached_copy,
     has_dense_storage,
     holds_elements,
+    lacks_memory,
     unexpanded,
     version,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "holds_elements",
     "is_distributed",
     "is_persistent",
+    "lacks_memory",
     "layout",
     "local_tensor",
     "map_tensors",
@@ -82,6 +84,7 @@ __all__ = [
     "settings_preserved",
     "sharded_parameters",
     "type_name",
+    "unexpanded",
     "unseen",
     "value_layout",
     "version",

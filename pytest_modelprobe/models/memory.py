@@ -58,6 +58,11 @@ def holds_elements(tensor: torch.Tensor) -> bool:
     return (tensor.storage_offset() + reached) * tensor.element_size() <= storage.nbytes()
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor should have a storage that holds its elements, and has none: see `holds_elements`."""
+    return is_strided(tensor) and not holds_elements(tensor)
+
+
 def detached_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy outside of graphs, expanded as the tensor is; None where torch has no copy of it.
 
@@ -71,11 +76,10 @@ def detached_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     if not holds_elements(tensor):
         return None
     try:
-        if 0 in tensor.stride():
-            return unexpanded(tensor.detach()).clone().expand(tensor.shape)
-        return tensor.detach().clone()
+        copy = unexpanded(tensor.detach()).clone()
     except RuntimeError:
         return None
+    return copy if copy.shape == tensor.shape else copy.expand(tensor.shape)
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,9 +88,10 @@ class ModelState:
     * lazy modules that had seen no input: they are lazy again.
     * the settings of the whole process, see `settings_preserved`.
 
-    Left alone are the bits of sparse, nested and fake tensors and of those whose memory is gone, what a closure or a class holds, and the objects of the
-    standard library and of torch itself that are none of those above. Iterators cannot be wound
-    back, and the number of objects is limited: `notes` say so.
+    Left alone are the bits of sparse, nested and fake tensors, and of those whose storage does not hold their elements.
+    Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Left alone are also the
+    bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of torch itself
+    that are none of those above.
 
     Args:
         model: The model; its tensors' memory is copied once.

@@ -361,7 +361,7 @@ class Run:
             copy = detached_copy(tensor)
             if copy is None:
                 what = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-                self._notes[f"an input, {what}, cannot be copied: the model got its own memory"] = None
+                self._notes[f"an input, {what}, cannot be copied: the model got the tensor itself"] = None
                 return tensor.detach()
             if move is not None:
                 copy = move.input(copy, f"input {next(number)}")
