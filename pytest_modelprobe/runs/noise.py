@@ -160,7 +160,10 @@ def _is_quantity(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     plain = as_real(tensor.detach())
-    plain = plain if plain.element_size() > 1 else plain.float()  # 1-byte dtypes have no arithmetic
+    try:
+        plain = plain if plain.element_size() > 1 else plain.float()  # 1-byte dtypes have no arithmetic
+    except NotImplementedError:  # two numbers in one byte
+        return False
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # False of NaN
     return bool(usual.all()) and not bool((plain == plain.round()).all())
 
