@@ -429,4 +429,6 @@ def _attention(attended: AttentionObservation) -> Attention:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested:
+        return (tensor.numel(),)
     return () if is_lazy(tensor) else tuple(tensor.shape)

@@ -31,7 +31,7 @@ from pytest_modelprobe.models import (
     TENSOR_PARALLEL,
     Flat,
     Layers,
-    flatten,
+    detached_copy,
     flatten_call,
     map_tensors,
     notes_on,
@@ -389,10 +389,18 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
-            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+            wrapped = is_wrapped(tensor)
+            copy = None if wrapped else detached_copy(tensor)
+            if wrapped:
+                note = f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"
+                self.notes[note] = None
+            elif copy is None:
+                self.notes[f"outputs of {name} are not kept, as their memory is gone or torch cannot copy them"] = None
+            return copy
+
         with statistics.ambient_modes_disabled():
-            self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+            self.kept.setdefault(name, []).append(map_tensors(copied, output))
 
 
 def _is_abstract(value: tuple[str, torch.Tensor]) -> bool:
@@ -402,10 +410,6 @@ def _is_abstract(value: tuple[str, torch.Tensor]) -> bool:
 def _is_on_cuda(layers: Layers) -> bool:
     root = next(iter(layers.modules.values()))
     return any(parameter.is_cuda for parameter in root.parameters())
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    return None if is_wrapped(tensor) else tensor.detach().clone()
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import has_dense_storage, seeding
+from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, number
 
 from .agreement import break_of, disagreements
 from .check import check_unmodified
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial, plain, unexpanded
+from .trial import Trace, Trial, plain
 
 _DEEPEST = 3
 

@@ -25,10 +25,12 @@ from pytest_modelprobe.models import (
     check_supported,
     flatten,
     flatten_call,
+    lacks_memory,
     map_tensors,
     run_eagerly,
     seeding,
     settings_preserved,
+    unexpanded,
     unseen,
     version,
 )
@@ -182,6 +184,9 @@ class Trial:
             raise NotApplicableError("the model is on the meta device and has no numbers")
         if any(x.is_meta for _, x in self.inputs):
             raise NotApplicableError("an input is on the meta device and has no numbers")
+        named = (*self.model.named_parameters(), *self.model.named_buffers(), *self.inputs)
+        if lost := [name for name, tensor in named if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
         if any(is_lazy(t) for t in tensors):
             raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
         if any(t.is_inference() for t in tensors):
@@ -410,6 +415,8 @@ class Trial:
         found = flatten("output", trace.output)
         if hidden := unseen(found):
             raise NotApplicableError(hidden)
+        if lost := [path for path, tensor in found.tensors if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
         if backward:
@@ -473,13 +480,8 @@ def keep_input(_: str, x: Tensor) -> Tensor:
     return x
 
 
-def unexpanded(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that can be written to: one element along each expanded axis.
-
-    >>> unexpanded(torch.ones(2, 1).expand(2, 3)).shape
-    torch.Size([2, 1])
-    """
-    return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
+def _is_unreadable(tensor: Tensor) -> bool:
+    return is_wrapped(tensor) or lacks_memory(tensor)
 
 
 def _taken(leaf: Tensor) -> Tensor | None:
@@ -501,14 +503,14 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         number = f" (call {call.index + 1})" if call.index else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if not is_wrapped(tensor) and is_new(tensor) and call.parent is not None:
+            if not _is_unreadable(tensor) and is_new(tensor) and call.parent is not None:
                 made, around = f"{path} of {call.layer}{number}", call.parent
                 copy = plain(tensor.detach().clone())
                 trace.tensors.append(LayerTensor(around.layer, around.index, made, copy, True))
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         for path, tensor in flatten("output", output).tensors:
-            if not is_wrapped(tensor):
+            if not _is_unreadable(tensor):
                 is_new(tensor)
                 trace.tensors.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
 

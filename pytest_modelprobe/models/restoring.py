@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
 from pytest_modelprobe.interrupts import held
 
-from .memory import as_bytes, has_dense_storage
+from .memory import as_bytes, has_dense_storage, is_strided
 from .process import Settings, read_settings, restore_settings
 
 # What register_forward_hook and its like change.
@@ -71,9 +71,10 @@ class ModelState:
     A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`, and holds
     interrupts: code of the user inside runs in `interruptible`.
 
-    Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
-    standard library and of torch itself that are none of those above. Iterators cannot be wound
-    back, and the number of objects is limited: `notes` say so.
+    Left alone are the bits of sparse, nested and fake tensors, and of those whose storage does not hold their elements.
+    Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Left alone are also the
+    bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of torch itself
+    that are none of those above.
 
     Args:
         model: The model; its tensors' memory is copied once.
@@ -167,15 +168,18 @@ class ModelState:
             return
         state = _TensorState(tensor)
         if state.grad is not None:
-            self.save(name, state.grad)  # first: it must fit again before it is assigned
+            self.save(f"{name}.grad", state.grad)  # first: it must fit again before it is assigned
         self._parts.append(state)
-        for inner in _inner_tensors(tensor):
-            self.save(name, inner)
+        inner = _inner_tensors(tensor)
+        for one in inner:
+            self.save(name, one)
         self.save_attributes(name, tensor)
-        if self._values and has_dense_storage(tensor):
+        if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
-            if storage_key(storage) not in self._memory:
+            if self._values and storage_key(storage) not in self._memory:
                 self._memory[storage_key(storage)] = _Memory(storage)
+        elif self._values and not (inner or tensor.is_meta):
+            self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
     def save_items(self, name: str, items: Iterable[Any]) -> None:
         """Find the items of a container that cannot be changed."""
@@ -438,7 +442,7 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._data = tensor.data if has_dense_storage(tensor) else None
+        self._data = tensor.data if is_strided(tensor) else None
         self._place = None if self._data is None else _place(self._data)
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
@@ -446,7 +450,7 @@ class _TensorState:
 
     def restore(self) -> None:
         tensor = self._tensor
-        if self._data is not None and not (has_dense_storage(tensor) and _place(tensor) == self._place):
+        if self._data is not None and not (is_strided(tensor) and _place(tensor) == self._place):
             tensor.data = self._data  # module.to() replaced it
         if not self._is_leaf:
             return
@@ -584,6 +588,6 @@ def _inner_tensors(tensor: Any) -> list[object]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a dense tensor are: the same as long as its storage lives and it is not replaced."""
+    """Return where the elements of a strided tensor are: the same while its storage lives and it is not replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

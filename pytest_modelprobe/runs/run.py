@@ -25,6 +25,7 @@ from pytest_modelprobe.models import (
     attributes,
     autocast_states,
     changing_hooks,
+    detached_copy,
     flatten,
     flatten_call,
     has_lazy,
@@ -91,7 +92,7 @@ class Run:
         histograms: bool = False,
     ) -> None:
         offloaded = Offloaded(model.modules())
-        if any(t.is_meta and t not in offloaded for t in (*model.parameters(), *model.buffers())):
+        if any(parameter.is_meta and parameter not in offloaded for parameter in model.parameters()):
             raise UnsupportedModelError(
                 "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
                 "give it memory with model.to_empty(device=...) and weights"
@@ -105,6 +106,7 @@ class Run:
         self._grad_enabled = torch.is_grad_enabled()
         self._autocast = autocast_states((device.type, "cpu"))
         self._settings: list[Any] = []
+        self._notes: dict[str, None] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -296,6 +298,7 @@ class Run:
                     "for .detach(), .data, .item(), a comparison or torch.no_grad() in its forward, and for layers "
                     "whose outputs it does not use, or run without loss="
                 ) from error
+            watch._capture.notes.update(self._notes)
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
             observed = watch._capture.observations()
             record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
@@ -362,7 +365,11 @@ class Run:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
                 raise UsageError("an input is on the meta device and has no numbers: give modelprobe.randn(...), say")
-            copy = tensor.detach().clone()
+            copy = detached_copy(tensor)
+            if copy is None:
+                what = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+                self._notes[f"an input, {what}, cannot be copied: the model got the tensor itself"] = None
+                return tensor.detach()
             if move is not None:
                 copy = move.input(copy, f"input {next(number)}")
             return copy.to(self.device).requires_grad_(tensor.requires_grad)

@@ -186,7 +186,7 @@ class Watch:
     def kept(self) -> Mapping[str, list[Any]]:
         """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
 
-        None stands for tensors inside a `torch.func` transform.
+        None stands for tensors inside a `torch.func` transform, and for those that torch cannot copy.
         """
         return self._capture.kept
 

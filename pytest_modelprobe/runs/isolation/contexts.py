@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import GENERATORS, has_dense_storage, seeding
+from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, seeding
 
 from .own import buffers_of, is_equal, weights_of
 
@@ -72,9 +72,10 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     before = attributes.copy()
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_inference()]
+    tensors = [tensor for tensor in own if not tensor.is_inference()]
     if getattr(module, "max_norm", None) is not None:  # an embedding that renormalizes its weight
-        tensors += [(p, p.detach().clone()) for _, p in weights_of(module)]
+        tensors += [p for _, p in weights_of(module)]
+    bits = [(tensor, as_bits(tensor), as_bits(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
@@ -84,10 +85,10 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
-        with torch.no_grad():
-            for tensor, content in tensors:
-                if not is_equal(tensor, content):
-                    tensor.copy_(content)
+        for tensor, here, content in bits:
+            if holds_elements(here) and not is_equal(here, content):
+                here.copy_(content)
+                torch.autograd.graph.increment_version(tensor)
 
 
 def fixed_seed() -> Callable[[], None]:

@@ -22,6 +22,7 @@ from pytest_modelprobe.models import (
     Layers,
     active_autocast,
     changing_hooks,
+    detached_copy,
     flatten,
     flatten_call,
     has_dense_storage,
@@ -181,9 +182,10 @@ class KeptForwards:
         known: dict[int, Any] = {id(module): module for module in root.modules()}
         with statistics.ambient_modes_disabled(), torch.no_grad():
             for _, tensor in flatten_call(*inputs, objects=True).tensors:
-                if is_wrapped(tensor) or not has_dense_storage(tensor):
+                one = detached_copy(tensor) if has_dense_storage(tensor) and not is_wrapped(tensor) else None
+                if one is None:
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
-                known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
             return copy.deepcopy(inputs, known)
 
 
