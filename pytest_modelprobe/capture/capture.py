@@ -32,6 +32,7 @@ from pytest_modelprobe.models import (
     Flat,
     Layers,
     detached_copy,
+    flatten,
     flatten_call,
     map_tensors,
     notes_on,
