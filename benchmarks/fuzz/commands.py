@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +83,7 @@ class Project:
         """Return a copy for this process alone."""
         mine = object.__new__(Project)
         mine.__dict__.update(self.__dict__)
-        mine.folder = Path(tempfile.gettempdir(), f"modelprobe-fuzz-{os.getpid()}-repository")
+        mine.folder = self.folder.with_name(f"repository-{os.getpid()}")
         shutil.copytree(self.folder, mine.folder)
         return mine
 
