@@ -62,8 +62,11 @@ tree that is made like a repository is not taken for one.
   fail leaves its snapshot as it is, and the gate reports nothing. `pytest --snapshot-update` deletes snapshots that no
   test uses; that is `removed`.
 - **How pytest is called.** `modelprobe_compare` in an ini file, a marker or `compare=` in a test stand beside the
-  numbers: a test that compares less than they say fails. `--modelprobe-compare` and `-k` in a workflow do not stand
-  there: protect the workflow. Nor does a plugin or a `conftest.py` that replaces the fixture.
+  numbers: a test that compares less than they say fails, and so does one that compares nothing, such as the behavior of
+  a structure without numbers. A test that catches the failure of a snapshot fails the run. In CI an update writes only
+  if the command line itself allows it; the last line of pytest and the results count what was written or left out.
+  `--modelprobe-compare` and `-k` in a workflow stand in no file: protect the workflow. Nor does a plugin or a
+  `conftest.py` that replaces the fixture.
 - **How wide a tolerance is.** `tolerance=` and `allow=` stand in the test, not in the files.
 - **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
   versions of libraries add and drop them. What it changes shows in the numbers of a run that uses it.

@@ -1128,6 +1128,14 @@ def test_a_path_without_snapshots_names_the_nearest(branch: str, modelprobe: Run
     )  # fmt: skip
 
 
+def test_files_of_a_snapshot_elsewhere_are_said_to_be_elsewhere(tmp_path: Path, modelprobe: Run) -> None:
+    write(net(), str(tmp_path / "test_a"))
+    said = f"modelprobe: {tmp_path / 'test_a.arch.json'} is in no folder __modelprobe__, where snapshots are: move both"
+    for named in (tmp_path / "test_a.arch.json", tmp_path / "test_a", tmp_path):
+        code, _, err = modelprobe("show", str(named))
+        assert (code, err.startswith(said)) == (2, True)
+
+
 def test_a_snapshot_that_cannot_be_read_is_named(branch: str, modelprobe: Run) -> None:
     Path(f"{PATH}.arch.json").write_text("{", "utf-8")
     code, _, err = modelprobe("check", "--base", "main")

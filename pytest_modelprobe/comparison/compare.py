@@ -73,7 +73,7 @@ def compare(
     found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
     # Another layer may have the name of a removed one.
-    names = found | {name: f"{name} (removed)" for name in removed}
+    names = found | {name: f"{name} (removed)" for name in removed if name != ROOT or ROOT in actual.layers}
     kept = set(found.values())
     original = expected
     expected = renamed(expected, names)

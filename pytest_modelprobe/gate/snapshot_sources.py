@@ -19,7 +19,6 @@ from pytest_modelprobe.files import (
     PROBE,
     RESTORE,
     StoredSnapshot,
-    architecture_digest,
     decode,
     decode_architecture,
     too_large,
@@ -101,7 +100,7 @@ class SnapshotSource:
         with contextlib.suppress(SnapshotError):
             if path in self.contents and self.sizes([path])[path] < MOST_BYTES:
                 text = text_of(self.load([path])[path], path)
-                return self._version(SnapshotPaths(path, None), text, None, decode_architecture(text, where=path))
+                return self._version(SnapshotPaths(path, None), None, decode_architecture(text, where=path))
         return None
 
     def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
@@ -123,14 +122,12 @@ class SnapshotSource:
             numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
             text = text_of(architecture, pair.architecture)
             found = decode(text, numbers, where=pair.architecture, numbers_at=pair.numbers)
-            return self._version(pair, text, numbers, found)
+            return self._version(pair, numbers, found)
         except SnapshotError as error:
             raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
 
-    def _version(
-        self, pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot
-    ) -> SnapshotVersion:
-        digest, path = architecture_digest(architecture), pair.architecture
+    def _version(self, pair: SnapshotPaths, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
+        digest, path = found.architecture, pair.architecture
         return SnapshotVersion(
             path=path,
             numbers=pair.numbers,
@@ -191,10 +188,18 @@ def on_disk(argument: str) -> SnapshotSource:
     folder = path if path.is_dir() else path.parent
     found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
     files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
+    if not files and (outside := next((p for p in found if _is_meant(p, path)), None)) is not None:
+        raise SourceError(f"{outside} is in no folder {DIRECTORY}, where snapshots are: move both its files into one")
     for file in files:
         refuse_directory(file)
     source = _of_files(files)
     return source.only("" if path.is_dir() else path.as_posix())
+
+
+def _is_meant(file: Path, argument: Path) -> bool:
+    """Whether a file is called like one of a snapshot, and is the one, or below the folder, that was named."""
+    same = without_ending(file.as_posix()) == without_ending(argument.as_posix())
+    return file.name.endswith(ENDINGS) and (argument.is_dir() or same)
 
 
 def refuse_directory(path: str, folder: Path | None = None) -> None:

@@ -428,6 +428,11 @@ def test_a_value_that_both_lack_is_counted() -> None:
     assert (found.same, found.unknown) == (True, 1)
 
 
+def test_a_record_without_its_root_calls_the_other_layers_as_often() -> None:
+    part = dataclasses.replace(OLD, layers={"norm": OLD.layers["norm"]})
+    assert {difference.kind for difference in compare(part, OLD).differences} == {"layer removed"}
+
+
 def test_where_no_numbers_are_there_to_compare_that_is_an_error() -> None:
     wider = dataclasses.replace(structure(OLD), model="Wider")
     dropped = dataclasses.replace(OLD.layers["norm"], attributes={"eps": 1.0})
