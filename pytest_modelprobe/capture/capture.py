@@ -345,7 +345,7 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
-                self._abstract += any(map(_is_abstract, flatten("output", output).tensors))
+                self._abstract += _is_abstract(output)
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:
@@ -404,8 +404,10 @@ class Capture:
             self.kept.setdefault(name, []).append(map_tensors(copied, output))
 
 
-def _is_abstract(value: tuple[str, torch.Tensor]) -> bool:
-    return statistics.as_plain_tensor(value[1])[1] in statistics.ABSTRACT
+def _is_abstract(output: Any) -> bool:
+    with statistics.ambient_modes_disabled():
+        reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in flatten("output", output).tensors}
+    return not reasons.isdisjoint(statistics.ABSTRACT)
 
 
 def _is_on_cuda(layers: Layers) -> bool:
