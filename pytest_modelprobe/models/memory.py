@@ -94,8 +94,8 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a dense tensor as integers that share its memory: these compare and copy in any dtype.
 
-    >>> as_bits(torch.ones(2, dtype=torch.complex32)).shape
-    torch.Size([2, 1])
+    >>> as_bits(torch.ones(2, dtype=torch.complex128)).shape
+    torch.Size([2, 2])
     """
     words = -(-tensor.element_size() // 8)
     shape = [n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -1,4 +1,4 @@
-"""Read tensors of odd kinds in every way, and say before each which it is; `test_memory.py` runs this in a process.
+"""Read tensors of odd kinds in every way, and say before each which: `test_memory.py` runs this in another process.
 
 ``python odd_tensors.py models`` runs small models with them, ``python odd_tensors.py COUNT SEED`` hands random ones to
 each function that reads, copies, compares or restores.

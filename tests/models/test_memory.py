@@ -70,7 +70,7 @@ def test_a_copy_of_an_expanded_tensor_is_expanded():
     assert copy[7].tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex32, torch.complex128])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
 def test_bits_share_the_memory_of_any_dtype(dtype):
     tensor = torch.zeros(6, 2, dtype=dtype)[1::2].t()
     bits = as_bits(tensor)
