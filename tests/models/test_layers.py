@@ -182,7 +182,7 @@ def scripted():
         (lambda: "net", "a model is a torch.nn.Module; got str"),
         (lambda: nn.DataParallel(Net()), "DataParallel runs copies of the model in threads, which hooks do not see: "),
         (lambda: nn.Sequential(nn.DataParallel(Net())), "DataParallel runs copies of the model"),
-        (scripted, r"\(root\) is a ScriptModule, which runs outside Python and calls no hooks: use the eager module"),
+        (scripted, "(root) is a ScriptModule, which runs outside Python and calls no hooks: use the eager module"),
         (lambda: nn.Sequential(scripted()), "0 is a ScriptModule, which runs outside Python"),
     ],
     ids=["class", "function", "string", "DataParallel", "inner DataParallel", "ScriptModule", "inner ScriptModule"],
