@@ -136,8 +136,12 @@ pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch._p
 push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch._push_mode", cannot=_NO_PROFILE)
 """Put a dispatch mode on top of the stack."""
 
+_COMPOSITE: Any = _private("torch._C.DispatchKey.CompositeImplicitAutograd", cannot=_NO_PROFILE)
+_has_kernel: Callable[[str, Any], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key", cannot=_NO_PROFILE)
+_kernel: Callable[[Any], Callable[..., Any]] = _attribute("torch.ops.aten.add.Tensor._op_dk", cannot=_NO_PROFILE)
+
 count_dispatch_modes: Callable[[], int] = (
-    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode)
+    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode, _COMPOSITE, _has_kernel, _kernel)
     or _count_dispatch_modes
     or functools.partial(_refuse, _DISPATCH_MODES, _NO_PROFILE)
 )
@@ -431,6 +435,30 @@ compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._comp
 """Return the compiled call that `module.compile()` set; None where there is none."""
 
 
+_HOOKS_OF_MODULE = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_HOOKS_OF_PARAMETER = {
+    "_backward_hooks": "hook",
+    "_post_accumulate_grad_hooks": "hook after accumulation",
+}
+
+
+def hooks_on(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Yield (kind, key, hook) for each hook on a module and its own parameters."""
+    owners: list[tuple[object, dict[str, str], str]] = [(module, _HOOKS_OF_MODULE, "")]
+    owners += [(p, _HOOKS_OF_PARAMETER, f" on {name}") for name, p in module.named_parameters(recurse=False)]
+    for owner, kinds, where in owners:
+        for attribute, kind in kinds.items():
+            if not hasattr(owner, attribute):
+                _refuse(f"{type(owner).__name__}.{attribute}", f"it is not known whether a {kind} is left")
+            for key, hook in (getattr(owner, attribute) or {}).items():
+                yield kind + where, key, hook
+
+
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dicts in which a module keeps its hooks and their options."""
     return [table for name, table in vars(module).items() if "hook" in name and isinstance(table, dict)]
@@ -601,9 +629,13 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
 
     `OpOverload.decompose` would prefer a kernel in Python, as of an LSTM, which rounds otherwise.
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if not func.has_kernel_for_dispatch_key(key):
-        return NotImplemented
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return func.decompose(*args, **kwargs)
-    return func._op_dk(key, *args, **kwargs)
+    if _has_kernel(func.name(), _COMPOSITE):
+        return _kernel(func)(_COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
+
+
+DYNAMO_PACKAGE = "torch._dynamo"
+"""What `torch.compile` imports when it is first used."""
+
+GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Name of the operation behind `torch.nn.functional.grouped_mm`; where it is called otherwise, none has this name."""

@@ -152,6 +152,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect it at its end: extensions print each object that is left."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup() -> None:
     """Set a test up with the same random numbers, in a torch that compiles, whatever ran before it."""
     assert not torch._C._len_torch_function_stack(), "a test that ran before this one left a function mode on"

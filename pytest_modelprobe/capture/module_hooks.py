@@ -69,9 +69,7 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Hook one module. A ScriptModule takes no hooks."""
-        if isinstance(module, torch.jit.ScriptModule):
-            return
+        """Hook one module."""
         after = _After(self._receiver, name, module)
         before = _Before(self._receiver, name, module)
         before.after = after

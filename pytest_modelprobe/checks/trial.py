@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -381,9 +380,7 @@ class Trial:
         if to is None:
             return other
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # .to() looks at the gradients of what a copied ScriptModule has
-                return other.to(to)
+            return other.to(to)
         except Exception as error:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
 

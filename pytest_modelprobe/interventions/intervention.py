@@ -127,9 +127,8 @@ class Intervention:
                 self._change_weights(stack)
             for name in self._names:
                 module = self._layers.modules[name]
-                if not isinstance(module, torch.jit.ScriptModule):
-                    _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
-                    _add(stack, module.register_forward_hook, _After(self, name, module))
+                _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
+                _add(stack, module.register_forward_hook, _After(self, name, module))
             # Prepended last: a forward begins before the first call.
             begins, ends = _Begins(self, ROOT, self._root), _Ends(self, ROOT, self._root)
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)

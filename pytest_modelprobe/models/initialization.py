@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._torch import (
+    DYNAMO_PACKAGE,
     TRUNC_NORMAL,
     Operation,
     TorchDispatchMode,
@@ -148,7 +149,7 @@ class _Dispatching:
 
     def stay_uncompiled(self) -> None:
         """Let torch wrap it once code may be compiled: the log itself must not be compiled."""
-        if "torch._dynamo" in sys.modules:
+        if DYNAMO_PACKAGE in sys.modules:
             self.__class__ = _UncompiledLog
 
 

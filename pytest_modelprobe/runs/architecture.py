@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from pytest_modelprobe._torch import FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe._torch import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
 from pytest_modelprobe.capture import Capture, assemble
 from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
@@ -78,7 +78,7 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "aten::_grouped_mm":
+        if func.name() == GROUPED_PRODUCT:
             return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -87,11 +87,10 @@ class Session:
             for (layer, _), recipes in self.recipes.items():
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    response_layer = self._response_layer(name)
-                    inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
-                    self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
-                    self._replace_forward(name, module)
+                response_layer = self._response_layer(name)
+                inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
+                self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
+                self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
         return self
 
