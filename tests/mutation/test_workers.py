@@ -92,9 +92,7 @@ def test_a_process_that_cannot_start_says_why(pytester: pytest.Pytester) -> None
     pytester.makepyfile(test_it=LAYER + CRASHES)
     pytester.makeconftest("import multiprocessing\nif multiprocessing.parent_process(): raise OSError('no port')")
     result = pytester.runpytest_inprocess("--modelprobe-mutate")
-    result.stdout.fnmatch_lines(
-        ["*not tried: a process that plants faults ended: exit code 1, *OSError: no port*"]
-    )
+    result.stdout.fnmatch_lines(["*not tried: a process that plants faults ended: exit code 1, *OSError: no port*"])
 
 
 def test_a_fixture_of_the_session_is_torn_down(pytester: pytest.Pytester) -> None:
