@@ -22,6 +22,7 @@ from pytest_modelprobe.models import (
     ModelState,
     ModuleCall,
     check_supported,
+    detached_copy,
     flatten,
     flatten_call,
     lacks_memory,
@@ -358,7 +359,7 @@ class Trial:
                 raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
 
         def copied(tensor: Tensor) -> Tensor:
-            copy = tensor.detach().clone().to(self.probe.device)
+            copy = copy_of(tensor).to(self.probe.device)
             if vary is not None and id(tensor) in paths:
                 copy = varied(paths[id(tensor)], copy, vary)
             wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
@@ -475,6 +476,18 @@ def as_double(tensor: Tensor) -> Tensor:
 def keep_input(_: str, x: Tensor) -> Tensor:
     """Return an input unchanged."""
     return x
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a detached copy of a tensor that a layer takes or gives out.
+
+    Raises:
+        NotApplicableError: Its memory is gone, or torch cannot copy it.
+    """
+    copy = detached_copy(tensor)
+    if copy is None:
+        raise NotApplicableError("a layer takes or gives out a tensor that cannot be copied: its memory may be gone")
+    return copy
 
 
 def _is_unreadable(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is a dense tensor, and the memory of its elements is there: see `is_strided`, `holds_elements`.
 
     >>> x = torch.ones(3)
-    >>> x.untyped_storage().resize_(4)
+    >>> _ = x.untyped_storage().resize_(4)
     >>> has_dense_storage(x), has_dense_storage(torch.ones(3))
     (False, True)
     """

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from pytest_modelprobe import ModelProbe, kernel, statistics
+from pytest_modelprobe import ModelProbe, checks, kernel, statistics
 from pytest_modelprobe.models import Layers, detached_copy, has_dense_storage, preserved
 from pytest_modelprobe.runs.isolation.contexts import attributes_restored
 from pytest_modelprobe.runs.isolation.forwards import KeptForwards
@@ -246,6 +246,11 @@ class Gives(nn.Module):
         return self.linear(x), self.make()
 
 
+class First(nn.Module):
+    def forward(self, given):
+        return given[0]
+
+
 def observed(model, *odd, **options):
     probe = ModelProbe()
     return probe.run(model, probe.randn(2, 4), *odd, **options)
@@ -281,6 +286,11 @@ def run_models():
         if (kind, way) != ("meta", "argument"):  # which is refused in a sentence
             say(f"{way} that is {kind}")
             run(KINDS[kind](draw))
+    models = (Holder, Gives, lambda tensor: nn.Sequential(Gives(tensor), First()))
+    for check, kind, model in itertools.product(checks.STANDARD.values(), ("freed", "zero"), models):
+        if check is not checks.checkpoint_parity:  # torch never ends with a constant that a checkpoint gives out
+            say(f"{check.__name__} of {model.__name__} with a tensor that is {kind}")
+            check.outcome(ModelProbe(), model(KINDS[kind](draw)), torch.ones(3, 4))
     say("ran all models")
 
 
