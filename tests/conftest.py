@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ import torch._dynamo
 from _pytest import fixtures, pytester
 
 pytest_plugins = ["pytester"]
+
+# Where a shell started this in the background, Ctrl-C is ignored, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Modules(pytester.SysModulesSnapshot):

@@ -17,6 +17,9 @@ from .worker import Told, main
 _TIMES, _MORE_SECONDS = 10, 10.0
 """A test hangs if it takes so many times longer than without the fault, and so much more."""
 
+_FIRST_SECONDS = 120.0
+"""So much longer a test may take in a new process without a fault, where it may import and compile first."""
+
 _PRELOADED = ["torch", "pytest", "pytest_modelprobe.mutation.worker"]
 
 
@@ -158,7 +161,7 @@ class Workers:
             test, seconds = what
             if time.monotonic() > self._until:
                 raise TimeIsOver
-            limit = _TIMES * (self._seconds if seconds is None else seconds) + _MORE_SECONDS
+            limit = _TIMES * seconds + _MORE_SECONDS if seconds is not None else _TIMES * self._seconds + _FIRST_SECONDS
             process.runs(test, time.monotonic() + limit, has_fault=seconds is not None)
             self.runs += process.has_fault
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -212,7 +213,8 @@ class SnapshotSession:
         left_out = [one for one in self.results if one["not_compared"]]
         for done, found in (("written", written), ("not compared", left_out)):
             if found and reporter is not None:
-                reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = found
+                # Other plugins read the attributes of what they find there, which are reports.
+                reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace(**one) for one in found]
 
     @property
     def _runs_no_test(self) -> bool:
