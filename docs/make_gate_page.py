@@ -40,14 +40,33 @@ and whether its author gave a reason.
 - **To authors:** the same files give the same verdict, on every machine and without a GPU. A rename, a refactoring with
   the same numbers and the attributes of another version are not reported as changed behavior.
 
+## What it compares with
+
+A reviewer asks what a merge would change in the base. A file that equals that of the merge base is left by a merge as
+the base has it, so `check` compares with the merge base, and does not report what changed in the base alone.
+
+Two branches that were merged into each other have several merge bases. A file may equal that of one and be put back to
+it: the merge of the others' reviewed change is undone, and nothing differs from the one. `check` then compares with the
+base itself. A merge leaves what both sides have, so whatever it changes differs there. What changed in the base alone
+is reported too, until it is merged into the branch; then the base is the one merge base.
+
+In a shallow clone the merge base may be behind the cut, and an older commit stands in its place: that is an error,
+unless the base is an ancestor of what is checked out.
+
+What a sparse checkout leaves out is read from the index. Replaced objects are read as they were, and a folder of the
+tree that is made like a repository is not taken for one.
+
 ## What it cannot know
 
 - **Whether the files are true.** The tests say that: require both jobs. A test that was deleted, skipped or marked to
   fail leaves its snapshot as it is, and the gate reports nothing. `pytest --snapshot-update` deletes snapshots that no
   test uses; that is `removed`.
 - **How pytest is called.** `modelprobe_compare` in an ini file, a marker or `compare=` in a test stand beside the
-  numbers: a test that compares less than they say fails. `--modelprobe-compare` and `-k` in a workflow do not stand
-  there: protect the workflow. Nor does a plugin or a `conftest.py` that replaces the fixture.
+  numbers: a test that compares less than they say fails, and so does one that compares nothing, such as the behavior of
+  a structure without numbers. A test that catches the failure of a snapshot fails the run. In CI an update writes only
+  if the command line itself allows it; the last line of pytest and the results count what was written or left out.
+  `--modelprobe-compare` and `-k` in a workflow stand in no file: protect the workflow. Nor does a plugin or a
+  `conftest.py` that replaces the fixture.
 - **How wide a tolerance is.** `tolerance=` and `allow=` stand in the test, not in the files.
 - **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
   versions of libraries add and drop them. What it changes shows in the numbers of a run that uses it.
@@ -61,16 +80,22 @@ and whether its author gave a reason.
 ## Pull requests that were tried
 """
 
+TAIL = """\
+`check` is what `modelprobe check --base main` says of the worst change: `denied` and `error` fail the job. An `error`
+is exit code 2, and no reason helps. `pytest` is whether the tests of the pull request pass with `CI` set. A job of each
+is required, so one that fails is enough; a `warning` is shown to reviewers.
+"""
+
 
 def page(families: dict[str, list[Any]]) -> str:
     """Return the page."""
     parts = [HEAD]
     for family, attacks in families.items():
-        parts += [f"### {family}\n", "| the pull request has | verdict | why |", "|---|---|---|"]
-        parts += [f"| {attack.what} | {attack.verdict} | {attack.why} |" for attack in attacks]
+        parts += [f"### {family}\n", "| the pull request has | `check` | pytest | why |", "|---|---|---|---|"]
+        parts += [f"| {attack.what} | {attack.check} | {attack.pytest} | {attack.why} |" for attack in attacks]
         parts.append("")
-    parts.append("An `error` is exit code 2: the job fails, and no reason helps.")
-    return "\n".join(parts) + "\n"
+    parts.append(TAIL)
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import pkgutil
 import warnings
@@ -76,6 +77,28 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
             getattr(test, "_report_sections", []).clear()
             del item.user_properties[properties:]
     return reports
+
+
+def open_raises() -> list[pytest.ExceptionInfo[BaseException]]:
+    """Return what the blocks of `pytest.raises` that are running now will catch: nothing yet.
+
+    >>> with pytest.raises(ZeroDivisionError) as caught:
+    ...     inside = open_raises()
+    ...     1 / 0
+    >>> [one is caught for one in inside], open_raises()
+    ([True], [])
+    """
+    kind = type(pytest.raises(AssertionError))
+    given = [getattr(one, "excinfo", None) for one in gc.get_objects() if type(one) is kind]
+    return [info for info in given if info is not None and caught_by(info) is None]
+
+
+def caught_by(info: pytest.ExceptionInfo[BaseException]) -> BaseException | None:
+    """Return what a block of `pytest.raises` has caught; None if it has caught nothing yet."""
+    try:
+        return info.value
+    except AssertionError:
+        return None
 
 
 def is_of_subtest(report: pytest.TestReport) -> bool:

@@ -22,8 +22,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Any, NoReturn, cast
+from types import FrameType, ModuleType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +136,58 @@ pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch._p
 push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch._push_mode", cannot=_NO_PROFILE)
 """Put a dispatch mode on top of the stack."""
 
+_COMPOSITE: Any = _private("torch._C.DispatchKey.CompositeImplicitAutograd", cannot=_NO_PROFILE)
+_has_kernel: Callable[[str, Any], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key", cannot=_NO_PROFILE)
+_kernel: Callable[[Any], Callable[..., Any]] = _attribute("torch.ops.aten.add.Tensor._op_dk", cannot=_NO_PROFILE)
+
 count_dispatch_modes: Callable[[], int] = (
-    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode)
+    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode, _COMPOSITE, _has_kernel, _kernel)
     or _count_dispatch_modes
     or functools.partial(_refuse, _DISPATCH_MODES, _NO_PROFILE)
 )
 """Return how many dispatch modes are active; raises as `count_function_modes` does."""
+
+ModeStack = tuple[Any, ...]
+"""The modes that are active, the bottom first."""
+
+
+def _stack(count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> ModeStack:
+    modes = [pop() for _ in range(count())][::-1]
+    for mode in modes:
+        push(mode)
+    return tuple(modes)
+
+
+def _set_stack(modes: ModeStack, count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
+    for _ in range(count()):
+        pop()
+    for mode in modes:
+        push(mode)
+
+
+def function_modes_now() -> tuple[Any, ModeStack]:
+    """Return the mode of `torch.set_default_device`, and all function modes; raises as `count_function_modes` does."""
+    return default_device_mode(), _stack(count_function_modes, pop_function_mode, push_function_mode)
+
+
+def set_function_modes(before: tuple[Any, ModeStack]) -> None:
+    """Make active what `function_modes_now` returned, and nothing else."""
+    default, modes = before
+    if default_device_mode() is not default:
+        torch.set_default_device(None if default is None else default.device)  # also tells the compiler
+        if _DEFAULT_DEVICE is not None:
+            _DEFAULT_DEVICE.device_context = default
+    _set_stack(modes, count_function_modes, pop_function_mode, push_function_mode)
+
+
+def dispatch_modes_now() -> ModeStack:
+    """Return all dispatch modes; raises as `count_dispatch_modes` does."""
+    return _stack(count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+
+
+def set_dispatch_modes(modes: ModeStack) -> None:
+    """Make active what `dispatch_modes_now` returned, and nothing else."""
+    _set_stack(modes, count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
 
 
 def _autocast_devices() -> list[str]:
@@ -219,6 +265,28 @@ storage_key: Callable[[torch.UntypedStorage], int] = _attribute(
 )
 """Return the number of a storage, unique as long as the storage lives."""
 
+_weak_ref: Any = _private("torch.UntypedStorage._weak_ref")
+_free_weak_ref: Any = _private("torch.UntypedStorage._free_weak_ref")
+_expired: Any = _private("torch.UntypedStorage._expired")
+
+
+class _WeakStorage:
+    """As `StorageWeakRef`, but freed by code in C: an interrupt in a `__del__` in Python would be lost."""
+
+    __slots__ = ("__del__", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata: Any = storage._weak_ref()
+        self.__del__ = functools.partial(_free_weak_ref, self.cdata)
+
+    def expired(self) -> bool:
+        """Whether the storage is gone."""
+        return bool(_expired(self.cdata))
+
+
+WeakStorage: Any = _WeakStorage if _weak_ref and _free_weak_ref and _expired else StorageWeakRef
+"""Class of weak references to storages: while one lives, the key of its storage is not used again."""
+
 tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attribute(
     "torch.Tensor._backward_hooks", cannot="no gradient can be watched"
 )
@@ -251,6 +319,22 @@ def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Calla
 
 CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
 """Name of the function that runs a module's hooks and its forward: its Python frame is that of the call."""
+
+_STAGE = "torch.distributed.pipelining.stage"
+
+
+def learns_shapes(frame: FrameType | None) -> bool:
+    """Return whether a call is one by which a stage of a pipeline learns shapes: its inputs may be unwritten memory.
+
+    Args:
+        frame: Of the call.
+    """
+    while _STAGE in sys.modules and frame is not None:
+        if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_globals.get("__name__") == _STAGE:
+            return True
+        frame = frame.f_back
+    return False
+
 
 _perhaps_one = {0: "perhaps one"}
 global_hooks: tuple[dict[int, Any], ...] = (
@@ -351,6 +435,30 @@ compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._comp
 """Return the compiled call that `module.compile()` set; None where there is none."""
 
 
+_HOOKS_OF_MODULE = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_HOOKS_OF_PARAMETER = {
+    "_backward_hooks": "hook",
+    "_post_accumulate_grad_hooks": "hook after accumulation",
+}
+
+
+def hooks_on(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Yield (kind, key, hook) for each hook on a module and its own parameters."""
+    owners: list[tuple[object, dict[str, str], str]] = [(module, _HOOKS_OF_MODULE, "")]
+    owners += [(p, _HOOKS_OF_PARAMETER, f" on {name}") for name, p in module.named_parameters(recurse=False)]
+    for owner, kinds, where in owners:
+        for attribute, kind in kinds.items():
+            if not hasattr(owner, attribute):
+                _refuse(f"{type(owner).__name__}.{attribute}", f"it is not known whether a {kind} is left")
+            for key, hook in (getattr(owner, attribute) or {}).items():
+                yield kind + where, key, hook
+
+
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dicts in which a module keeps its hooks and their options."""
     return [table for name, table in vars(module).items() if "hook" in name and isinstance(table, dict)]
@@ -415,6 +523,8 @@ TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.tru
 
 
 _DYNAMO = "torch._dynamo.eval_frame"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CompiledCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 
@@ -483,6 +593,10 @@ class CompiledCalls:
         return None
 
 
+not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo", torch.compiler.disable)
+"""Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` at once."""
+
+
 def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:
     """Let dynamo trace functions where it compiles what calls them, and not compile a call of one on its own.
 
@@ -506,7 +620,7 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     )
 
 
-CUDNN = [_cudnn(name) for name in ("benchmark", "deterministic", "enabled")]
+CUDNN = {name: _cudnn(name) for name in ("benchmark", "deterministic", "enabled")}
 """Getter and setter of each setting of cuDNN."""
 
 
@@ -515,9 +629,13 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
 
     `OpOverload.decompose` would prefer a kernel in Python, as of an LSTM, which rounds otherwise.
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if not func.has_kernel_for_dispatch_key(key):
-        return NotImplemented
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return func.decompose(*args, **kwargs)
-    return func._op_dk(key, *args, **kwargs)
+    if _has_kernel(func.name(), _COMPOSITE):
+        return _kernel(func)(_COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
+
+
+DYNAMO_PACKAGE = "torch._dynamo"
+"""What `torch.compile` imports when it is first used."""
+
+GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Name of the operation behind `torch.nn.functional.grouped_mm`; where it is called otherwise, none has this name."""

@@ -112,8 +112,9 @@ class ModelProbe:
         """Run the model once on the device, with a backward if there is a loss, and return the record.
 
         The run starts without gradients, with the seed of the probe, on copies of the inputs. Afterwards parameters,
-        buffers, gradients, mode, device, random states, the settings of torch, numpy and the process, and everything
-        that attributes of the model refer to are restored. The notes of the record name what cannot be restored.
+        buffers, gradients, mode, device, random states, the settings of the process that the documentation names, and
+        everything that attributes of the model refer to are restored. The notes of the record name what cannot be
+        restored.
 
         Args:
             model: The model.

@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ import torch._dynamo
 from _pytest import fixtures, pytester
 
 pytest_plugins = ["pytester"]
+
+# Where a shell started this in the background, Ctrl-C is ignored, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Modules(pytester.SysModulesSnapshot):
@@ -150,6 +155,11 @@ def pytest_collection_finish() -> None:
     """Exempt from garbage collection what lives as long as the process: modules, above all those of torch."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect it at its end: extensions print each object that is left."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup() -> None:

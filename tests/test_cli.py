@@ -198,6 +198,93 @@ def test_numbers_that_moved_are_a_warning(branch: str, modelprobe: Run) -> None:
     assert re.search(r"behavior +warning .*output changed by", out)
 
 
+@pytest.mark.parametrize("ref", ["refs/tags/main", "refs/heads/origin/main"])
+def test_a_base_of_two_meanings_cannot_be_checked(git: Git, branch: str, modelprobe: Run, ref: str) -> None:
+    base = "main" if "tags" in ref else "origin/main"
+    git("update-ref", "refs/remotes/origin/main", "main")
+    write(net(3))
+    git("update-ref", ref, commit(git))
+    code, _, err = modelprobe("check", "--base", base)
+    assert (code, err.startswith(f"modelprobe: {base!r} is ambiguous, refs/")) == (2, True)
+
+
+@pytest.fixture
+def crosswise(git: Git, branch: str) -> None:
+    """Two branches that were merged into each other, of which main has another snapshot by now."""
+    commit(git, "Begin the branch")
+    git("switch", "-q", "main")
+    write(net(3))
+    commit(git, "Widen the net")
+    git("branch", "wide")
+    git("merge", "-q", "--no-ff", "-m", "merge", "branch")
+    git("switch", "-q", "branch")
+    git("merge", "-q", "--no-ff", "-m", "merge", "wide")
+
+
+@pytest.mark.usefixtures("crosswise")
+def test_a_reviewed_snapshot_that_is_put_back_is_denied_whatever_the_merge_bases_have(
+    git: Git, modelprobe: Run
+) -> None:
+    write(net())
+    commit(git, "Narrow the net")
+    code, out, err = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[0]) == (
+        1, "Net: checkpoint change is not declared; 1 model changed, 0 unchanged",
+    )  # fmt: skip
+    assert err == (
+        "modelprobe: main and HEAD have 2 merge bases, so main itself is compared with: "
+        "merge it to leave out what changed there alone\n"
+    )
+
+
+@pytest.mark.usefixtures("crosswise")
+def test_a_branch_that_was_merged_crosswise_and_changed_nothing_passes(modelprobe: Run) -> None:
+    assert modelprobe("check", "--base", "main")[0] == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--sparse-index"]])
+def test_what_a_sparse_checkout_leaves_out_is_not_deleted(
+    git: Git, branch: str, modelprobe: Run, more: list[str]
+) -> None:
+    Path("lib").mkdir()
+    Path("lib/a.py").touch()
+    commit(git)
+    git("sparse-checkout", "set", *more, "lib")
+    assert not Path("tests").exists()
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[0]) == (0, "no model changed; 1 unchanged")
+
+
+def test_changes_outside_of_a_sparse_checkout_are_seen(git: Git, branch: str, modelprobe: Run) -> None:
+    other = PATH.replace("test_a", "test_b")
+    write(net(3))
+    commit(git)
+    write(net(5), other)
+    commit(git)
+    git("sparse-checkout", "set", "lib")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[0]) == (1, "Net: checkpoint change is not declared; 2 models changed, 0 unchanged")
+    git("rm", "-q", "--sparse", f"{PATH}.arch.json", f"{PATH}.probe.json")
+    Path(PATH).parent.mkdir(parents=True)
+    modelprobe("declare", "not used any more", "--base", "main")
+    git("add", "--sparse", "-A")
+    git("commit", "-q", "-m", "Remove it")
+    git("sparse-checkout", "reapply")
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, Path("tests").exists(), "declared" in out) == (0, False, True)
+
+
+def test_a_link_outside_of_a_sparse_checkout_is_refused(git: Git, branch: str, modelprobe: Run) -> None:
+    Path(f"{PATH}.arch.json").unlink()
+    Path(f"{PATH}.arch.json").symlink_to("/etc/passwd")
+    commit(git)
+    git("sparse-checkout", "set", "lib")
+    code, _, err = modelprobe("check", "--base", "main")
+    assert (code, err.splitlines()[0]) == (
+        2, f"modelprobe: {PATH}.arch.json is a symbolic link, behind which no change is seen: replace it by the files",
+    )  # fmt: skip
+
+
 def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
     write(net(mean=3.0))
     assert modelprobe("check", "--base", "main", "--deny", "behavior")[0] == 1
@@ -1039,6 +1126,14 @@ def test_a_path_without_snapshots_names_the_nearest(branch: str, modelprobe: Run
     assert (code, err) == (
         2, f"modelprobe: there is no snapshot tests/__modelprobe__/test_net/test_b; nearest: {PATH}\n",
     )  # fmt: skip
+
+
+def test_files_of_a_snapshot_elsewhere_are_said_to_be_elsewhere(tmp_path: Path, modelprobe: Run) -> None:
+    write(net(), str(tmp_path / "test_a"))
+    said = f"modelprobe: {tmp_path / 'test_a.arch.json'} is in no folder __modelprobe__, where snapshots are: move both"
+    for named in (tmp_path / "test_a.arch.json", tmp_path / "test_a", tmp_path):
+        code, _, err = modelprobe("show", str(named))
+        assert (code, err.startswith(said)) == (2, True)
 
 
 def test_a_snapshot_that_cannot_be_read_is_named(branch: str, modelprobe: Run) -> None:

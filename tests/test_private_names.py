@@ -200,6 +200,9 @@ CANNOT = {
     "torch.utils._python_dispatch._pop_mode": {"profile"},
     "torch.utils._python_dispatch._push_mode": {"profile"},
     "torch._C._len_torch_dispatch_stack": {"profile"},
+    "torch._C.DispatchKey.CompositeImplicitAutograd": {"profile"},
+    "torch._C._dispatch_has_kernel_for_dispatch_key": {"profile"},
+    "torch.ops.aten.add.Tensor._op_dk": {"profile"},
     "torch.ops.aten.add.Tensor._schema": {"build"},
     "torch._subclasses.fake_tensor.FakeTensorMode": {"architecture"},
 }

@@ -410,12 +410,10 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "function": (lambda: lambda x: x, "a model is a torch.nn.Module; got function: wrap the function in a module"),
     "number": (lambda: 3, "a model is a torch.nn.Module; got int"),
     "class": (lambda: Net, r"Net is the class, not a model: give an instance, Net\(\.\.\.\)"),
-    "script": (lambda: torch.jit.script(nn.Linear(1, 1)), "a ScriptModule runs outside Python and calls no hooks"),
     "parallel": (lambda: nn.DataParallel(nn.Linear(1, 1)), "DataParallel runs copies .* give model.module"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("call", ["run", "watch", "architecture"])
 @pytest.mark.parametrize("kind", BAD_MODELS)
 def test_what_cannot_be_probed_is_refused_with_a_sentence(probe: ModelProbe, kind: str, call: str) -> None:

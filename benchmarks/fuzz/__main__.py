@@ -1,4 +1,4 @@
-"""Mutate snapshots, show each and compare it with the original: no traceback, no other meaning that goes unseen.
+"""Mutate snapshots and results, and give them to every command and to pytest: no traceback, no silent pass.
 
     python benchmarks/fuzz                              # 50,000 mutations of seed 0
     python benchmarks/fuzz --count 2000 --seed 7
@@ -6,7 +6,9 @@
 
 Each mutated snapshot is shown, every fifth in all formats, and compared with the original, as ``modelprobe show`` and
 ``modelprobe diff`` do it, within five seconds of work, a minute of waiting, and 2 GiB. It is to be refused in one line,
-or to be a difference, or to mean what the original means: see `meaning` for what that is.
+or to be a difference, or to mean what the original means: see `meaning` for what that is. Then it takes the place of
+the original in a repository, where ``modelprobe check``, ``modelprobe log`` or pytest, in turn, is asked too: check and
+pytest have to refuse what is refused. Or a file of results is mutated, for ``modelprobe report``.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from commands import Project, as_bytes, place, reported, wrong_refusal
 from meaning import Meaning, apart, meaning
 from mutations import Bytes, mutated
 
@@ -37,7 +40,6 @@ from pytest_modelprobe.files import Texts, decode
 
 cli._parser = functools.cache(cli._parser)  # to make it takes as long as all else
 SECONDS, MEMORY = 5.0, 2 << 30
-LONGEST = 1000  # signs of a refusal
 
 
 class Trial(NamedTuple):
@@ -83,18 +85,6 @@ def asked(*arguments: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def place(folder: Path, files: Bytes) -> Path:
-    """Write the files of a snapshot into a folder, and return the name of both."""
-    there = folder / "__modelprobe__" / "test_net"
-    there.mkdir(parents=True, exist_ok=True)
-    for ending, data in zip((".arch.json", ".probe.json"), files, strict=True):
-        path = there / f"test_net{ending}"
-        path.unlink(missing_ok=True)
-        if data is not None:
-            path.write_bytes(data)
-    return there / "test_net"
-
-
 class Originals:
     """Snapshots on disk, and what they mean."""
 
@@ -102,19 +92,19 @@ class Originals:
         self.texts = texts
         # Most of what can be wrong is wrong in a short one too, which takes less time.
         self.weights = [1 / len("".join(filter(None, pair))) for pair in texts.values()]
-        self.paths = {
-            name: place(folder / str(i), tuple(one and one.encode() for one in pair))  # type: ignore[arg-type]
-            for i, (name, pair) in enumerate(texts.items())
-        }
+        self.paths = {name: place(folder / str(i), as_bytes(pair)) for i, (name, pair) in enumerate(texts.items())}
+        self.project = Project(texts, folder / "repository")
         self.meanings = {name: meaning(decode(*pair, where=name).record) for name, pair in texts.items()}
 
 
-def judged(files: Bytes, before: Meaning, path: Path, folder: Path, *, forms: bool = True) -> tuple[str, str]:
-    """Return what comes of a mutated snapshot beside the original at a path."""
-    mutant = place(folder, files)
+FORMS = ("markdown", "json")
+
+
+def guarded(judge: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Return what came of a mutation: within the limits, whatever is raised."""
     try:
         with limited():
-            return _judged(mutant, before, path, ("markdown", "json") if forms else ())
+            return judge()
     except Slow:
         return "too slow", ""
     except MemoryError:
@@ -126,9 +116,7 @@ def judged(files: Bytes, before: Meaning, path: Path, folder: Path, *, forms: bo
 def _judged(mutant: Path, before: Meaning, path: Path, forms: Sequence[str]) -> tuple[str, str]:
     code, out, err = asked("show", str(mutant))
     if code:
-        line = err.strip()
-        unfit = "\n" in line or not line.isprintable() or len(line) > LONGEST or not line.startswith("modelprobe: ")
-        return ("a bad message" if unfit or out else "refused"), line[:2000]
+        return ("a bad message" if wrong_refusal(err) or out else "refused"), err[:2000]
     if not all(c.isprintable() or c == "\n" for c in out):
         return "shows what moves a cursor", ""
     for form in forms:
@@ -158,8 +146,27 @@ def trial(task: tuple[int, int]) -> Trial:
     how, files = mutated(_ORIGINALS.texts[name], draw)
     folder = Path(tempfile.gettempdir(), f"modelprobe-fuzz-{os.getpid()}")
     before, path = _ORIGINALS.meanings[name], _ORIGINALS.paths[name]
-    verdict, detail = judged(files, before, path, folder, forms=number % 5 == 0)
+    verdict, detail = guarded(lambda: _judged(place(folder, files), before, path, FORMS if number % 5 == 0 else ()))
+    if verdict in GOOD:
+        command = ("check", "log", "pytest", "report")[number % 4]
+        wrong, said = guarded(lambda: asked_beside(command, name, files, verdict == "refused", draw))
+        if wrong:
+            return Trial(number, f"{name}: {how}, {command}", wrong, said)
     return Trial(number, f"{name}: {how}", verdict, detail)
+
+
+@functools.cache
+def _project(process: int) -> Project:
+    return _ORIGINALS.project.copied()
+
+
+def asked_beside(command: str, name: str, files: Bytes, refused: bool, draw: random.Random) -> tuple[str, str]:
+    """Return what is wrong with the answer of a command other than show and diff, and the answer."""
+    project = _project(os.getpid())
+    if command == "report":
+        how, wrong, said = reported(project.results, draw, project.folder.with_name(f"{project.folder.name}-r"), asked)
+        return wrong, f"{how}: {said}"
+    return project.judged(name, files, refused, command, asked)
 
 
 def bounded() -> None:

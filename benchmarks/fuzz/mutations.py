@@ -41,7 +41,7 @@ def mutated(texts: Texts, draw: random.Random) -> tuple[str, Bytes]:
     names = []
     for _ in range(draw.choice((1, 1, 1, 1, 2, 3))):
         which = draw.choice([i for i, one in enumerate(data) if one is not None])
-        names.append(f"{('arch', 'probe')[which]} {_changed(data[which], draw)}")
+        names.append(f"{('arch', 'probe')[which]} {changed(data[which], draw)}")
     if data[1] is not None and draw.random() < 0.95:  # so that the mutation is looked at
         try:
             after = digest_of(data[0])
@@ -75,7 +75,7 @@ def _get(data: Any, at: tuple[Step, ...]) -> Any:
     return data
 
 
-def _changed(data: Any, draw: random.Random) -> str:
+def changed(data: Any, draw: random.Random) -> str:
     """Change one place, and say how and where."""
     places = list(_places(data))
     if not places:
@@ -189,7 +189,12 @@ def _fingerprint(data: Any, holder: Any, step: Any, value: Any, draw: random.Ran
 def _raw(texts: Texts, draw: random.Random) -> tuple[str, Bytes]:
     files = [None if text is None else text.encode() for text in texts]
     which = draw.choice([i for i, one in enumerate(files) if one is not None])
-    data = files[which] or b""
+    how, files[which] = mutated_bytes(files[which] or b"", draw)
+    return f"{('arch', 'probe')[which]} {how}", (files[0] or b"", files[1])
+
+
+def mutated_bytes(data: bytes, draw: random.Random) -> tuple[str, bytes]:
+    """Return the name of a mutation of the bytes of a file, and the bytes after it."""
     how = draw.choice(("cut", "flip", "insert", "delete", "repeat", "splice", "line"))
     at, end = sorted((draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)))
     if how == "cut":
@@ -209,8 +214,7 @@ def _raw(texts: Texts, draw: random.Random) -> tuple[str, Bytes]:
         i, j = draw.randrange(len(lines)), draw.randrange(len(lines))
         lines[i], lines[j] = lines[j], lines[i]
         data = b"\n".join(lines)
-    files[which] = data
-    return f"{('arch', 'probe')[which]} {how} at byte {at}", (files[0] or b"", files[1])
+    return f"{how} at byte {at}", data
 
 
 def name_of(files: Bytes) -> str:

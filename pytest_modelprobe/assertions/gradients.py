@@ -52,7 +52,8 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     names = {layer.name for layer in looked_at}
     gradients = _gradients(record)
     seen = [g for g in gradients if g.layer.name in names]
-    if not seen:
+    unread = next((f"{layer.label} {what}: {why}" for layer in looked_at for what, why in _unread(layer)), None)
+    if not seen and unread is None:
         raise NothingObservedError(
             f"no gradient reached {looked_at[0].label} nor any other of the {count(len(looked_at), 'layer')} looked "
             "at: they are frozen, detached, or not part of the loss"
@@ -60,7 +61,6 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
         raise AssertionError(_finite_text(record, gradients, bad, looked_at))
-    unread = next((f"{layer.label} {what}: {why}" for layer in looked_at for what, why in _unread(layer)), None)
     if unread is not None:
         raise NothingObservedError(f"no number is known of a gradient of {printable(unread)}; {LEAVE_OUT}")
 
@@ -212,6 +212,11 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
     missing = [(layer, p) for layer, p in wanted if p.gradient is None]
     if missing:
         raise AssertionError(_missing_text(record, missing, wanted))
+    for layer, p in wanted:
+        if p.gradient is not None and not p.gradient.tensors:
+            raise NothingObservedError(
+                f"no gradient of {full_name(layer, p.name)} was seen: {printable(p.gradient.reason or '')}; {LEAVE_OUT}"
+            )
 
 
 def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) -> list[tuple[Layer, Parameter]]:

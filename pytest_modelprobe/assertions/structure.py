@@ -359,17 +359,6 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer],
 
 # --- hooks --------------------------------------------------------------------------------------------------------
 
-_HOOK_DICTS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
-_PARAMETER_HOOK_DICTS = {
-    "_backward_hooks": "hook",
-    "_post_accumulate_grad_hooks": "hook after accumulation",
-}
-
 
 def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     """Assert that a model and its parameters have no hooks, except those of the probe.
@@ -387,6 +376,8 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     >>> assert_no_leftover_hooks(nn.Linear(2, 3))
     """
     __tracebackhide__ = True
+    from pytest_modelprobe._torch import hooks_on  # a module has hooks: torch is there
+
     since, model = 0, subject
     if not hasattr(subject, "named_modules"):
         source = source_of(subject)
@@ -399,7 +390,12 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         since, model = source.first_hook, source.model
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
-    found = [(name, kind, hook) for name in names for kind, key, hook in find_hooks(modules[name]) if key >= since]
+    found = [
+        (name, kind, hook)
+        for name in names
+        for kind, key, hook in hooks_on(modules[name])
+        if key >= since and not type(hook).__module__.startswith("pytest_modelprobe.")
+    ]
     if found:
         name, kind, hook = found[0]
         label = label_of(name, type(modules[name]).__name__)
@@ -411,19 +407,6 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
                 "Keep the handle that register_... returns, and call its remove(), also after an error.",
             )
         )
-
-
-def find_hooks(module: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yield (kind, key, hook) for each hook of a module and its own parameters, except the probe's."""
-    owners = [(module, _HOOK_DICTS, "")]
-    owners += [(p, _PARAMETER_HOOK_DICTS, f" on {name}") for name, p in module.named_parameters(recurse=False)]
-    for owner, dicts, where in owners:
-        for attribute, kind in dicts.items():
-            if not hasattr(owner, attribute):
-                raise ModelProbeError(f"this version of torch has no {attribute}: whether a {kind} is left is unknown")
-            for key, hook in (getattr(owner, attribute) or {}).items():
-                if not type(hook).__module__.startswith("pytest_modelprobe."):
-                    yield kind + where, key, hook
 
 
 def _hook_name(hook: Any) -> str:

@@ -39,7 +39,7 @@ from pytest_modelprobe.record import (
     gc_paused,
     qualified,
 )
-from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
+from pytest_modelprobe.statistics import Reduced, Reduction
 
 from .costs import TOTAL, Costs
 from .observation import (
@@ -51,7 +51,7 @@ from .observation import (
     Totals,
 )
 from .observed_forwards import Observations, ObservedStep
-from .parameters import ParameterReading, named_tensors
+from .parameters import ParameterReading, named_tensors, reducer
 from .tensors import plain_name
 from .units import is_pointwise
 
@@ -60,6 +60,7 @@ Which = Literal["all", "first", "last", "evaluations"] | int
 
 _CHANGED = "changed after this forward"
 _APART = "the {} forward is part of no step of training: first_step and steps are those that are"
+_REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, by torch.func perhaps")
 _SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
 
@@ -96,7 +97,7 @@ def _assembled(
         layers=_Builder(observed, which, chosen, before).layers(),
         forwards=sum(part.forwards for part in chosen.parts.values()),
         backwards=chosen.backwards,
-        device=next((str(p.device) for p in model.parameters()), "cpu"),
+        device=_device(model, chosen.parts.values()),
         seed=seed,
         loss=loss,
         notes=(*observed.notes, *chosen.notes),
@@ -148,6 +149,13 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
     )
 
 
+def _device(model: nn.Module, parts: Iterable[Totals]) -> str:
+    """Return the device of the first parameter; of one that is offloaded between calls, that of the values."""
+    device = next((str(p.device) for p in model.parameters()), "cpu")
+    calls = (call for part in parts for call in part.calls.values()) if device == "meta" else ()
+    return next((seen.device for call in calls for _, seen in call.outputs), device)
+
+
 def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
     """Return what the forwards cost; None where that was not measured."""
     measured = [(part.forwards, part.costs) for part in parts if part.costs is not None]
@@ -194,6 +202,7 @@ class _Builder:
     ) -> None:
         self.observed = observed
         self.step = chosen.step or ObservedStep()
+        self.backwards = chosen.backwards
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
         for kind, totals in chosen.parts.items():
             for (layer, _), call in totals.calls.items():
@@ -246,6 +255,7 @@ class _Builder:
         first = self.ties.setdefault(id(tensor), full)
         tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
+        unknown = _REPLACED if self.backwards and full in self.observed.replaced else None
         then, now = self.own[full]
         reading = self.reading(then)
         applied, updated = self.step.applied.get(full), self.step.after.get(full)
@@ -260,7 +270,7 @@ class _Builder:
             layout=layout(tensor),
             reading=reading,
             after=None if now is None or self.reading(now) == reading else self.reading(now),
-            gradient=None if gradient is None else self.reading(gradient),
+            gradient=unknown if gradient is None else self.reading(gradient),
             applied=None if applied is None else self.reading(applied),
             updated=None if updated is None or persistent is not None else self.reading(updated),
         )
@@ -339,14 +349,7 @@ class _Builder:
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
         after_first = self.observed.parameters if which == "first" else None
-        read: dict[int, Reduction] = {}
-        small = SmallTensors()
-
-        def now(tensor: torch.Tensor) -> Reduction:
-            if id(tensor) not in read:
-                read[id(tensor)] = statistics.reduce(tensor, small=small)
-            return read[id(tensor)]
-
+        now = reducer(self.observed.layers)
         for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
             then = before.get(name)
             known = self.step.before.get(name)
@@ -426,4 +429,6 @@ def _attention(attended: AttentionObservation) -> Attention:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested:
+        return (tensor.numel(),)
     return () if is_lazy(tensor) else tuple(tensor.shape)

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import without_torch_function
 
 from .function_modes import ForwardMode
-from .guard import HookGuard
+from .guard import HookGuard, hidden
 from .observation import AttentionObservation, CallObservation
 from .running_calls import RunningCall, RunningCalls
 
@@ -53,7 +52,7 @@ class AttentionMode(ForwardMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
-            with self._guard, without_torch_function(), statistics.ambient_modes_disabled():
+            with self._guard.lock, self._guard, hidden(), statistics.ambient_modes_disabled():
                 if func in _READERS:
                     self._begin(func, args, kwargs, output)
                 elif name in _PRODUCTS:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe._torch import WeakStorage, graph_task
 from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, SmallTensors
 
 from .observation import Forward, ParameterGradient, TensorObservation
@@ -49,7 +49,7 @@ class BackwardPasses:
         self._newest_task = -1
         self._reached = -1  # the newest pass that reached an observed tensor
         # Gradients of the newest backward pass, by index of the forward and content key.
-        self._cache: dict[tuple[int, ContentKey], tuple[Reduction, StorageWeakRef]] = {}
+        self._cache: dict[tuple[int, ContentKey], tuple[Reduction, Any]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
         self.on_pass: Callable[[], None] | None = None
@@ -146,5 +146,5 @@ class BackwardPasses:
         )
         if key is not None:
             # While the storage is held weakly its address is not used again.
-            self._cache[index, key] = reduced, StorageWeakRef(gradient.untyped_storage())
+            self._cache[index, key] = reduced, WeakStorage(gradient.untyped_storage())
         return reduced

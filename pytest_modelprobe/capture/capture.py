@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,14 +21,17 @@ from pytest_modelprobe._torch import (
     count_function_modes,
     graph_task,
     is_wrapped,
+    learns_shapes,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import (
     RUN_EAGERLY,
     TENSOR_PARALLEL,
     Flat,
     Layers,
+    detached_copy,
     flatten,
     flatten_call,
     map_tensors,
@@ -139,6 +142,8 @@ class Capture:
             self.notes = {note: None for note in self.notes if not note.endswith(RUN_EAGERLY)}
         self._unhooked: list[str] = []
         self._unseen_thread = False
+        self._abstract = 0
+        """Forwards that returned meta or fake tensors."""
         self._exit = contextlib.ExitStack()
 
     @property
@@ -177,9 +182,14 @@ class Capture:
             parameters=self.parameters,
             set_attributes=self._set_attributes.found,
             functional_types=self._functionals.types,
+            replaced=self._parameters.replaced,
             training=self._steps.training,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._abstract_forwards()),
         )
+
+    def _abstract_forwards(self) -> Iterator[str]:
+        if 0 < self._abstract < self.forwards:
+            yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
@@ -202,7 +212,7 @@ class Capture:
         if self._profiler is not None:
             count_dispatch_modes()
         try:
-            with gc_paused(), without_torch_function():
+            with held(), gc_paused(), without_torch_function():
                 if self._traced is None:
                     self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
                 else:
@@ -218,10 +228,10 @@ class Capture:
                 self._parameters.attach()
                 self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
                 self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
+                self.guard.active = True
         except BaseException:
             self.detach()
             raise
-        self.guard.active = True
 
     def _try_function_modes(self) -> None:
         enter(self._modes)
@@ -231,6 +241,7 @@ class Capture:
         finally:
             leave(self._modes)
 
+    @finished
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self._find_unhooked()
@@ -285,6 +296,9 @@ class Capture:
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
             return
+        if outermost and learns_shapes(frame):
+            self.notes["a stage of a pipeline called the model once to learn shapes: that forward is left out"] = None
+            return
         if outermost:
             self._begin_forward(name, module, inputs)
             self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
@@ -331,6 +345,7 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
+                self._abstract += _is_abstract(output)
                 self._leave_forward()
 
     def note_late(self, name: str, what: str) -> None:
@@ -375,19 +390,29 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        if any(is_wrapped(x) for _, x in flatten("output", output).tensors):
-            self.notes[f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"] = None
+        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+            wrapped = is_wrapped(tensor)
+            copy = None if wrapped else detached_copy(tensor)
+            if wrapped:
+                note = f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"
+                self.notes[note] = None
+            elif copy is None:
+                self.notes[f"outputs of {name} are not kept, as their memory is gone or torch cannot copy them"] = None
+            return copy
+
         with statistics.ambient_modes_disabled():
-            self.kept.setdefault(name, []).append(map_tensors(_copy, output))
+            self.kept.setdefault(name, []).append(map_tensors(copied, output))
+
+
+def _is_abstract(output: Any) -> bool:
+    with statistics.ambient_modes_disabled():
+        reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in flatten("output", output).tensors}
+    return not reasons.isdisjoint(statistics.ABSTRACT)
 
 
 def _is_on_cuda(layers: Layers) -> bool:
     root = next(iter(layers.modules.values()))
     return any(parameter.is_cuda for parameter in root.parameters())
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    return None if is_wrapped(tensor) else tensor.detach().clone()
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

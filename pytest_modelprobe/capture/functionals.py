@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_modelprobe._torch import without_torch_function
 from pytest_modelprobe.models import Layers, flatten_call, type_name
 from pytest_modelprobe.record import qualified
 
 from .call_recorder import CallRecorder
 from .function_modes import ForwardMode, leave_after
-from .guard import HookGuard
+from .guard import HookGuard, hidden
 from .running_calls import RunningCall, RunningCalls
 
 _NAMES = (
@@ -73,10 +72,10 @@ class FunctionalMode(ForwardMode):
             self._running.remove(call)
             raise
         try:
-            with self._guard, without_torch_function():
+            with self._guard.lock, self._guard, hidden():
                 self._running.remove(call)
                 self._recorder.finish(call, output, None)
-        except BaseException:  # the watch stops and is closed
+        except Exception:  # the watch stops and is closed
             leave_after(module, self.modes)
             raise
         return output
@@ -85,7 +84,7 @@ class FunctionalMode(ForwardMode):
         self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RunningCall, nn.Module] | None:
         """Begin a functional call inside the running layer, and return both; None where it is not to be recorded."""
-        with self._guard, without_torch_function():
+        with self._guard.lock, self._guard, hidden():
             layer = self._running.innermost_here()
             if layer is None or layer.name not in self._selected:
                 return None

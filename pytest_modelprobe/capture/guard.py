@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from types import ModuleType, TracebackType
 
+from pytest_modelprobe._torch import Context, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
 
 TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
@@ -20,6 +25,8 @@ class HookGuard:
     def __init__(self, notes: dict[str, None]) -> None:
         self.active = False
         """Whether the hooks observe: from `Capture.attach` to `Capture.detach`."""
+        self.lock = threading.RLock()
+        """Held while a hook runs: the stack of calls and the forwards are changed by one thread at a time."""
         self.entered = 0
         """How many hooks ran."""
         self.notes = notes
@@ -57,6 +64,19 @@ class HookGuard:
             raise ModelProbeError(
                 f"a hook of the probe failed, so that the record is incomplete: {self._failure!r}"
             ) from self._failure
+
+
+def hidden() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no function mode sees what a hook computes, nor TorchLens, where that is in use."""
+    lens = sys.modules.get("torchlens._state")
+    return without_torch_function() if lens is None else _unlogged(lens)
+
+
+@contextlib.contextmanager
+def _unlogged(lens: ModuleType) -> Iterator[None]:
+    pause: Context = getattr(lens, "pause_logging", contextlib.nullcontext)
+    with without_torch_function(), pause():
+        yield
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import CALL, tracing_state, without_torch_function
+from pytest_modelprobe._torch import CALL, tracing_state
 from pytest_modelprobe.models import ModuleHook
 
-from .guard import TOO_DEEP, HookGuard
+from .guard import TOO_DEEP, HookGuard, hidden
 
 
 class CallReceiver(Protocol):
@@ -69,9 +69,7 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Hook one module. A ScriptModule takes no hooks."""
-        if isinstance(module, torch.jit.ScriptModule):
-            return
+        """Hook one module."""
         after = _After(self._receiver, name, module)
         before = _Before(self._receiver, name, module)
         before.after = after
@@ -159,7 +157,7 @@ class _Before(_Hook):
         try:
             if not torch.compiler.is_compiling():
                 receiver = self._receiver
-                with receiver.guard, without_torch_function():
+                with receiver.guard.lock, receiver.guard, hidden():
                     if receiver.guard.active and self._module() is module and tracing_state() is None:
                         late = len(module._forward_pre_hooks) > 1 and self.stay_last(module._forward_pre_hooks)
                         if len(module._forward_hooks) > 1:
@@ -177,7 +175,7 @@ class _After(_Hook):
         try:
             if not torch.compiler.is_compiling():
                 receiver = self._receiver
-                with receiver.guard, without_torch_function():
+                with receiver.guard.lock, receiver.guard, hidden():
                     if receiver.guard.active and self._module() is module and tracing_state() is None:
                         hooks = module._forward_hooks
                         # After an error torch calls the hooks while it iterates over the dict itself.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
@@ -73,6 +72,8 @@ class TensorObservation:
         self.number = other.number
         if self.layout != other.layout:
             self.layout = None
+        if self.device == "meta":
+            self.device = other.device
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)
         self.forward = merge(self.forward, other.forward)
@@ -221,7 +222,7 @@ class ParameterGradient:
         return self._newest if self._before is None else merged(self._before, self._newest)
 
 
-KnownReduction = tuple[tuple[int, int], Reduction, StorageWeakRef]
+KnownReduction = tuple[tuple[int, int], Reduction, Any]
 """Number of a tensor, its reduction, and its storage: while it is held weakly its address is not used again."""
 
 

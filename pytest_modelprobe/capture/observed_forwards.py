@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -253,5 +253,7 @@ class Observations:
     """Names of the attributes that a forward set, by layer."""
     functional_types: Mapping[str, str]
     """Name of the function, by name of the pseudo-layer."""
+    replaced: Collection[str]
+    """Full names of the parameters in whose place another tensor stood, of which the gradient was computed."""
     training: Training | None
     notes: tuple[str, ...]

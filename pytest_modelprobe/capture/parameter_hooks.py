@@ -12,12 +12,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import graph_task, tensor_hooks, without_torch_function
+from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
 from .backward import BackwardPasses
-from .guard import HookGuard
+from .guard import HookGuard, hidden
 from .steps import GradientState, Steps
 from .training_steps import TrainingSteps, computes_gradients
 
@@ -36,6 +36,8 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
+        self.replaced: set[str] = set()
+        """Full names of the parameters in whose place another tensor with a gradient stood in a forward."""
 
     def add_layer(self, name: str, module: nn.Module) -> None:
         """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
@@ -52,9 +54,12 @@ class ParameterHooks:
             if not owner._parameters:
                 continue  # as most modules
             for name, held in owner._parameters.items():
-                parameter = shards.get((owner, name), held) if shards else held
-                if self._hooked.get(prefix + name) is parameter or not isinstance(parameter, nn.Parameter):
-                    continue  # `functional_call` puts plain tensors here
+                parameter: torch.Tensor | None = shards.get((owner, name), held) if shards else held
+                if parameter is None or self._hooked.get(prefix + name) is parameter:
+                    continue
+                if not isinstance(parameter, nn.Parameter):  # `functional_call` puts plain tensors here
+                    self.replaced.update([prefix + name] if parameter.requires_grad else [])
+                    continue
                 if parameter.requires_grad and parameter.is_leaf:
                     self._hooked[prefix + name] = parameter
                     hook = self._hook_on(parameter)
@@ -76,9 +81,10 @@ class ParameterHooks:
         while self._handles:
             self._handles.pop().remove()
 
+    @not_compiled
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
-        with self.guard, without_torch_function():
+        with self.guard.lock, self.guard, hidden():
             hooks = self._hooks_of(optimizer)
             self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
             if hooks:
@@ -88,9 +94,10 @@ class ParameterHooks:
             else:
                 self._training.other_step_begins()
 
+    @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
-        with self.guard, without_torch_function():
+        with self.guard.lock, self.guard, hidden():
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
             if hooks:
@@ -127,7 +134,7 @@ class _ParameterHook:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         owner = self.owner
         if owner.guard.active and gradient is not None:
-            with owner.guard, without_torch_function():
+            with owner.guard.lock, owner.guard, hidden():
                 parameter = self._parameter()
                 backward = owner.backward.current()
                 if backward == self._arrived:
@@ -143,7 +150,7 @@ class _ParameterHook:
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""
         if self.owner.guard.active:
-            with self.owner.guard, without_torch_function():
+            with self.owner.guard.lock, self.owner.guard, hidden():
                 if self._parts == 1 and graph_task() == self._arrived:
                     return
                 gradient = parameter.grad

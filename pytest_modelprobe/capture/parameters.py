@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import storage_key, without_torch_function
-from pytest_modelprobe.models import Layers, own_buffers, own_parameters, sharded_parameters
+from pytest_modelprobe.models import Layers, Offloaded, own_buffers, own_parameters, sharded_parameters
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.statistics import Reduction, SmallTensors
 
@@ -43,16 +43,25 @@ def read_parameters(layers: Layers, selected: Collection[str]) -> dict[str, Para
     >>> read["weight"].is_unchanged(model.weight)
     True
     """
-    read: dict[int, ParameterReading] = {}
-    small = SmallTensors()
-    found: dict[str, ParameterReading] = {}
+    reduced = reducer(layers)
     with without_torch_function():
-        for name, tensor in named_tensors(layers, selected):
-            if id(tensor) not in read:
-                reduced = statistics.reduce(tensor, small=small)
-                read[id(tensor)] = ParameterReading(tensor, parameter_content_key(tensor), reduced)
-            found[name] = read[id(tensor)]
-    return found
+        return {
+            name: ParameterReading(tensor, parameter_content_key(tensor), reduced(tensor))
+            for name, tensor in named_tensors(layers, selected)
+        }
+
+
+def reducer(layers: Layers) -> Callable[[torch.Tensor], Reduction]:
+    """Return a function that reduces the parameters and buffers of layers, each once."""
+    known: dict[int, Reduction] = {}
+    small, offloaded = SmallTensors(), Offloaded(layers.modules.values())
+
+    def reduced(tensor: torch.Tensor) -> Reduction:
+        if id(tensor) not in known:
+            known[id(tensor)] = statistics.reduce(offloaded.load(tensor), small=small)
+        return known[id(tensor)]
+
+    return reduced
 
 
 def named_tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:

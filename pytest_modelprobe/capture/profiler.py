@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe._torch import (
     FLASH_ATTENTION_ON_CPU,
     TorchDispatchMode,
+    WeakStorage,
     count_dispatch_modes,
     pop_dispatch_mode,
     push_dispatch_mode,
@@ -47,7 +47,7 @@ class Profiler:
         self._spans = Spans(self._now)
         self._seen: set[int] = set()
         """Keys of the storages that were counted in this forward, or are no activations."""
-        self._held: list[StorageWeakRef] = []
+        self._held: list[Any] = []
         """While a storage is held weakly its key is not used again."""
         self._depth = 0
         self._entered = 0.0
@@ -107,7 +107,7 @@ class Profiler:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, or of a transform
             return 0
-        held = StorageWeakRef(storage)
+        held = WeakStorage(storage)
         if held.cdata in self._seen:
             return 0
         self._seen.add(held.cdata)

@@ -7,14 +7,13 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import hook_tensor, is_view, tensor_hooks, unhook_tensor, without_torch_function
+from pytest_modelprobe._torch import WeakStorage, hook_tensor, is_view, tensor_hooks, unhook_tensor
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
 from pytest_modelprobe.statistics import Reduction, SmallTensors
 
-from .guard import HookGuard
+from .guard import HookGuard, hidden
 from .observation import Forward, TensorObservation
 from .tensors import ContentKey, content_key, is_parameter, shape_of
 from .views import HookedViews
@@ -120,7 +119,7 @@ class TensorObserver:
             small=self._small,
         )
         if key is not None:
-            forward.reductions[key] = number, reduced, StorageWeakRef(local.untyped_storage())
+            forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
         return number, reduced
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
@@ -171,5 +170,5 @@ class _TensorHook:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if self.observer.guard.active and gradient is not None and self.observed:
             self._fired = True
-            with self.observer.guard, without_torch_function():
+            with self.observer.guard.lock, self.observer.guard, hidden():
                 self.observer.on_gradient(self.observed, gradient)

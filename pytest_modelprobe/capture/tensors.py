@@ -48,8 +48,11 @@ def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
     """
     if not tensor.is_nested:
         return tuple(tensor.shape)
-    with ambient_modes_disabled():
-        parts = [part.shape for part in tensor.detach().unbind()]
+    try:
+        with ambient_modes_disabled():
+            parts = [part.shape for part in tensor.detach().unbind()]
+    except RuntimeError:  # its memory is gone
+        return (tensor.size(0),)
     return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
 
 

@@ -279,7 +279,8 @@ def _add(buffer: Tensor, tensor: Tensor) -> None:
     low = torch.where(buffer[0] > 0, torch.minimum(low, buffer[_COLUMNS]), low)
     high = torch.where(buffer[0] > 0, torch.maximum(high, buffer[_COLUMNS + 1]), high)
     sums = torch.cat([torch.ones_like(between)[None], columns.sum(1), between[None]])
-    buffer.copy_(torch.cat([buffer[:_COLUMNS] + sums, low[None], high[None]]))
+    # Dynamo forbids hooks on tensors to change what they are given, and tells it by version counters: data has its own.
+    buffer.data.copy_(torch.cat([buffer[:_COLUMNS] + sums, low[None], high[None]]))
 
 
 def _count(mask: Tensor, x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -76,7 +76,7 @@ def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: 
         return _LAST if module.start_dim in (0, 1) and module.end_dim in (-1, len(shape)) else inherited
     if rule == _INHERITED:
         return inherited
-    own = [tuple(p.shape) for p in module.parameters(recurse=False) if not is_lazy(p)]
+    own = [tuple(p.shape) for p in module.parameters(recurse=False) if not (is_lazy(p) or p.is_nested)]
     if all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
     # A norm of the model's own, like LlamaRMSNorm, has vectors of one size: the axis is known if they fit only one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import nearest
@@ -30,7 +32,7 @@ from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
 from .trial import Trial
 
-_standard: dict[str, Check] = {
+_standard: ChainMap[str, Check] = ChainMap({}, {
     check.__name__: check
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
@@ -39,7 +41,8 @@ _standard: dict[str, Check] = {
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
     )
-}  # fmt: skip
+})  # fmt: skip
+"""What was added in this run of pytest, or without one in this process, and what there always is."""
 STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 """Name → check, of those that `standard` runs: what a model is expected to be unless it is meant to be otherwise."""
 
@@ -88,13 +91,24 @@ def add_standard(functions: Mapping[str, Callable[..., Any]]) -> Callable[[], No
             raise UsageError(
                 f"the check {name!r} is a function of probe, model and inputs; got {type(function).__name__}"
             )
-    _standard.update({name: from_assertion(name, function) for name, function in functions.items()})
+    added = _standard.maps[0]
+    added.update({name: from_assertion(name, function) for name, function in functions.items()})
 
     def remove() -> None:
         for name in functions:
-            _standard.pop(name, None)
+            added.pop(name, None)
 
     return remove
+
+
+def start_run() -> Callable[[], None]:
+    """Leave what was added so far to the run of pytest around this one; return a function that ends this one."""
+    outer, _standard.maps[0] = _standard.maps[0], {}
+
+    def end() -> None:
+        _standard.maps[0] = outer
+
+    return end
 
 
 Inputs = Any
@@ -329,7 +343,7 @@ def _check_runs(
     """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
     __tracebackhide__ = True
     try:
-        with Trial(probe, model, args, kwargs) as trial:
+        with Trial(probe, model, args, kwargs) as trial, interruptible():
             if trial.run(mode="train").error is not None:
                 trial.reference(mode="eval")
     except NotApplicableError as reason:

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, label_of
@@ -135,7 +136,7 @@ class Check:
         self._check_options(own)
         trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
         try:
-            with progress(self.__name__), trial:
+            with progress(self.__name__), trial, interruptible():
                 found = self._function(trial, **own)
         except NotApplicableError as reason:
             return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))

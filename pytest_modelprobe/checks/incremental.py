@@ -23,7 +23,7 @@ from .agreement import changed, disagreements, limit, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
 from .sequence import sequence
-from .trial import LayerTensor, Trace, Trial, Vary, plain
+from .trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
 
 _CACHES = ("past_key_values", "cache_params")
 """Names of caches in transformers, as an argument and in the output."""
@@ -395,7 +395,5 @@ def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[li
             trace.output, state = trace.output
             if not any(given.is_final for given in trace.tensors):  # a step that calls parts of the model
                 tensors = flatten("output", trace.output).tensors
-                trace.tensors += [
-                    LayerTensor(ROOT, 0, path, plain(tensor.detach().clone())) for path, tensor in tensors
-                ]
+                trace.tensors += [LayerTensor(ROOT, 0, path, plain(copy_of(tensor))) for path, tensor in tensors]
     return traces, state

@@ -33,7 +33,7 @@ from pytest_modelprobe.runs import Mode
 from .agreement import changed, limit, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trial, plain
+from .trial import Trial, copy_of, plain
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "
@@ -225,7 +225,7 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
     def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         given = flatten_call(args, kwargs)
         originals = [x for _, x in given.tensors]
-        given.tensors = [(path, x.detach().clone()) for path, x in given.tensors]
+        given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
         watcher.begin(call, (originals, given))
 
     def end(call: _RandomCall, args: Any, output: Any) -> Any:
@@ -242,7 +242,7 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
                 if not torch.equal(x, before):  # noise that is added in place
                     x.copy_(before)
         run.inputs[key] = given
-        run.outputs[key] = map_tensors(lambda x: x.detach().clone(), output)
+        run.outputs[key] = map_tensors(copy_of, output)
         return map_tensors(torch.clone, output) if replaced else None
 
     # Before all other hooks, of which some write into a weight, and after eval(), which may too.
@@ -397,7 +397,7 @@ def _drawing(trial: Trial) -> tuple[dict[str, _Arguments], list[str]]:
     watcher = _DrawDetector(trial)
 
     def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        copied = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), [args, kwargs])
+        copied = map_tensors(lambda x: copy_of(x).requires_grad_(x.requires_grad), [args, kwargs])
         watcher.begin(call, tuple(copied))
 
     def end(call: _RandomCall, args: Any, output: Any) -> None:
@@ -429,7 +429,7 @@ def _dropped(trial: Trial, name: str, given: _Arguments) -> _Dropped | None:
     draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER
 
     def called() -> Tensor:
-        args, kwargs = map_tensors(lambda x: x.detach().clone(), list(given))
+        args, kwargs = map_tensors(copy_of, list(given))
         (found,) = [x for _, x in flatten("output", module(*args, **kwargs)).tensors]
         return plain(found).double()
 

@@ -482,7 +482,7 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
         if name and simple.get(module) and (single or [*module.children()]):
             return [name]
-        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
+        if hasattr(module, "parametrizations"):
             return []
         children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         return [part for key, child in children for part in parts(key, child, single=single)]

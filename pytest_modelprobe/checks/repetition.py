@@ -20,7 +20,7 @@ from pytest_modelprobe.runs import Mode
 from .agreement import Disagreement, break_of, disagreements, relative_error
 from .check import check
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, plain
+from .trial import Trace, Trial, copy_of, plain
 
 
 @check
@@ -137,7 +137,7 @@ def _switched(trial: Trial, names: Collection[str]) -> Iterator[dict[str, bool]]
     given: dict[str, Tensor] = {}
 
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        given[call.layer] = plain(args[0].detach().clone()) if args else torch.empty(0)
+        given[call.layer] = plain(copy_of(args[0])) if args else torch.empty(0)
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         name = call.layer

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
@@ -441,7 +442,8 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
             for name, x in (*parameters.items(), *buffers.items()):
                 x.add_(trial.randn_like(x, name) * (1 + x.abs().mean()))  # more than rounding
         try:
-            updates()
+            with interruptible():
+                updates()
         except Exception as error:
             raise UsageError(f"updates= raised {line_of(error)}") from error
         found: list[tuple[str, str]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +22,15 @@ from pytest_modelprobe.models import (
     ModelState,
     ModuleCall,
     check_supported,
+    detached_copy,
     flatten,
     flatten_call,
+    lacks_memory,
     map_tensors,
     run_eagerly,
     seeding,
     settings_preserved,
+    unexpanded,
     unseen,
     version,
 )
@@ -108,7 +110,7 @@ class Trace:
 class Trial:
     """A model and its inputs, prepared for several runs on the device of the probe.
 
-    Parameters, buffers, gradients, modes, attributes, random states and the settings of torch are restored after each
+    Parameters, buffers, gradients, modes, attributes, random states and settings of the process are restored after each
     run and at the end of the `with` block. Within the block, weights that are all zero, as those of heads and gates may
     be at first, have small random values: zeros would hide an error in the layers before them. Compiled code runs
     eagerly.
@@ -182,6 +184,9 @@ class Trial:
             raise NotApplicableError("the model is on the meta device and has no numbers")
         if any(x.is_meta for _, x in self.inputs):
             raise NotApplicableError("an input is on the meta device and has no numbers")
+        named = (*self.model.named_parameters(), *self.model.named_buffers(), *self.inputs)
+        if lost := [name for name, tensor in named if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
         if any(is_lazy(t) for t in tensors):
             raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
         if any(t.is_inference() for t in tensors):
@@ -354,7 +359,7 @@ class Trial:
                 raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
 
         def copied(tensor: Tensor) -> Tensor:
-            copy = tensor.detach().clone().to(self.probe.device)
+            copy = copy_of(tensor).to(self.probe.device)
             if vary is not None and id(tensor) in paths:
                 copy = varied(paths[id(tensor)], copy, vary)
             wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
@@ -376,9 +381,7 @@ class Trial:
         if to is None:
             return other
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # .to() looks at the gradients of what a copied ScriptModule has
-                return other.to(to)
+            return other.to(to)
         except Exception as error:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
 
@@ -410,6 +413,8 @@ class Trial:
         found = flatten("output", trace.output)
         if hidden := unseen(found):
             raise NotApplicableError(hidden)
+        if lost := [path for path, tensor in found.tensors if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
         if backward:
@@ -473,13 +478,20 @@ def keep_input(_: str, x: Tensor) -> Tensor:
     return x
 
 
-def unexpanded(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that can be written to: one element along each expanded axis.
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a detached copy of a tensor that a layer takes or gives out.
 
-    >>> unexpanded(torch.ones(2, 1).expand(2, 3)).shape
-    torch.Size([2, 1])
+    Raises:
+        NotApplicableError: Its memory is gone, or torch cannot copy it.
     """
-    return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
+    copy = detached_copy(tensor)
+    if copy is None:
+        raise NotApplicableError("a layer takes or gives out a tensor that cannot be copied: its memory may be gone")
+    return copy
+
+
+def _is_unreadable(tensor: Tensor) -> bool:
+    return is_wrapped(tensor) or lacks_memory(tensor)
 
 
 def _taken(leaf: Tensor) -> Tensor | None:
@@ -501,14 +513,14 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         number = f" (call {call.index + 1})" if call.index else ""
         for path, tensor in flatten_call(args, kwargs).tensors:
-            if not is_wrapped(tensor) and is_new(tensor) and call.parent is not None:
+            if not _is_unreadable(tensor) and is_new(tensor) and call.parent is not None:
                 made, around = f"{path} of {call.layer}{number}", call.parent
                 copy = plain(tensor.detach().clone())
                 trace.tensors.append(LayerTensor(around.layer, around.index, made, copy, True))
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         for path, tensor in flatten("output", output).tensors:
-            if not is_wrapped(tensor):
+            if not _is_unreadable(tensor):
                 is_new(tensor)
                 trace.tensors.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
 

@@ -87,7 +87,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
     """Return what changed in the working tree since the base; files with the same content are not read."""
     repository = Repository(Path.cwd())
     base = options.base or _base_of_event(repository)
-    commit = repository.merge_base(base)
+    commit = _compared_with(repository, base)
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
     scopes = [scope_in(repository, path) for path in options.paths]
     refuse_links(repository, commit, scopes or [""])
@@ -109,6 +109,20 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
         differences=differences,
     )
     return dataclasses.replace(verdict, base=commit)
+
+
+def _compared_with(repository: Repository, base: str) -> str:
+    """Return the one merge base, or the base itself if there are several.
+
+    A merge leaves in the base what both have there, so nothing that it changes is missed. Each of the merge bases may
+    have a value that was changed since, and that a branch may bring back.
+    """
+    commits = repository.merge_bases(base)
+    if len(commits) == 1:
+        return commits[0]
+    what = f"{base} and HEAD have {len(commits)} merge bases, so {base} itself is compared with"
+    print(printable(f"modelprobe: {what}: merge it to leave out what changed there alone"), file=sys.stderr)
+    return repository.commit(base)
 
 
 def _base_of_event(repository: Repository) -> str:

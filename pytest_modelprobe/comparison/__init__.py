@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from .compare import compare
 from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
-from .differences import BEHAVIOR, Comparison, Difference, Parts, Tolerance
+from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
 from .tolerance import LARGEST_TOLERANCE, is_rounding, largest_gradient
 
 __all__ = [
     "BEHAVIOR",
+    "CallPair",
     "Cause",
     "CauseKind",
     "Comparison",

@@ -59,7 +59,7 @@ def compare(
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
         UsageError: A tolerance is not a positive number.
-        NothingObservedError: ``parts`` is ``behavior`` and there are no numbers.
+        NothingObservedError: ``parts`` is ``behavior``, and there are no numbers to compare.
 
     >>> old, new = (
     ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
@@ -73,7 +73,7 @@ def compare(
     found = match(actual, expected, renames)
     removed = [name for name in expected.layers if name not in found]
     # Another layer may have the name of a removed one.
-    names = found | {name: f"{name} (removed)" for name in removed}
+    names = found | {name: f"{name} (removed)" for name in removed if name != ROOT or ROOT in actual.layers}
     kept = set(found.values())
     original = expected
     expected = renamed(expected, names)
@@ -92,15 +92,16 @@ def compare(
             ),
             *comparer.differences(),
         ]
-    if parts == "behavior" and not differences and all(not change.known for change in comparer.changes.values()):
+    found_of_parts = tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOR) == (parts == "behavior"))
+    if parts == "behavior" and not found_of_parts and not any(change.known for change in comparer.changes.values()):
         raise NothingObservedError(
-            "nothing was compared, for neither record has numbers: run the model, or compare its architecture"
+            "nothing was compared, for no value has numbers in both records: run the model, or compare its architecture"
         )
     wanted = None if layers is None else {*layers, *(removed if set(layers) >= set(actual.layers) else ())}
     return Comparison(
         actual=actual,
         expected=expected,
-        found=tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOR) == (parts == "behavior")),
+        found=found_of_parts,
         notes=() if parts == "behavior" else tuple(comparer.notes),
         looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pytest_modelprobe.record import ROOT, ForwardKind, Plain
 
-from .layout import ABSENT, ARROW, LAYERS
+from .layout import ABSENT, ARROW, LAYERS, digest_of
 from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
@@ -31,6 +31,9 @@ _CALL: dict[str, type | UnionType] = {
 }  # fmt: skip
 _DEEPEST = 256
 """Parts of a layer's name: Python's recursion limit allows no deeper calls."""
+_MOST_LAYERS = 1 << 17
+_MOST_PARTS = 1 << 20
+"""Layers, parameters, buffers, calls and values: a few bytes of a file are a hundred times as much in memory."""
 _MODES = {"train": True, "eval": False}
 
 Named = list[tuple[str, ParsedSpec]]
@@ -78,6 +81,9 @@ class Structure:
         if "model" not in data or data.get("mode") not in _MODES:
             raise FormatError("the model or its mode is missing")
         self.data = data
+        if len(data[LAYERS]) > _MOST_LAYERS:
+            raise FormatError(f"it has {len(data[LAYERS]):,} layers, and {_MOST_LAYERS:,} are the most that are read")
+        self.digest = digest_of(data)
         self.has_numbers: bool = data.get("numbers", True)
         self.training = _MODES[data["mode"]]
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
@@ -85,6 +91,7 @@ class Structure:
         self.parents = containers(data[LAYERS])
         self._contents: dict[str, tuple[Any, ...]] = {}
         """By their texts: the lines of repeated blocks are equal."""
+        self._parts = 0
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
 
@@ -98,6 +105,10 @@ class Structure:
             text = repr(line)
             if text not in self._contents:
                 self._contents[text] = self._content(line)
+            *_, parameters, buffers, calls, values = self._contents[text]
+            self._parts += 1 + len(parameters) + len(buffers) + len(calls) + sum(len(a) + len(b) for a, b in values)
+            if self._parts > _MOST_PARTS:
+                raise FormatError(f"up to it there are more than {_MOST_PARTS:,} parameters, calls and values")
             # Interned: of many snapshots the names of layers are what stays in memory.
             return LayerLine(sys.intern(name), line["type"], line.get("leaf", not inner), *self._contents[text])
 

@@ -15,10 +15,7 @@ from pytest_modelprobe.record import (
 )
 
 from .architecture_file import Structure
-from .layout import (
-    ComparedParts,
-    digest_of,
-)
+from .layout import ComparedParts, digest_of
 from .numbers_file import (
     Numbers,
     RecordBuilder,
@@ -34,6 +31,8 @@ class StoredSnapshot:
 
     record: Record
     """With its layers in the order of the file, which is that of their first calls."""
+    architecture: str
+    """The `architecture_digest` of the architecture file."""
     reason: str | None = None
     """The declared reason for the change of the architecture."""
     supersedes: str | None = None
@@ -79,7 +78,7 @@ def decode(
         found = parsed(numbers, there)
         if not structure.has_numbers:
             raise SnapshotError(f"{there} has numbers, but {where} is of a structure without: delete {there}")
-        if found.get("architecture") != digest_of(data):
+        if found.get("architecture") != structure.digest:
             raise SnapshotError(
                 f"{there} and {where} do not belong together, after a merge, an update that was cut short or an update "
                 "on another device: run `pytest --snapshot-update` for this device"
@@ -154,7 +153,9 @@ def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:
         versions=string_dict(header.get("versions", {}), "versions"),
     )
     alone: ComparedParts = "all" if structure.has_numbers else "architecture"
-    return StoredSnapshot(record, data.get("reason"), data.get("supersedes"), header.get("compared", alone))
+    return StoredSnapshot(
+        record, structure.digest, data.get("reason"), data.get("supersedes"), header.get("compared", alone)
+    )
 
 
 # --- the numbers --------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ FINGERPRINT_SIZE = 16
 
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _DIGITS = {sign: i for i, sign in enumerate(_ALPHABET)}
-_LOWEST = -1000
-"""Smallest exponent: what is smaller still is rounded to it, for 2**1074 is no float."""
+_LOWEST = -1074
+"""Smallest exponent: that of the smallest float."""
 _BIAS = 2048
 
 
@@ -35,7 +35,7 @@ def bits_for(precision: float) -> int:
 
 @lru_cache(maxsize=8192)  # layers that are alike respond alike
 def packed(numbers: tuple[float, ...], bits: int) -> str:
-    """Return the text of a fingerprint; nothing for zeros and what is next to them.
+    """Return the text of a fingerprint; nothing for zeros.
 
     >>> unpacked(packed((0.5, -1.25) * 8, 16))[:2]
     (0.5, -1.25)
@@ -45,15 +45,11 @@ def packed(numbers: tuple[float, ...], bits: int) -> str:
         return ""
     most = (1 << (bits - 1)) - 1
     exponent = max(math.frexp(top)[1] - bits + 1, _LOWEST)
-    largest = round(math.ldexp(top, -exponent))
-    if largest == 0:
-        return ""
-    if largest > most:
+    if round(math.ldexp(top, -exponent)) > most:
         exponent += 1
-    scale = math.ldexp(1.0, -exponent)
     whole = 0
     for number in numbers:
-        whole = whole << bits | round(number * scale) + most
+        whole = whole << bits | round(math.ldexp(number, -exponent)) + most
     exponent += _BIAS
     text = binascii.b2a_base64(whole.to_bytes(2 * bits, "big"), newline=False).decode()
     return _ALPHABET[exponent >> 6] + _ALPHABET[exponent & 63] + text.rstrip("=")

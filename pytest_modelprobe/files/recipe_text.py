@@ -9,6 +9,9 @@ from pytest_modelprobe.record import ROOT, Dimension
 
 from .specs import FormatError, floating
 
+_MOST = 1 << 22
+"""Tensors with a recipe, of all calls: one text in a file may stand for many calls."""
+
 
 class Shaped(Protocol):
     """Whatever has a shape and a dtype."""
@@ -41,6 +44,8 @@ class Recipes:
 
     def __init__(self, layers: Sequence[Outline]) -> None:
         self._layers = layers
+        self._of_children: dict[int, list[tuple[str, str]]] = {}
+        self._most = _MOST
 
     def text(self, line: int, call: int, recipes: Mapping[str, str]) -> str | dict[str, str]:
         """Return the recipes of a call's response: in their usual order, or by name."""
@@ -67,10 +72,19 @@ class Recipes:
     def _usual(self, line: int, call: int) -> Iterator[tuple[str, str | None]]:
         """Yield the names of synthetic tensors, each with the shape before its recipe, if there is one."""
         layer = self._layers[line]
+        if line not in self._of_children:
+            self._of_children[line] = list(self._outputs_of_children(line))
+        self._most -= len(layer.own) + len(self._of_children[line])
+        if self._most < 0:
+            raise FormatError(f"there are recipes of more than {_MOST:,} tensors")
         yield from ((name, None) for name, own in layer.own if floating(own.dtype))
         yield from ((path, _head(value)) for path, value in layer.calls[call][0])
+        yield from self._of_children[line]
+
+    def _outputs_of_children(self, line: int) -> Iterator[tuple[str, str]]:
+        above = self._layers[line].name
         for child in self._children(line):
-            name = child.name if layer.name == ROOT else child.name[len(layer.name) + 1 :]
+            name = child.name if above == ROOT else child.name[len(above) + 1 :]
             yield from ((f"{name} {path}", _head(value)) for path, value in child.calls[0][1])
 
     def _children(self, line: int) -> Iterator[Outline]:

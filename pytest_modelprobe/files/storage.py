@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.interrupts import held
 
 from .decoding import StoredSnapshot, decode
 from .layout import Texts
@@ -75,6 +76,11 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
             f"{path.parent} cannot be made ({error.strerror}): {_way_out(error, path.parent)}"
         ) from None
     _remove_stale(path.parent)
+    with held():
+        _write_both(path, texts, probe)
+
+
+def _write_both(path: Path, texts: Texts, probe: Path) -> None:
     # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
     if texts.numbers is not None:
         _write(probe, texts.numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from pytest_modelprobe.comparison import Comparison, Difference
+from pytest_modelprobe.comparison import CallPair, Comparison, Difference
 from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value
 
 
@@ -95,8 +95,31 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
             if now_dead != then_dead:
                 yield make(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
         x, y = _answered(pair.actual.response), _answered(pair.expected.response)
-        if x != y:
+        if x != y and not any(_lost(pair)):
             yield make(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+
+
+def lost_responses(comparison: Comparison) -> Iterator[Difference]:
+    """Yield what each layer did alone and the file no longer says: a test does not compare what is on one side only."""
+    for pair in comparison.calls:
+        for what in _lost(pair):
+            yield Difference(layer=pair.layer, kind="response", call=pair.actual.index, what=what, expected="kept")
+
+
+def _lost(pair: CallPair) -> Iterator[str]:
+    now, before = pair.actual.response, pair.expected.response
+    if before is None or before.reason is not None:
+        return
+    if now is None or now.reason is not None or (before.handed and not now.handed):
+        yield "of the layer alone"
+        return
+    handed = {one.where: one for one in now.handed}
+    for one in before.handed:
+        there = handed.get(one.where)
+        if one.reading is not None and there is not None and there.reading is None and there.passed is None:
+            yield f"{one.where} of the layer alone"
+    if before.gradient is not None and now.gradient is None and now.without_gradient == before.without_gradient:
+        yield "gradient of the layer alone"
 
 
 def _parameters_and_buffers(layer: Layer | None) -> tuple[Parameter, ...]:

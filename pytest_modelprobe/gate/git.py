@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -14,8 +15,10 @@ from pytest_modelprobe.exceptions import ModelProbeError
 _TIMEOUT = 60.0
 """Seconds for one git command, which may fetch objects of a partial clone."""
 
-# A user's own settings must not change what is read here.
+# A user's own settings must not change what is read here. A folder of the tree that is made like a bare repository has
+# settings too, and these name commands to run: it is not taken for one.
 _SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
+_SETTINGS += ["-c", "safe.bareRepository=explicit"]
 
 
 class GitError(ModelProbeError):
@@ -70,29 +73,59 @@ class Repository:
         """Return the hash of the commit that a branch, a tag or an expression such as ``HEAD^1`` names.
 
         Raises:
-            GitError: there is none here; the message names the fetch that brings it.
+            GitError: there is none here, and the message names the fetch that brings it; or the name has several
+                meanings, of which git would take the tag without a word.
         """
         if not ref or ref.startswith("-") or not ref.isprintable():
             raise GitError(f"{ref!r} is no name of a revision")
-        try:
-            return self._text("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
-        except GitError as error:
-            raise GitError(f"there is no revision {ref!r} here: {self._fetch(ref)}") from error
+        name = re.split(r"[~^:]|@\{", ref, maxsplit=1)[0]
+        expressions = (full + ref.removeprefix(name) for full in self._meanings(name) or [name])
+        found = {expression: commit for expression in expressions if (commit := self._commit(expression))}
+        if not found:
+            raise GitError(f"there is no revision {ref!r} here: {self._fetch(ref)}")
+        if len(set(found.values())) > 1:
+            several = " and ".join(found)
+            raise GitError(f"{ref!r} is ambiguous, {several} are different commits: name the one that is meant")
+        return next(iter(found.values()))
 
-    def merge_base(self, ref: str, head: str = "HEAD") -> str:
-        """Return the newest commit that ``ref`` and ``head`` have in common.
+    def _commit(self, expression: str) -> str | None:
+        with contextlib.suppress(GitError):
+            return self._text("rev-parse", "--verify", "--quiet", f"{expression}^{{commit}}")
+        return None
+
+    def _meanings(self, name: str) -> list[str]:
+        """Return the full names of the branches, tags and commits that a name may stand for."""
+        if re.fullmatch(r"refs/.*|(FETCH_|ORIG_|MERGE_)?HEAD|@|[0-9a-f]{40}|[0-9a-f]{64}|", name):
+            return []
+        full = [f"refs/{kind}{name}" for kind in ("heads/", "remotes/", "tags/", "")] + [f"refs/remotes/{name}/HEAD"]
+        known = self._text("for-each-ref", "--format=%(refname)", *full).splitlines()
+        names = [ref for ref in full if ref in known]
+        if names and re.fullmatch(r"[0-9a-f]{7,}", name):  # as git abbreviates a hash
+            names += self._text("rev-parse", f"--disambiguate={name}").split()
+        return names
+
+    def merge_bases(self, ref: str, head: str = "HEAD") -> list[str]:
+        """Return the newest commits that ``ref`` and ``head`` have in common; several if they were merged crosswise.
 
         Raises:
-            GitError: one of the two is not here, or they have none in common.
+            GitError: one of the two is not here, they have none in common, or which these are cannot be known.
         """
         tip, other = self.commit(ref), self.commit(head)
         try:
-            return self._text("merge-base", tip, other)
-        except GitError as error:
-            if self.shallow:
-                what = "the history here is cut off before what they have in common"
-                raise GitError(f"{ref} and {head}: {what}: {_DEEPEN}") from error
-            raise GitError(f"{ref} and {head} have no commit in common") from error
+            found = self._text("merge-base", "--all", tip, other).split()
+        except GitError:
+            found = []
+        if tip not in found and self.shallow and self._cut_off_between(tip, other):
+            what = "the history here is cut off before what they have in common"
+            raise GitError(f"{ref} and {head}: {what}: {_DEEPEN}")
+        if not found:
+            raise GitError(f"{ref} and {head} have no commit in common")
+        return found
+
+    def _cut_off_between(self, tip: str, other: str) -> bool:
+        """Whether a commit that only one of the two has lacks its parents here: they may have newer ones in common."""
+        ends = (self.root / self._text("rev-parse", "--git-path", "shallow")).read_text("ascii").split()
+        return not set(ends).isdisjoint(self._text("rev-list", f"{tip}...{other}").split())
 
     def parents(self, commit: str) -> list[str]:
         """Return the hashes of the parents, also of those that a shallow clone lacks."""
@@ -121,7 +154,21 @@ class Repository:
     def working_links(self) -> dict[str, bytes]:
         """Return path → target for all symbolic links that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
-        return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
+        here = {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
+        left_out = self._left_out(b"120")
+        contents = self.read(left_out.values())
+        return here | {path: contents[blob] for path, blob in left_out.items()}
+
+    def files_left_out(self) -> dict[str, str]:
+        """Return path → blob for all regular files of the index that a sparse checkout did not write."""
+        return self._left_out(b"100")
+
+    def _left_out(self, mode: bytes) -> dict[str, str]:
+        listing = self._git("ls-files", "-z", "-s", "-t")
+        entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
+        # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
+        found = {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(b"S " + mode)}
+        return {path: blob for path, blob in found.items() if not os.path.lexists(self.root / path)}
 
     def _working_paths(self) -> list[str]:
         listing = self._git("ls-files", "-z", "-co", "--exclude-standard")
@@ -193,7 +240,13 @@ class Repository:
     def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = ["git", *_SETTINGS, *arguments]
         # No prompts, and no locks of a repository that another process may write to.
-        environment = os.environ | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+        # Objects are read as they are, not as a refs/replace that came with a fetch has them.
+        environment = os.environ | {
+            "LC_ALL": "C",
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_NO_REPLACE_OBJECTS": "1",
+        }
         try:
             done = subprocess.run(
                 command, cwd=self.root, input=stdin, capture_output=True, timeout=_TIMEOUT, env=environment, check=False

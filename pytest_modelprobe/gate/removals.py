@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from pytest_modelprobe.exceptions import SnapshotError
@@ -31,7 +31,7 @@ def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, st
     Raises:
         SourceError: A file cannot be read.
     """
-    before = _removals_in(repository, commit)
+    before = _removals_in(repository, repository.files(commit))
     found = {}
     for path, removal in _removals_in_working_tree(repository).items():
         old = before.get(path)
@@ -41,9 +41,8 @@ def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, st
     return found
 
 
-def _removals_in(repository: Repository, commit: str) -> dict[str, Removal]:
-    """Return path → removal, of the files in a commit that can be read."""
-    listing = repository.files(commit)
+def _removals_in(repository: Repository, listing: Mapping[str, str]) -> dict[str, Removal]:
+    """Return path → removal, of the blobs that can be read."""
     names = {path: listing[path] for path in _removal_paths(listing)}
     sizes = repository.sizes(names.values())
     names = {path: name for path, name in names.items() if sizes.get(name, 0) <= MOST_BYTES}
@@ -56,7 +55,7 @@ def _removals_in(repository: Repository, commit: str) -> dict[str, Removal]:
 
 
 def _removals_in_working_tree(repository: Repository) -> dict[str, Removal]:
-    found = {}
+    found = _removals_in(repository, repository.files_left_out())
     for path in _removal_paths(repository.working_files()):
         file = repository.root / path
         if file.stat().st_size > MOST_BYTES:

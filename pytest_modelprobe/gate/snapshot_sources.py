@@ -19,7 +19,6 @@ from pytest_modelprobe.files import (
     PROBE,
     RESTORE,
     StoredSnapshot,
-    architecture_digest,
     decode,
     decode_architecture,
     too_large,
@@ -101,7 +100,7 @@ class SnapshotSource:
         with contextlib.suppress(SnapshotError):
             if path in self.contents and self.sizes([path])[path] < MOST_BYTES:
                 text = text_of(self.load([path])[path], path)
-                return self._version(SnapshotPaths(path, None), text, None, decode_architecture(text, where=path))
+                return self._version(SnapshotPaths(path, None), None, decode_architecture(text, where=path))
         return None
 
     def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
@@ -123,14 +122,12 @@ class SnapshotSource:
             numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
             text = text_of(architecture, pair.architecture)
             found = decode(text, numbers, where=pair.architecture, numbers_at=pair.numbers)
-            return self._version(pair, text, numbers, found)
+            return self._version(pair, numbers, found)
         except SnapshotError as error:
             raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
 
-    def _version(
-        self, pair: SnapshotPaths, architecture: str, numbers: str | None, found: StoredSnapshot
-    ) -> SnapshotVersion:
-        digest, path = architecture_digest(architecture), pair.architecture
+    def _version(self, pair: SnapshotPaths, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
+        digest, path = found.architecture, pair.architecture
         return SnapshotVersion(
             path=path,
             numbers=pair.numbers,
@@ -191,10 +188,18 @@ def on_disk(argument: str) -> SnapshotSource:
     folder = path if path.is_dir() else path.parent
     found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
     files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
+    if not files and (outside := next((p for p in found if _is_meant(p, path)), None)) is not None:
+        raise SourceError(f"{outside} is in no folder {DIRECTORY}, where snapshots are: move both its files into one")
     for file in files:
         refuse_directory(file)
     source = _of_files(files)
     return source.only("" if path.is_dir() else path.as_posix())
+
+
+def _is_meant(file: Path, argument: Path) -> bool:
+    """Whether a file is called like one of a snapshot, and is the one, or below the folder, that was named."""
+    same = without_ending(file.as_posix()) == without_ending(argument.as_posix())
+    return file.name.endswith(ENDINGS) and (argument.is_dir() or same)
 
 
 def refuse_directory(path: str, folder: Path | None = None) -> None:
@@ -214,8 +219,28 @@ def refuse_directory(path: str, folder: Path | None = None) -> None:
 
 
 def in_working_tree(repository: Repository) -> SnapshotSource:
-    """Return the snapshots in the working tree of a repository; paths are relative to its root."""
-    return _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+    """Return the snapshots in the working tree of a repository; paths are relative to its root.
+
+    What a sparse checkout left out is as it is in the index.
+    """
+    here = _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
+    left_out = _of_blobs("", repository, repository.files_left_out())
+    if not left_out.contents:
+        return here
+
+    def split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+        return [path for path in paths if path in here.contents], [path for path in paths if path in left_out.contents]
+
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        on_disk, in_index = split(paths)
+        return {**here.sizes(on_disk), **left_out.sizes(in_index)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        on_disk, in_index = split(paths)
+        return {**here.load(on_disk), **left_out.load(in_index)}
+
+    contents = {**here.contents, **left_out.contents}
+    return SnapshotSource(place="", pairs=_pairs(contents), contents=contents, sizes=sizes, load=load)
 
 
 def in_revision(repository: Repository, ref: str, commit: str | None = None) -> SnapshotSource:
@@ -226,18 +251,7 @@ def in_revision(repository: Repository, ref: str, commit: str | None = None) -> 
         ref: The revision, as messages show it.
         commit: Its hash, if it is not that of ``ref``.
     """
-    listing = repository.files(commit or repository.commit(ref))
-    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
-
-    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        contents = repository.read(names[path] for path in paths)
-        return {path: contents[names[path]] for path in paths}
-
-    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        found = repository.sizes(names[path] for path in paths)
-        return {path: found[names[path]] for path in paths}
-
-    return SnapshotSource(place=f"in {ref}", pairs=_pairs(names), contents=names, sizes=sizes, load=load)
+    return _of_blobs(f"in {ref}", repository, repository.files(commit or repository.commit(ref)))
 
 
 def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = ("",)) -> None:
@@ -271,6 +285,20 @@ def scope_in(repository: Repository, argument: str) -> str:
         raise SourceError(f"{argument} is outside the repository {repository.root}")
     relative = path.relative_to(repository.root).as_posix()
     return "" if relative == "." else relative
+
+
+def _of_blobs(place: str, repository: Repository, listing: Mapping[str, str]) -> SnapshotSource:
+    names = {path: name for path, name in listing.items() if _is_snapshot(path)}
+
+    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
+        contents = repository.read(names[path] for path in paths)
+        return {path: contents[names[path]] for path in paths}
+
+    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
+        found = repository.sizes(names[path] for path in paths)
+        return {path: found[names[path]] for path in paths}
+
+    return SnapshotSource(place=place, pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
 
 def _of_files(files: Mapping[str, Path]) -> SnapshotSource:

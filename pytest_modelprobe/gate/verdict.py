@@ -7,7 +7,16 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.comparison import Cause, Comparison, Diagnosis, Difference, Parts, compare, diagnose
+from pytest_modelprobe.comparison import (
+    BEHAVIOR,
+    Cause,
+    Comparison,
+    Diagnosis,
+    Difference,
+    Parts,
+    compare,
+    diagnose,
+)
 from pytest_modelprobe.record import Connection, Layer, Reading, Record, connections
 
 from .checkpoints import Effect, effect_on_checkpoints
@@ -23,6 +32,7 @@ from .classes import (
 from .declarations import has_words, words
 from .file_differences import (
     architecture_differences,
+    lost_responses,
     noise_differences,
     run_differences,
 )
@@ -312,8 +322,10 @@ def _change(
         return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     # Numbers of another device, or none, cannot be compared.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
-    parts: Parts = "architecture" if gone else "all" if architecture else "behavior"
-    comparison = compare(new.record, old.record, parts=parts)
+    comparison = compare(new.record, old.record, parts="architecture" if gone else "all")
+    if not architecture:
+        of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
+        comparison = dataclasses.replace(comparison, found=of_values, notes=())
     connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
     old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
@@ -321,6 +333,8 @@ def _change(
     by_class = _differences(diagnosis, effect, architecture=architecture)
     if gone or part_not_compared(new, old):
         by_class["removed"] = []
+    elif lost := list(lost_responses(comparison)):
+        by_class["removed"] = lost
     elif old.numbers is None and new.numbers is not None:
         by_class["new"] = []
     if renamed:

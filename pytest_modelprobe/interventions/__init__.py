@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import faults
-from .ablation import Ablated, Ablation, Metric, ablation, assert_layer_matters
+from .ablations import Ablated, Ablation, Metric, ablation, assert_layer_matters
 from .faults import Swap
 from .intervention import Change, Intervention, intervene
 

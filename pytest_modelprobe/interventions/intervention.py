@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.report.text import count
@@ -111,23 +112,31 @@ class Intervention:
         if self._active:
             raise UsageError(f"{self._described()} has begun and not ended: call intervene again for another block")
         self._begin()
+        try:
+            with held():
+                self._put_on()
+            return self
+        except BaseException:
+            self.close()
+            raise
+
+    def _put_on(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(run_eagerly(self._layers))
             if "weight" in self._changes:
                 self._change_weights(stack)
             for name in self._names:
                 module = self._layers.modules[name]
-                if not isinstance(module, torch.jit.ScriptModule):
-                    _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
-                    _add(stack, module.register_forward_hook, _After(self, name, module))
+                _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
+                _add(stack, module.register_forward_hook, _After(self, name, module))
             # Prepended last: a forward begins before the first call.
             begins, ends = _Begins(self, ROOT, self._root), _Ends(self, ROOT, self._root)
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
             stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
             self._exit = stack.pop_all()
         self._active = True
-        return self
 
+    @finished
     def close(self) -> None:
         """Remove the hooks and restore the weights. Safe to repeat."""
         self._active = False

@@ -17,10 +17,9 @@ from pytest_modelprobe.models import Layers, own_parameters
 def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
     """Return the parameters of a layer itself but its biases, by name; of an atomic one also those of its children."""
     module = layers.modules[layer]
-    atomic = not isinstance(module, torch.jit.ScriptModule) and layers.is_leaf(layer)
     return {
         name: parameter
-        for name, parameter in own_parameters(module, atomic=atomic)
+        for name, parameter in own_parameters(module, atomic=layers.is_leaf(layer))
         if "bias" not in name.rpartition(".")[2] and not name.startswith("parametrizations.")
     }
 

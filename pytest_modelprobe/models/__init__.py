@@ -27,11 +27,24 @@ from .layers import (
     own_parameters,
     type_name,
 )
-from .memory import as_array, as_real, has_dense_storage, version
-from .restoring import ModelState, has_lazy, preserved, settings_preserved
+from .memory import (
+    as_array,
+    as_bits,
+    as_real,
+    detached_copy,
+    has_dense_storage,
+    holds_elements,
+    lacks_memory,
+    unexpanded,
+    version,
+)
+from .offloading import Offloaded
+from .process import GENERATORS, settings_preserved
+from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
 
 __all__ = [
+    "GENERATORS",
     "RUN_EAGERLY",
     "TENSOR_PARALLEL",
     "Autocast",
@@ -42,20 +55,25 @@ __all__ = [
     "Layers",
     "ModelState",
     "ModuleHook",
+    "Offloaded",
     "active_autocast",
     "as_array",
+    "as_bits",
     "as_real",
     "attributes",
     "autocast_states",
     "changing_hooks",
     "check_supported",
     "derive",
+    "detached_copy",
     "flatten",
     "flatten_call",
     "has_dense_storage",
     "has_lazy",
+    "holds_elements",
     "is_distributed",
     "is_persistent",
+    "lacks_memory",
     "layout",
     "local_tensor",
     "map_tensors",
@@ -70,6 +88,7 @@ __all__ = [
     "settings_preserved",
     "sharded_parameters",
     "type_name",
+    "unexpanded",
     "unseen",
     "value_layout",
     "version",

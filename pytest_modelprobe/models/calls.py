@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
 
 from pytest_modelprobe._torch import graph_task
@@ -41,7 +40,7 @@ class CallTracer(Generic[C]):
     threads and hooks that are registered later, none of which happens within one block.
 
     Args:
-        modules: By name. A `ScriptModule` takes no hooks and is skipped.
+        modules: By name.
         kind: Class of the calls, `ModuleCall` or a subclass whose further fields have defaults.
         before: Called before each call with the call, its positional and its keyword arguments.
         after: Called with each call that returned, its positional arguments and its output; what it returns replaces
@@ -89,12 +88,11 @@ class CallTracer(Generic[C]):
         if self._skip_recomputed:
             graph_task()  # a torch that cannot answer is refused here, not in the hooks
         for name, module in self._modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                begin = functools.partial(self._begin, name)
-                pre = module.register_forward_pre_hook(begin, with_kwargs=True, prepend=self._prepend)
-                post = module.register_forward_hook(self._end, prepend=self._prepend, always_call=True)
-                self._exit.callback(pre.remove)
-                self._exit.callback(post.remove)
+            begin = functools.partial(self._begin, name)
+            pre = module.register_forward_pre_hook(begin, with_kwargs=True, prepend=self._prepend)
+            post = module.register_forward_hook(self._end, prepend=self._prepend, always_call=True)
+            self._exit.callback(pre.remove)
+            self._exit.callback(post.remove)
         return self
 
     def __exit__(self, *error: object) -> None:

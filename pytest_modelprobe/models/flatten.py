@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -122,13 +122,24 @@ def _exactly(value: Any) -> Plain:
 def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
     """Return the (path suffix, part) pairs of a container; None for what is no container."""
     if isinstance(value, Mapping):
-        return ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in value.items())
+        items = _items(value)
+        return None if items is None else ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in items)
     names = _field_names(value)
     if names is not None:
         return ((f".{name}", getattr(value, name, None)) for name in names)
     if isinstance(value, (tuple, list)):
         return ((f"[{i}]", v) for i, v in enumerate(value))
     return None
+
+
+def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]] | None:
+    """Return the items of a mapping; None where it does not give them out, as one of accelerate for weights on disk."""
+    if isinstance(value, dict):
+        return value.items()
+    try:
+        return list(value.items())
+    except Exception:  # noqa: BLE001 - whatever the code of a mapping raises
+        return None
 
 
 def _field_names(value: Any) -> tuple[str, ...] | None:
@@ -143,11 +154,11 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none where it has other contents too, or is an iterator or a module."""
+    """Return the attributes of an object; none where it has other contents too: an iterator, a mapping, a module."""
     kinds = type(value).__mro__
     if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
         return {}
-    if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator)):
+    if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator, Mapping)):
         return {}
     found = dict(getattr(value, "__dict__", {}))
     for kind in kinds:
@@ -276,7 +287,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """Return the parts of a container, each with what it is set by: key, index or attribute."""
     if isinstance(value, Mapping):
-        return iter(value.items())
+        items = _items(value)
+        return None if items is None else iter(items)
     names = _field_names(value)
     if names is not None and not isinstance(value, tuple):
         return ((name, getattr(value, name)) for name in names if hasattr(value, name))

@@ -17,17 +17,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_modelprobe._torch import (
+    DYNAMO_PACKAGE,
     TRUNC_NORMAL,
     Operation,
     TorchDispatchMode,
+    WeakStorage,
     schema,
     storage_key,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import held, interruptible
 from pytest_modelprobe.record import old_name
 
 from .memory import as_bytes, has_dense_storage
@@ -64,13 +66,13 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     """
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UsageError(_no_factory(factory))
-    with seeded(derive(seed, "build")):
+    with held(), seeded(derive(seed, "build")):
         log = _RandomLog(seed)
-        with log, _trunc_normal_logged_whole(log):
+        with log, _trunc_normal_logged_whole(log), interruptible():
             model = factory()
         if not isinstance(model, nn.Module):
             raise UsageError(_no_factory(model, "a function that returned "))
-        with torch.no_grad(), without_torch_function():
+        with torch.no_grad(), without_torch_function(), interruptible():
             _Replay(log, model, seed, rename or {}).run()
     return model
 
@@ -87,7 +89,7 @@ def _no_factory(value: object, kind: str = "") -> str:
 class _Store:
     """One storage in the log; the storage itself may be freed."""
 
-    alive: StorageWeakRef  # also keeps the address from being given to another storage
+    alive: Any  # a `WeakStorage`, which also keeps the address from being given to another storage
     nbytes: int
     device: torch.device
     last: _Op | None = None  # made the current contents
@@ -147,7 +149,7 @@ class _Dispatching:
 
     def stay_uncompiled(self) -> None:
         """Let torch wrap it once code may be compiled: the log itself must not be compiled."""
-        if "torch._dynamo" in sys.modules:
+        if DYNAMO_PACKAGE in sys.modules:
             self.__class__ = _UncompiledLog
 
 
@@ -257,7 +259,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
     def _track(self, tensor: torch.Tensor, keep_contents: bool = False) -> _Store:
         self._sweep()
         storage = tensor.untyped_storage()
-        ref = StorageWeakRef(storage)
+        ref = WeakStorage(storage)
         store = self._stores[_key(tensor)] = _Store(ref, storage.nbytes(), storage.device)
         if keep_contents:
             everything = _View(store, torch.uint8, (store.nbytes,), (1,), 0)
@@ -387,8 +389,8 @@ class _Replay:
         counts: Counter[int] = Counter()
         owners = self._owners()
         for op in self._ops:
-            if op.seed is not None and not op.observed:
-                rank = owners[op]
+            rank = owners.get(op)
+            if op.seed is not None and rank is not None and not op.observed:
                 number = counts[rank]
                 counts[rank] += 1
                 name = self._names[rank] + (f"#{number}" if number else "")
@@ -396,11 +398,15 @@ class _Replay:
         return bool(counts)
 
     def _owners(self) -> dict[_Op, int]:
-        """The rank of the tensor each operation fills, else of the first that depends on it."""
+        """The rank of the tensor each operation fills, else of the first that depends on it.
+
+        An operation has none if it fills no element, or only elements of a storage that no tensor of the model shows.
+        """
         owners: dict[_Op, int] = {}
         for op in reversed(self._ops):
             owner = min(self._claimants(op), default=owners.get(op))
-            assert owner is not None, "an ancestor has a descendant"
+            if owner is None:
+                continue
             owners[op] = owner
             for earlier in op.before:
                 owners[earlier] = min(owner, owners.get(earlier, owner))

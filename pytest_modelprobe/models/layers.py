@@ -16,7 +16,7 @@ from pytest_modelprobe.record import ROOT, Plain
 
 from .distribution import DDP, notes_on, original_class
 
-_ATOMIC = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+_ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 """Modules that compute in fused code without calling their children: hooks on these never fire."""
 
 _FABRIC = "fabric.wrappers._FabricModule"
@@ -76,8 +76,6 @@ class Layers:
         self.modules[name or ROOT] = module
         if compiled_call(module) is not None:
             self._note_compiled(name)
-        if not plain and isinstance(module, torch.jit.ScriptModule):
-            self.notes.append(f"{name} is a ScriptModule, which runs outside Python: its calls are not recorded")
         if not plain and isinstance(module, nn.TransformerEncoderLayer) and not module.training:
             self.notes.append(
                 "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
@@ -133,10 +131,6 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             f"{model.__name__} is the class, not a model: give an instance, {model.__name__}(...)"
         )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModelError(
-            "a ScriptModule runs outside Python and calls no hooks: give the eager module it was made from"
-        )
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"a model is a torch.nn.Module; got {type(model).__name__}"
@@ -149,6 +143,11 @@ def reject_misreporting(module: nn.Module, name: str) -> None:
     if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(
             "DataParallel runs copies of the model in threads, which hooks do not see: give model.module"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            f"{name or ROOT} is a ScriptModule, which runs outside Python and calls no hooks: use the eager "
+            "module that it was made from"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
     if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):

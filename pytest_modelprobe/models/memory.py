@@ -1,4 +1,4 @@
-"""The memory of tensors: whether there is some, as bytes, and as an array of numpy."""
+"""The memory of tensors: whether it holds their elements, as bytes, and as an array of numpy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,95 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 _CPU = (1, 0)  # as DLPack writes it
 
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a dense tensor in memory: not meta, fake, sparse or uninitialized."""
+    """Whether a value is a dense tensor, and the memory of its elements is there: see `is_strided`, `holds_elements`.
+
+    >>> x = torch.ones(3)
+    >>> _ = x.untyped_storage().resize_(4)
+    >>> has_dense_storage(x), has_dense_storage(torch.ones(3))
+    (False, True)
+    """
+    return is_strided(leaf) and holds_elements(leaf)
+
+
+def is_strided(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor with strides and a device: not meta, fake, sparse, nested or uninitialized."""
     return (
         isinstance(leaf, torch.Tensor)
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and not is_lazy(leaf)
         and not leaf.is_meta
         and leaf.layout is torch.strided
+        and not leaf.is_nested
     )
+
+
+def holds_elements(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all elements that its sizes and strides reach.
+
+    Most operations of torch do not ask. Where the storage was freed, as FSDP does with its own, or has shrunk, they
+    read what is behind it, and the process crashes or computes with another's memory. A symbolic zero and a functional
+    tensor have a storage that tells a size and has no memory. What another thread frees between this and the reading
+    crashes as it does without us.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()  # raises where there is a size and no memory
+    except RuntimeError:
+        return False
+    if not tensor.numel():
+        return True
+    reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + reached) * tensor.element_size() <= storage.nbytes()
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor should have a storage that holds its elements, and has none: see `holds_elements`."""
+    return is_strided(tensor) and not holds_elements(tensor)
+
+
+def detached_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy outside of graphs, expanded as the tensor is; None where torch has no copy of it.
+
+    That is where its memory is gone, and of dtypes such as ``uint3`` or channels that are quantized apart.
+
+    >>> detached_copy(torch.ones(1).expand(1 << 40)).shape
+    torch.Size([1099511627776])
+    """
+    if not is_strided(tensor):
+        return tensor.detach().clone()
+    if not holds_elements(tensor):
+        return None
+    try:
+        copy = unexpanded(tensor.detach()).clone()
+    except RuntimeError:
+        return None
+    return copy if copy.shape == tensor.shape else copy.expand(tensor.shape)
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that can be written to: one element along each expanded axis.
+
+    >>> unexpanded(torch.ones(2, 1).expand(2, 3)).shape
+    torch.Size([2, 1])
+    """
+    return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor as integers that share its memory: these compare and copy in any dtype.
+
+    >>> as_bits(torch.ones(2, dtype=torch.complex128)).shape
+    torch.Size([2, 2])
+    """
+    words = -(-tensor.element_size() // 8)
+    shape = [n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    bits = torch.empty(0, dtype=_WORDS[tensor.element_size() // words], device=tensor.device)
+    place = tensor.storage_offset() * words, (*shape, words), (*(step * words for step in tensor.stride()), 1)
+    return bits.set_(tensor.untyped_storage(), *place)
 
 
 def version(tensor: torch.Tensor) -> int | None:

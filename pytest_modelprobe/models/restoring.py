@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import decimal
 import functools
 import itertools
 import operator
-import os
 import random
 import sys
 import types
@@ -24,9 +22,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytest_modelprobe._torch import CUDNN, is_view, storage_key, without_dispatch_modes, without_torch_function
+from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
+from pytest_modelprobe.interrupts import held
 
-from .memory import as_bytes, has_dense_storage
+from .memory import as_bytes, has_dense_storage, is_strided
+from .process import Settings, read_settings, restore_settings
 
 # What register_forward_hook and its like change.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
@@ -55,27 +55,8 @@ def has_lazy(model: nn.Module) -> bool:
     return any(map(_is_lazy, model.modules()))
 
 
-@contextmanager
-def settings_preserved() -> Iterator[None]:
-    """Restore on exit the settings of the whole process, which a forward may have changed.
-
-    They are those of torch, the environment, the recursion limit, the context of `decimal`, and numpy's handling of
-    errors and printing.
-
-    >>> with settings_preserved():
-    ...     torch.set_default_dtype(torch.float64)
-    >>> torch.ones(1).dtype
-    torch.float32
-    """
-    before = _Settings()
-    try:
-        yield
-    finally:
-        before.restore()
-
-
 class ModelState:
-    """The state of a model when this is made; `restore` puts it back, any number of times.
+    """The state of a model when this is made; `restore` puts it back, any number of times, and so does a `with` block.
 
     Put back, on the same objects and in the same memory, are:
 
@@ -86,11 +67,14 @@ class ModelState:
       states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
     * hooks of modules: added ones are removed, removed ones added.
     * lazy modules that had seen no input: they are lazy again.
-    * the settings of the whole process, see `settings_preserved`.
 
-    Left alone are the bits of sparse, fake and meta tensors, what a closure or a class holds, and the objects of the
-    standard library and of torch itself that are none of those above. Iterators cannot be wound
-    back, and the number of objects is limited: `notes` say so.
+    A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`, and holds
+    interrupts: code of the user inside runs in `interruptible`.
+
+    Left alone are the bits of sparse, nested and fake tensors, and of those whose storage does not hold their elements.
+    Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Left alone are also the
+    bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of torch itself
+    that are none of those above.
 
     Args:
         model: The model; its tensors' memory is copied once.
@@ -105,7 +89,7 @@ class ModelState:
         """What cannot be put back."""
         self._values, self._lazy, self._with_generators = values, lazy, generators
         self._generators: list[_Generator] = []
-        self._settings = _Settings()
+        self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._parts: list[_Part] = []
         self._memory: dict[int, _Memory] = {}  # by address
@@ -113,13 +97,14 @@ class ModelState:
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with _modes_off():
-            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                self.save(name, tensor)  # those of a ScriptModule are no attributes
             for name, module in reversed(list(model.named_modules())):  # those inside are known then
                 self.save(name, module)
             self._follow()
 
     def __enter__(self) -> ModelState:
+        block = held()
+        block.__enter__()
+        self._blocks.append((block, read_settings()))
         return self
 
     def __exit__(
@@ -128,11 +113,15 @@ class ModelState:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.restore()
+        block, settings = self._blocks.pop()
+        try:
+            restore_settings(settings)
+            self.restore()
+        finally:
+            block.__exit__()
 
     def restore(self) -> None:
-        """Put everything back as it was when this state was taken."""
-        self._settings.restore()
+        """Put the model back as it was when this state was taken."""
         with _modes_off():
             for part in (*self._parts, *self._memory.values(), *self._late):
                 part.restore()
@@ -177,15 +166,18 @@ class ModelState:
             return
         state = _TensorState(tensor)
         if state.grad is not None:
-            self.save(name, state.grad)  # first: it must fit again before it is assigned
+            self.save(f"{name}.grad", state.grad)  # first: it must fit again before it is assigned
         self._parts.append(state)
-        for inner in _inner_tensors(tensor):
-            self.save(name, inner)
+        inner = _inner_tensors(tensor)
+        for one in inner:
+            self.save(name, one)
         self.save_attributes(name, tensor)
-        if self._values and has_dense_storage(tensor):
+        if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
-            if storage_key(storage) not in self._memory:
+            if self._values and storage_key(storage) not in self._memory:
                 self._memory[storage_key(storage)] = _Memory(storage)
+        elif self._values and not (inner or tensor.is_meta):
+            self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
     def save_items(self, name: str, items: Iterable[Any]) -> None:
         """Find the items of a container that cannot be changed."""
@@ -275,19 +267,6 @@ class ModelState:
 class _Part(Protocol):
     def restore(self) -> None:
         """Restore the saved state."""
-
-
-class _Settings:
-    """The settings of the process."""
-
-    def __init__(self) -> None:
-        before = ((read, write, _tried(read)) for read, write in _SETTINGS)
-        self._before = [(read, write, was) for read, write, was in before if was is not None]
-
-    def restore(self) -> None:
-        for read, write, was in self._before:
-            if _tried(read) != was:
-                write(*was)
 
 
 class _Mapping:
@@ -461,7 +440,7 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._data = tensor.data if has_dense_storage(tensor) else None
+        self._data = tensor.data if is_strided(tensor) else None
         self._place = None if self._data is None else _place(self._data)
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
@@ -469,7 +448,7 @@ class _TensorState:
 
     def restore(self) -> None:
         tensor = self._tensor
-        if self._data is not None and not (has_dense_storage(tensor) and _place(tensor) == self._place):
+        if self._data is not None and not (is_strided(tensor) and _place(tensor) == self._place):
             tensor.data = self._data  # module.to() replaced it
         if not self._is_leaf:
             return
@@ -591,77 +570,6 @@ def _slots(kind: type) -> list[types.MemberDescriptorType]:
     return [slot for slot in itertools.chain.from_iterable(own) if isinstance(slot, types.MemberDescriptorType)]
 
 
-_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
-"""The environment as it is encoded: to decode it for each run took a twentieth of that of a small model."""
-
-_Setting = tuple[Callable[[], tuple[Any, ...]], Callable[..., object]]
-
-
-def _setting(read: Callable[[], Any], write: Callable[[Any], object]) -> _Setting:
-    return (lambda: (read(),)), write
-
-
-def _settings() -> Iterator[_Setting]:
-    """Yield for each setting of the process how it is read, and how it is set to what was read."""
-    yield _setting(_ENVIRONMENT.copy, _set_environment)
-    yield _setting(sys.getrecursionlimit, sys.setrecursionlimit)
-    yield (lambda: decimal.getcontext().__reduce__(), lambda make, values: decimal.setcontext(make(*values)))
-    yield _setting(np.geterr, lambda modes: np.seterr(**modes))
-    yield _setting(np.get_printoptions, lambda options: np.set_printoptions(**options))
-    yield _setting(torch.get_default_dtype, torch.set_default_dtype)
-    yield _setting(torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on))
-    yield _setting(torch.get_num_threads, torch.set_num_threads)
-    yield _setting(torch.is_warn_always_enabled, torch.set_warn_always)
-    yield _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
-    yield (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda on, warn_only: torch.use_deterministic_algorithms(on, warn_only=warn_only),
-    )
-    yield (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        torch.autograd.set_detect_anomaly,
-    )
-    # Not the properties of torch.backends, which cannot be set where they are frozen.
-    for read, write in CUDNN:
-        yield _setting(read, write)
-    yield _setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
-    for device in filter(torch.amp.is_autocast_available, ("cpu", "cuda")):
-        yield _setting(
-            functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
-        )
-        yield _setting(
-            functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)
-        )
-
-    backends = (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
-    for backend, operation in itertools.product(backends, ("matmul", "conv", "rnn")):
-        one = getattr(backend, operation, None)
-        if hasattr(one, "fp32_precision"):  # torch 2.9 and newer
-            change = functools.partial(setattr, one, "fp32_precision")
-            yield _setting(functools.partial(getattr, one, "fp32_precision"), change)
-
-
-def _set_environment(encoded: dict[Any, Any]) -> None:
-    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in encoded.items()}
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
-
-
-_SETTINGS = tuple(_settings())
-
-
-def _tried(read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """Return a setting; None where it has no value: of the two ways to set a precision, the older one may have none."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
-
-
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
@@ -678,6 +586,6 @@ def _inner_tensors(tensor: Any) -> list[object]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a dense tensor are: the same as long as its storage lives and it is not replaced."""
+    """Return where the elements of a strided tensor are: the same while its storage lives and it is not replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

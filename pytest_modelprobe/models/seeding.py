@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from pytest_modelprobe._torch import without_torch_function
 
 from .memory import as_array
+from .process import GENERATORS
 
 
 def derive(seed: int, name: str) -> int:
@@ -38,22 +39,12 @@ def forked_rng() -> Iterator[None]:
     >>> bool(torch.rand(()) == inside)
     True
     """
-    with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
-        if torch.cuda.is_initialized():  # reading the state would initialize it
-            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-        elif torch.backends.cuda.is_built():
-            stack.callback(_seed_cuda_like_cpu)
-        if torch.backends.mps.is_available():
-            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
+    before = [(one, one.get()) for one in GENERATORS]
+    try:
         yield
-
-
-def _seed_cuda_like_cpu() -> None:
-    # A seed set inside the fork waits for CUDA's first use: the one from before replaces it.
-    torch.cuda.manual_seed_all(torch.initial_seed())
+    finally:
+        for one, was in before:
+            one.set(was)
 
 
 def seed_everything(seed: int) -> None:

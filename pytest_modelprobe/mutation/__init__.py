@@ -7,9 +7,11 @@ from .plan import BaselineTest, Mutant, Place, Planned, Results, Verdict, planne
 from .planting import Observer, Planted, Seen
 from .report import lines
 from .session import MutationSession, Options
+from .worker import WORKER, Worker
 
 __all__ = [
     "OPERATORS",
+    "WORKER",
     "BaselineTest",
     "LayerCall",
     "Mutant",
@@ -23,6 +25,7 @@ __all__ = [
     "Results",
     "Seen",
     "Verdict",
+    "Worker",
     "lines",
     "planned",
 ]

@@ -46,11 +46,13 @@ class BaselineTest:
     """Layers that it calls, also in fixtures of wider scope; names of the operators that fit them."""
     sources: list[str] = field(default_factory=list)
     """Files of the classes of its models."""
+    path: str = ""
+    """Of its file."""
 
     def to_json(self) -> list[Any]:
         """Return it as lists."""
         places = [[*place, sorted(operators)] for place, operators in self.places.items()]
-        return [self.id, self.file, self.outcome, self.seconds, places, self.sources]
+        return [self.id, self.file, self.outcome, self.seconds, places, self.sources, self.path]
 
     @staticmethod
     def from_json(data: Sequence[Any]) -> BaselineTest:
@@ -60,9 +62,9 @@ class BaselineTest:
         >>> BaselineTest.from_json(test.to_json()) == test
         True
         """
-        name, file, outcome, seconds, places, sources = data
+        name, file, outcome, seconds, places, *more = data
         found = {Place(*place): set(operators) for *place, operators in places}
-        return BaselineTest(name, file, outcome, seconds, found, sources)
+        return BaselineTest(name, file, outcome, seconds, found, *more)
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,20 @@ class Verdict(NamedTuple):
     """What became of a mutant."""
 
     outcome: str
-    """``noticed``, ``survived``, ``no effect``, or ``not tried``: no test could be run again."""
+    """``noticed``, ``survived`` or ``no effect``; ``crashed`` or ``timed out``, which are noticed too; or ``not tried``
+    if no test could be run again."""
     by: str = ""
     """The test that noticed it."""
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether a test notices the fault: it fails, ends its process or never ends."""
+        return self.outcome in ("noticed", "crashed", "timed out")
 
 
 @dataclass
 class Results:
-    """What a run found, made of what all processes wrote."""
+    """What a run found."""
 
     tests: list[BaselineTest] = field(default_factory=list)
     verdicts: dict[Mutant, Verdict] = field(default_factory=dict)
@@ -135,10 +143,15 @@ class Results:
     total: int = 0
     """Mutants that were planned."""
 
+    @property
+    def not_tried(self) -> int:
+        """Mutants of which nothing is known."""
+        return self.total - len(self.verdicts)
+
     def counted(self, file: str | None = None) -> dict[Mutant, Verdict]:
         """Return the verdicts that count: those of faults with an effect."""
         found = self.verdicts.items()
-        return {m: v for m, v in found if v.outcome in ("noticed", "survived") and file in (None, m.file)}
+        return {m: v for m, v in found if (v.is_noticed or v.outcome == "survived") and file in (None, m.file)}
 
     def faults(self) -> Mapping[tuple[Place, str], list[tuple[Mutant, Verdict]]]:
         """Return the verdicts that count by fault: tests in several files may see one layer."""

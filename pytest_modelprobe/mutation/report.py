@@ -37,6 +37,8 @@ def lines(
     else:
         noticed = len(faults) - len(survivors)
         said = f"{score:.0f} % of the faults were noticed: {noticed:,} of {len(faults):,}"
+        if results.not_tried > 0:  # no percentage: the rest may survive
+            said = f"{noticed:,} noticed of {len(faults):,} tried; {results.not_tried:,} not tried"
         yield f"{said}, in {results.seconds:.0f} s, with {count(results.runs, 'run')} of tests"
     if least is not None and (score is None or score < least):
         yield f"--modelprobe-mutate-min={least:g} asks for {least:g} %"
@@ -86,14 +88,14 @@ def _by_file(results: Results, most: int | None) -> Iterator[str]:
     rows: list[list[Cell]] = []
     for file in sorted({mutant.file for mutant in results.counted()}):
         tried = results.counted(file).values()
-        noticed = sum(verdict.outcome == "noticed" for verdict in tried)
+        noticed = sum(verdict.is_noticed for verdict in tried)
         rows.append([file, len(tried), noticed, f"{100 * noticed / len(tried):.0f} %"])
     yield ""
     yield from table(["file", "faults", "noticed", "score"], rows, most or len(rows))
 
 
 def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
-    said = []
+    said = [f"{count(n, 'fault')} {outcome} in {test}" for (outcome, test), n in _ends(results).items()]
     without = sum(verdict.outcome == "no effect" for verdict in results.verdicts.values())
     if without:
         said.append(f"not counted: {count(without, 'fault')} that changed nothing")
@@ -106,7 +108,7 @@ def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
     said += [f"left out: {test}, which when run again without a fault {why}" for test, why in results.left_out.items()]
     if results.known:
         said.append(f"{count(results.known, 'result')} from an earlier run: --cache-clear forgets them")
-    why, not_tried = results.stopped or "the run was interrupted", results.total - len(results.verdicts)
+    why, not_tried = results.stopped or "the run was interrupted", results.not_tried
     if not_tried > 0:
         then = "the next run goes on there" if goes_on else "without pytest's cache the next run begins anew"
         said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; {then}")
@@ -115,6 +117,11 @@ def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
     if said:
         yield ""
         yield from map(printable, said)
+
+
+def _ends(results: Results) -> Counter[tuple[str, str]]:
+    """Return how many faults ended the process of each test, or let it not end."""
+    return Counter((v.outcome, v.by) for v in results.verdicts.values() if v.outcome in ("crashed", "timed out"))
 
 
 def _model(place: Place) -> str:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import functools
+import json
+import os
 import tempfile
-import threading
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_modelprobe import child
 from pytest_modelprobe._pytest import is_of_subtest
 
-from .folder import Folder
-from .plan import BaselineTest, Place, Results, planned
-from .planting import Observer, Seen
+from .known import Keys, Known, modules_of
+from .plan import BaselineTest, Place, Planned, Results, planned
+from .planting import Observer, Seen, without_warning_of_hooks
 from .report import lines
-from .trial import TimeIsOver, Trial, key_of, wide_fixtures
+from .trial import key_of, wide_fixtures
+from .worker import Told
+from .workers import NoWorker, TimeIsOver, Workers
 
-_CACHE = "modelprobe/mutation"  # key in pytest's cache
-_MOST_KNOWN = 20_000  # verdicts that are kept
-_WAITS = 3600.0  # seconds for workers of xdist that have not ended their tests
+_FOUND = "modelprobe_mutation"  # key of what a worker of xdist sends
 
 
 @dataclass(frozen=True)
@@ -48,66 +48,44 @@ class MutationSession:
     Args:
         config: The configuration of the run.
         options: What was asked for.
-        unreported: Returns a context in which no report, snapshot or count of the run is changed.
         tell: Takes what is being done, in words; empty: nothing any more.
     """
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        options: Options,
-        unreported: Callable[[], AbstractContextManager[object]],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._config, self._options, self._unreported, self._tell = config, options, unreported, tell
-        worker: dict[str, Any] = getattr(config, "workerinput", {})
-        self._process = worker.get("workerid", "main")
-        self._workers = worker.get("workercount", 1)
-        path = worker.get("modelprobe_mutation") or tempfile.mkdtemp(prefix="modelprobe-mutation-")
-        self._folder = Folder(Path(path), self._process)
-        self._has_workers = False
+    def __init__(self, config: pytest.Config, options: Options, tell: Callable[[str], None]) -> None:
+        self._config, self._options, self._tell = config, options, tell
+        self._workers = 0
+        """Of xdist."""
         self._observer = Observer()
-        self._trial: Trial | None = None
         self._test = ""
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = defaultdict(float)
         self._seen: dict[str, Seen] = defaultdict(Seen)
         """By node id of a test, or key of a fixture of wider scope; so are the seconds."""
+        self._modules: set[str] = set()
         self._results = Results()
 
     # --- workers of xdist ---------------------------------------------------------------------------------------------
 
+    @property
+    def _is_worker(self) -> bool:
+        return hasattr(self._config, "workerinput")
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Name the folder of the run to a worker."""
-        self._has_workers = True
-        node.workerinput["modelprobe_mutation"] = str(self._folder.path)
+        """Note how many workers there are."""
+        self._workers = node.workerinput["workercount"]
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Let the other workers not wait for one that died."""
-        if error and not self._folder.has_tests(node.gateway.id):
-            self._folder.write_tests([], node.gateway.id)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker found; one that died found nothing."""
+        found = getattr(node, "workeroutput", {}).get(_FOUND)
+        if found:
+            tests, modules = json.loads(found)
+            self._note(map(BaselineTest.from_json, tests), modules)
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell how far the workers are."""
-        ended = threading.Event()
-
-        def tell() -> None:
-            while not ended.wait(1.0):
-                tried, total = self._folder.tried()
-                if total:
-                    self._tell(f"fault {tried:,} of {total:,}")
-
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            teller.join()
-            self._tell("")
+    def _note(self, tests: Iterator[BaselineTest], modules: Collection[str]) -> None:
+        self._results.tests += tests
+        self._modules |= set(modules)
 
     # --- the run without faults ---------------------------------------------------------------------------------------
 
@@ -121,20 +99,20 @@ class MutationSession:
         """Note which test runs which layers; then plant faults."""
         if self._runs_no_test:
             return (yield)
-        if self._has_workers:
-            with self._telling():
-                return (yield)
-        with self._observer.installed():
-            try:
+        started = time.monotonic()
+        try:
+            with self._observer.installed():
                 result = yield
-            except BaseException as error:
-                self._folder.append(stopped=str(error) or "the run was interrupted")
-                raise
-            self._folder.write_tests(list(self._tests_of(session)))
-            if session.shouldfail or session.shouldstop:  # a worker of xdist does not raise
-                self._folder.append(stopped=f"{session.shouldfail or session.shouldstop}")
-            else:
-                self._try_mutants(session)
+        except BaseException as error:
+            self._results.stopped = str(error) or "the run was interrupted"
+            raise
+        tests, modules = list(self._tests_of(session)), modules_of(self._config.rootpath)
+        if self._is_worker:
+            found = [test.to_json() for test in tests], modules
+            self._config.workeroutput[_FOUND] = json.dumps(found)  # type: ignore[attr-defined]
+        else:
+            self._note(iter(tests), modules)
+            self._try_mutants(time.monotonic() - started)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -146,8 +124,8 @@ class MutationSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Let a compiled model run without torch's warning that it does not see our hooks: it is not mutated inside."""
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+        """Let compiled models run with hooks."""
+        without_warning_of_hooks()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
@@ -155,8 +133,6 @@ class MutationSession:
         if fixturedef.scope == "function" or not self._observer.is_observing:
             return (yield)
         key = key_of(fixturedef)
-        if self._trial is not None:
-            return (yield from self._trial.set_up(key))
         started = time.monotonic()
         try:
             with self._observer.writing_to(self._seen[key]):
@@ -179,7 +155,7 @@ class MutationSession:
 
     def _tests_of(self, session: pytest.Session) -> Iterator[BaselineTest]:
         """Yield the tests that ran in this process."""
-        for item in session.items:
+        for item in getattr(session, "items", ()):  # none where xdist runs the tests
             outcome = self._outcomes.get(item.nodeid)
             if outcome is None:
                 continue
@@ -197,74 +173,74 @@ class MutationSession:
                 seconds=seconds,
                 places=dict(places),
                 sources=sorted(set().union(*(self._observer.sources[place.model] for place in places))),
+                path=str(item.path),
             )
 
     # --- the runs with faults -----------------------------------------------------------------------------------------
 
-    def _try_mutants(self, session: pytest.Session) -> None:
-        """Try this process's part of the mutants."""
-        tests = {test.id: test for test in self._tests_of_all()}
-        plan = planned(tests.values(), self._options.most)
-        self._folder.append(total=len(plan))
-        items = {item.nodeid: item for item in session.items}
-        share = range(int(self._process.removeprefix("gw")) if self._workers > 1 else 0, len(plan), self._workers)
-        known, started = self._known(), time.monotonic()
-        trial = self._trial = Trial(self._observer, items, tests, started + self._options.seconds)
-        stopped = ""
-        try:
-            with self._unreported():
-                for number in share:
-                    left = self._options.seconds - (time.monotonic() - started)
-                    self._tell(f"fault {number + 1:,} of {len(plan):,}, at most {max(left, 0):.0f} s left")
-                    one = plan[number]
-                    key = trial.key(one)
-                    if key in known:
-                        self._folder.append(mutant=one.mutant, verdict=known[key], key=key, known=True)
-                    elif not stopped:
-                        try:
-                            verdict = trial.verdict(one)
-                        except TimeIsOver:
-                            stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
-                            continue
-                        self._folder.append(mutant=one.mutant, verdict=verdict, key=key, known=False)
-        except KeyboardInterrupt:
-            stopped = "the run was interrupted"
-            raise
-        finally:
-            self._trial = None
-            self._tell("")
-            seconds, left_out = time.monotonic() - started, trial.take_left_out()
-            self._folder.append(stopped=stopped, left_out=left_out, runs=trial.runs, seconds=seconds)
+    def _try_mutants(self, seconds: float) -> None:
+        """Try mutants on the tests, which took so long without faults."""
+        results, known, started = self._results, self._known.read(), time.monotonic()
+        plan = planned(results.tests, self._options.most)
+        keys = Keys({test.id: test for test in results.tests}, self._modules)
+        by_key = {keys.of(one): one for one in plan}
+        results.total = len(plan)
+        results.verdicts = {one.mutant: known[key] for key, one in by_key.items() if key in known}
+        results.known = len(results.verdicts)
+        until = started + self._options.seconds
+        with tempfile.TemporaryDirectory(prefix="modelprobe-mutation-", ignore_cleanup_errors=True) as folder:
+            told = functools.partial(self._told, Path(folder))
+            workers = Workers(max(self._workers, 1), told, seconds=seconds, until=until)
+            try:
+                self._take_verdicts(workers, {key: one for key, one in by_key.items() if key not in known}, until)
+            except TimeIsOver:
+                results.stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
+            except NoWorker as error:
+                results.stopped = str(error)
+            finally:
+                self._tell("")
+                results.left_out, results.runs = workers.left_out, workers.runs
+                results.seconds = time.monotonic() - started
 
-    def _tests_of_all(self) -> list[BaselineTest]:
-        """Return the tests of all processes, once all have run them."""
-        until = time.monotonic() + _WAITS
-        others = [f"gw{i}" for i in range(self._workers)] if self._workers > 1 else []
-        while time.monotonic() < until and not all(map(self._folder.has_tests, others)):
-            time.sleep(0.05)
-        return self._folder.read_tests()
+    def _take_verdicts(self, workers: Workers, mutants: Mapping[str, Planned], until: float) -> None:
+        results = self._results
+        with contextlib.closing(workers.verdicts(mutants)) as verdicts:  # its processes end, also after Ctrl-C here
+            for key, verdict in verdicts:
+                self._known.add(key, verdict)
+                results.verdicts[mutants[key].mutant] = verdict
+                tried, left = len(results.verdicts), max(until - time.monotonic(), 0)
+                self._tell(f"fault {tried:,} of {results.total:,}, at most {left:.0f} s left")
 
-    def _known(self) -> dict[str, list[str]]:
-        """Return the verdicts of earlier runs."""
-        found = {} if self._cache is None else self._cache.get(_CACHE, {})
-        return found if isinstance(found, dict) else {}
+    def _told(self, folder: Path, number: int, left_out: Collection[str]) -> Told:
+        """Return what a process is told that plants faults."""
+        own = folder / f"faults{number}"
+        own.mkdir()
+        config = self._config
+        return Told(
+            folder=own,
+            directory=str(config.invocation_params.dir),
+            # Nodes have the same ids only below the same root.
+            options=child.options_of(
+                config, rootdir=str(config.rootpath), inifilename=config.inipath and str(config.inipath)
+            ),
+            plugins=child.plugins_of(config),
+            arguments=tuple(config.args),
+            environment=dict(os.environ),
+            left_out=left_out,
+        )
 
-    @property
-    def _cache(self) -> Any:
-        """Pytest's cache; None with ``-p no:cacheprovider``."""
-        return getattr(self._config, "cache", None)
+    @functools.cached_property
+    def _known(self) -> Known:
+        """Opened after the tests: each worker of xdist obeys ``--cache-clear``."""
+        return Known(getattr(self._config, "cache", None))  # none with ``-p no:cacheprovider``
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        """Read what was found, keep it for the next run, and fail the run if too many faults survived."""
-        if self._process != "main" or self._runs_no_test:
+        """Fail the run if too many faults survived."""
+        if self._is_worker or self._runs_no_test:
             return (yield)
-        self._results, keys = self._folder.results()
-        if self._cache is not None and keys:
-            known = self._known() | keys
-            self._cache.set(_CACHE, dict(list(known.items())[-_MOST_KNOWN:]))
         least, score = self._options.least_score, self._results.score
         if least is not None and (score is None or score < least) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -276,11 +252,5 @@ class MutationSession:
             return
         terminalreporter.write_sep("=", "modelprobe: planted faults")
         most = None if self._config.getoption("verbose") > 0 else 20
-        goes_on = self._cache is not None
-        for line in lines(self._results, self._options.least_score, most=most, goes_on=goes_on):
+        for line in lines(self._results, self._options.least_score, most=most, goes_on=self._known.is_kept):
             terminalreporter.write_line(line)
-
-    def pytest_unconfigure(self) -> None:
-        """Remove the folder of the run."""
-        if self._process == "main":
-            shutil.rmtree(self._folder.path, ignore_errors=True)

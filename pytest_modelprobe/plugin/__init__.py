@@ -58,6 +58,14 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Read the environment before a conftest.py changes it."""
+    from pytest_modelprobe.snapshot.options import read_environment
+
+    read_environment(early_config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options and register the marker and the snapshots of the run."""
     config.addinivalue_line(

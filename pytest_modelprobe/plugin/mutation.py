@@ -12,14 +12,16 @@ import pytest
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
-    from pytest_modelprobe.mutation import MutationSession
+    from pytest_modelprobe.mutation import MutationSession, Worker
     from pytest_modelprobe.snapshot.session import SnapshotSession
 
 
-def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession:
-    """Return the plugin that runs tests again with faults."""
-    from pytest_modelprobe.mutation import MutationSession, Options
+def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession | Worker:
+    """Return the plugin that runs tests again with faults; in a process of its own, that in which they are planted."""
+    from pytest_modelprobe.mutation import WORKER, MutationSession, Options, Worker
 
+    if WORKER in config.stash:
+        return Worker(*config.stash[WORKER], lambda: _unreported(config, snapshots))
     settings = config.stash[SETTINGS]
     options = Options(most=settings.mutate, least_score=settings.mutate_min, seconds=settings.mutate_time)
 
@@ -28,7 +30,7 @@ def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> Mutat
         if shown is not None:
             shown(what)
 
-    return MutationSession(config, options, lambda: _unreported(config, snapshots), tell)
+    return MutationSession(config, options, tell)
 
 
 @contextlib.contextmanager

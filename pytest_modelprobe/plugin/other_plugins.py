@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import pytest
@@ -28,13 +29,15 @@ def _lines(found: Iterable[str]) -> list[str]:
 
 def add_checks(config: pytest.Config) -> None:
     """Add the checks of other plugins to the standard ones until the run ends. Without any, nothing is imported."""
-    if not config.hook.pytest_modelprobe_checks.get_hookimpls():
+    is_loaded = "pytest_modelprobe.checks" in sys.modules  # else nothing was added by a run around this one
+    if not (is_loaded or config.hook.pytest_modelprobe_checks.get_hookimpls()):
         return
-    from pytest_modelprobe.checks import add_standard
+    from pytest_modelprobe.checks import battery
     from pytest_modelprobe.exceptions import UsageError
 
+    config.add_cleanup(battery.start_run())
     for checks in config.hook.pytest_modelprobe_checks(config=config):
         try:
-            config.add_cleanup(add_standard(checks))
+            config.add_cleanup(battery.add_standard(checks))
         except UsageError as error:
             raise pytest.UsageError(f"pytest_modelprobe_checks: {error}") from None

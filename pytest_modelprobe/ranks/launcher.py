@@ -9,10 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import UsageError
 
 from .process import Assignment, main
@@ -20,7 +21,7 @@ from .process import Assignment, main
 GRACE = 3.0
 """Seconds that the other ranks have to come to an end by themselves, after one has failed."""
 
-_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.ranks.process"]
+_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.ranks.process"]  # torch is imported once
 
 
 class Rank:
@@ -29,13 +30,7 @@ class Rank:
     def __init__(self, assignment: Assignment) -> None:
         self.number = assignment.rank
         self.assignment = assignment
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)  # torch is imported once, and not by each rank
-        self.connection: Connection
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=main, args=(assignment, theirs), daemon=False)
-        self.process.start()
-        theirs.close()
+        self.process, self.connection = child.start(main, assignment, _PRELOADED)
         self.is_done = False
         """Whether it said that it came to its end."""
         self.is_over = False
@@ -74,14 +69,7 @@ class Rank:
 
     def end(self) -> None:
         """End the process and whatever it started, also where it came to its end by itself."""
-        for kill, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, None)):
-            if self.process.pid is not None:  # it was started
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.process.pid, kill)
-            self.process.join(seconds)
-            if not self.process.is_alive():
-                break
-        self.process.join()
+        child.end(self.process)
         self.connection.close()
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+
+from pytest_modelprobe import child
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +46,26 @@ class Assignment:
 
 def main(assignment: Assignment, connection: Connection) -> None:
     """Run the test, and send its reports and warnings as they come. The target of the process."""
-    os.setpgrp()  # whatever it starts can be ended with it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _redirect(assignment)
-    _set_environment(assignment)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
-    config = pytest.Config.fromdictargs(
-        {**assignment.options, "basetemp": str(assignment.path("tmp"))},
-        [*(f"-p{name}" for name in (*assignment.plugins, "no:terminal")), assignment.test],
-    )
-    config.pluginmanager.register(RankPlugin(assignment, connection), "modelprobe-rank")
-    code = config.hook.pytest_cmdline_main(config=config)
-    connection.send(("ended", int(code)))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _redirect(assignment: Assignment) -> None:
-    """Send what is not captured to a file, and let SIGUSR1 write the stack to another."""
-    log = os.open(assignment.path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    child.begin(assignment.path("log"), assignment.environment)
     # Open as long as the process lives.
     faulthandler.register(signal.SIGUSR1, assignment.path("stack").open("w"), all_threads=False)
-
-
-def _set_environment(assignment: Assignment) -> None:
-    os.environ.clear()
-    os.environ.update(assignment.environment)
     for name in ("", "LOCAL_"):
         os.environ[f"{name}RANK"] = str(assignment.rank)
         os.environ[f"{name}WORLD_SIZE"] = str(assignment.world_size)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
+    options = {**assignment.options, "basetemp": str(assignment.path("tmp"))}
+    config = child.configured(options, assignment.plugins, [assignment.test])
+    config.pluginmanager.register(RankPlugin(config, assignment, connection), "modelprobe-rank")
+    mine = {"workerid": f"rank{assignment.rank}", "workercount": assignment.world_size}
+    connection.send(("ended", child.run_as_worker(config, {**mine, **assignment.input})))
 
 
 class RankPlugin:
     """Puts the test into a process group, and sends what it reports."""
 
-    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+    def __init__(self, config: pytest.Config, assignment: Assignment, connection: Connection) -> None:
+        self._config = config
         self._assignment = assignment
         self._connection = connection
 
@@ -143,14 +120,3 @@ class RankPlugin:
         if when == "runtest":
             shown = warning_message
             self._connection.send(("warning", (str(shown.message), shown.category, shown.filename, shown.lineno)))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Tell the other plugins, as xdist does, that another process prints and writes files.
-
-        Only now: some ask xdist for more while they are configured.
-        """
-        self._config = config
-        mine = {"workerid": f"rank{self._assignment.rank}", "workercount": self._assignment.world_size}
-        config.workerinput = {**mine, "testrunuid": "", **self._assignment.input}  # type: ignore[attr-defined]
-        config.workeroutput = {}  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
+from pytest_modelprobe import child
 from pytest_modelprobe._pytest import picklable, tear_down_before
 
 from .launcher import Rank, Ranks
@@ -31,33 +32,6 @@ _FOREIGN = re.compile(
     r'  File ".*/(_pytest|pluggy|multiprocessing|pytest_modelprobe/(ranks|plugin))/'
     r'|  File "<string>"|Extension modules:'
 )
-
-# A rank selects no tests, shows nothing and stops nowhere; the process that starts it does.
-_OWN_OPTIONS: dict[str, Any] = {
-    "capture": "fd",
-    "cov_source": None,
-    "deselect": None,
-    "dist": "no",
-    "failedfirst": False,
-    "keyword": "",
-    "lf": False,
-    "log_file": None,
-    "loadgroup": False,
-    "looponfail": False,
-    "markexpr": "",
-    "maxfail": 0,
-    "maxprocesses": None,
-    "modelprobe_model": None,
-    "newfirst": False,
-    "numprocesses": None,
-    "plugins": [],
-    "reruns": None,
-    "stepwise": False,
-    "trace": False,
-    "tx": [],
-    "usepdb": False,
-    "xmlpath": None,
-}
 
 
 def run_in_ranks(item: pytest.Item, nextitem: pytest.Item | None, *, world_size: int, timeout: float) -> None:
@@ -92,18 +66,15 @@ def run_in_ranks(item: pytest.Item, nextitem: pytest.Item | None, *, world_size:
 
 
 def _assignments(item: pytest.Item, folder: str, world_size: int, timeout: float) -> Iterator[Assignment]:
-    options = picklable(vars(item.config.option))
-    own = {name: value for name, value in _OWN_OPTIONS.items() if name in options}
-    # In a rank this package is loaded before pytest can rewrite it; a rank has nothing of it to rewrite.
-    own["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), "ignore:Module already imported so cannot be"]
+    options = child.options_of(item.config, modelprobe_model=None)
     for rank in range(world_size):
         yield Assignment(
             rank=rank,
             world_size=world_size,
             folder=folder,
             test="::".join([str(item.path), *item.nodeid.split("::")[1:]]),
-            options={**options, **own},
-            plugins=tuple(options.get("plugins", ())),
+            options=options,
+            plugins=child.plugins_of(item.config),
             input=picklable(getattr(item.config, "workerinput", {})),
             environment=dict(os.environ),
             timeout=timeout,

@@ -222,7 +222,7 @@ class Reading(NanEqual):
     """The numbers of one value in one direction."""
 
     tensors: int = 1
-    """Tensors merged into it: 1, or one for each forward or backward pass."""
+    """Tensors merged into it: 1, or one for each forward or backward pass; 0: there was one, and it was not seen."""
     statistics: Statistics | None = None
     units: Units | None = None
     fingerprint: tuple[float, ...] | None = None

@@ -59,6 +59,10 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         lost = part_not_compared(change.now, change.before) if change.before is not None else None
         if lost and change.now.numbers is not None:
             return f"its {lost} is not compared any more"
+        layers = list(dict.fromkeys(d.layer for d in finding.differences))
+        if layers:
+            told = f"{count(len(layers), 'layer')}: {listed(collapsed(layers))}"
+            return f"what layers do alone is not compared any more, in {told}"
         device = change.either.record.device if change.now.numbers is not None else ""
         now = f"there are those of {device}" if device else "there is the structure alone"
         return f"its numbers are gone: {now}"

@@ -229,7 +229,8 @@ def _computation(cause: Cause, label: str) -> str:
             return f"{label}: own code no longer calls {child}"
         if not cause.expected:
             return f"{label}: own code calls {child} now"
-        return f"{label}: own code calls {child} {_value_text(cause.actual)} times, not {_value_text(cause.expected)}"
+        times = "time" if cause.actual == 1 else "times"
+        return f"{label}: own code calls {child} {_value_text(cause.actual)} {times}, not {_value_text(cause.expected)}"
     if first is None or cause.evidence != "recorded":
         return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
     if first.kind == "interface" and cause.what == first.what:

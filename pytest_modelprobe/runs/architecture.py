@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from pytest_modelprobe._torch import FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe._torch import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
 from pytest_modelprobe.capture import Capture, assemble
 from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
@@ -63,7 +63,7 @@ def _run_on_fakes(
     capture.attach()
     try:
         state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
-        with mode, products:
+        with mode, products:  # not interruptible: torch aborts where a mode raises inside some operations
             functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -78,7 +78,7 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "aten::_grouped_mm":
+        if func.name() == GROUPED_PRODUCT:
             return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

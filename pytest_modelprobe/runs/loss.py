@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import as_real, flatten, parts, seeding
+from pytest_modelprobe.models import as_real, flatten, lacks_memory, parts, seeding
 
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 
@@ -99,7 +99,7 @@ def _weighed(output: Any) -> list[torch.Tensor]:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    tensors = (as_real(tensor) for _, tensor in flatten("output", output).tensors)
+    tensors = (as_real(x) for _, x in flatten("output", output).tensors if not lacks_memory(x))
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, flatten
 from pytest_modelprobe.record import label_of, select
 
@@ -61,7 +62,7 @@ def grad_cam(run: Run, layer: str, target: Target) -> tuple[str, Tensor, Tensor]
         seen.append(output.detach().requires_grad_())
         return seen[-1].clone()  # which what follows may change in place
 
-    with run._prepared(), torch.enable_grad():
+    with run._prepared(), torch.enable_grad(), interruptible():
         handle = module.register_forward_hook(cut)
         try:
             score = _score(run._forward(), target)

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import as_real, has_dense_storage, seeding
+from pytest_modelprobe.models import as_real, has_dense_storage, seeding, unexpanded
 from pytest_modelprobe.record import (
     Call,
     Layer,
@@ -134,7 +134,10 @@ class Perturbation:
         >>> Perturbation("repeat 1", far=False).input(mask, "mask") is mask
         True
         """
-        return self(tensor, name) if has_dense_storage(tensor) and _is_quantity(tensor) else tensor
+        if not (has_dense_storage(tensor) and _is_quantity(unexpanded(tensor))):
+            return tensor
+        moved = self(unexpanded(tensor), name)
+        return moved if moved.shape == tensor.shape else moved.expand(tensor.shape)
 
     def in_place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a floating tensor, perturbed in place; any other as it is."""
@@ -157,7 +160,10 @@ def _is_quantity(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     plain = as_real(tensor.detach())
-    plain = plain if plain.element_size() > 1 else plain.float()  # 1-byte dtypes have no arithmetic
+    try:
+        plain = plain if plain.element_size() > 1 else plain.float()  # 1-byte dtypes have no arithmetic
+    except NotImplementedError:  # two numbers in one byte
+        return False
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # False of NaN
     return bool(usual.all()) and not bool((plain == plain.round()).all())
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pytest_modelprobe.models import Flat, flatten, flatten_call
+from pytest_modelprobe.models import Flat, flatten, flatten_call, lacks_memory
 from pytest_modelprobe.record import Operation
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -251,7 +251,7 @@ def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating tensors as real ones, except sparse, quantized, nested, meta and empty ones."""
     for path, tensor in flat.tensors:
         looked_into = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
-        if not looked_into or not tensor.numel():
+        if not looked_into or not tensor.numel() or lacks_memory(tensor):
             continue
         if tensor.is_complex():
             yield path, torch.view_as_real(tensor.detach().resolve_conj())

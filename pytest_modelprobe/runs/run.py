@@ -17,12 +17,15 @@ from torch import nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe.capture import ParameterReading, assemble, content_key, read_parameters
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
+from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import (
     Layers,
     ModelState,
+    Offloaded,
     attributes,
     autocast_states,
     changing_hooks,
+    detached_copy,
     flatten,
     flatten_call,
     has_lazy,
@@ -88,7 +91,8 @@ class Run:
         isolate: bool = False,
         histograms: bool = False,
     ) -> None:
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        offloaded = Offloaded(model.modules())
+        if any(parameter.is_meta and parameter not in offloaded for parameter in model.parameters()):
             raise UnsupportedModelError(
                 "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
                 "give it memory with model.to_empty(device=...) and weights"
@@ -102,6 +106,7 @@ class Run:
         self._grad_enabled = torch.is_grad_enabled()
         self._autocast = autocast_states((device.type, "cpu"))
         self._settings: list[Any] = []
+        self._notes: dict[str, None] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -277,7 +282,8 @@ class Run:
                 move.parameters(self.model)
                 watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
             try:
-                self._step(move)
+                with interruptible():
+                    self._step(move)
             except NoGradientError as error:
                 if torch.is_inference_mode_enabled():
                     raise NoGradientError(
@@ -292,6 +298,7 @@ class Run:
                     "for .detach(), .data, .item(), a comparison or torch.no_grad() in its forward, and for layers "
                     "whose outputs it does not use, or run without loss="
                 ) from error
+            watch._capture.notes.update(self._notes)
             watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
             observed = watch._capture.observations()
             record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
@@ -330,7 +337,7 @@ class Run:
                 contexts.enter_context(torch.autocast(*autocast))
             if self.mode is not None:
                 self.model.train(self.mode == "train")
-            if any(not is_same_device(p.device, self.device) for p in self.model.parameters()):
+            if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in self.model.parameters()):
                 self.model.to(self.device)
             if has_lazy(self.model):
                 self._give_shapes()
@@ -345,7 +352,10 @@ class Run:
         """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
-            with contextlib.suppress(Exception):  # the step will raise it again, and say in which layer
+            with (
+                contextlib.suppress(Exception),
+                interruptible(),
+            ):  # the step will raise it again, and say in which layer
                 self._forward()
 
     def _forward(self, move: noise.Perturbation | None = None) -> Any:
@@ -355,7 +365,11 @@ class Run:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
                 raise UsageError("an input is on the meta device and has no numbers: give modelprobe.randn(...), say")
-            copy = tensor.detach().clone()
+            copy = detached_copy(tensor)
+            if copy is None:
+                what = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+                self._notes[f"an input, {what}, cannot be copied: the model got the tensor itself"] = None
+                return tensor.detach()
             if move is not None:
                 copy = move.input(copy, f"input {next(number)}")
             return copy.to(self.device).requires_grad_(tensor.requires_grad)
@@ -401,7 +415,7 @@ class Run:
         forward, backward = _nonfinite(record)
         if not (forward or backward):
             return record
-        with self._prepared():
+        with self._prepared(), interruptible():
             if forward:
                 return dataclasses.replace(record, origin=find_origin(self._forward))
             return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))

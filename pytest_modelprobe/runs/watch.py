@@ -13,6 +13,7 @@ from torch import nn
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
+from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
 
@@ -114,8 +115,13 @@ class Watch:
             judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
             traced=inside,
         )
-        self._capture.attach()
-        self._finalizer = weakref.finalize(self, self._capture.detach)
+        try:
+            with held():
+                self._capture.attach()
+                self._finalizer = weakref.finalize(self, self._capture.detach)
+        except KeyboardInterrupt:
+            self._capture.detach()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -180,7 +186,7 @@ class Watch:
     def kept(self) -> Mapping[str, list[Any]]:
         """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
 
-        None stands for tensors inside a `torch.func` transform.
+        None stands for tensors inside a `torch.func` transform, and for those that torch cannot copy.
         """
         return self._capture.kept
 
@@ -188,6 +194,7 @@ class Watch:
         """Read parameters and buffers again for the next record: writes through ``.data`` change no version."""
         self._records.clear()
 
+    @finished
     def close(self) -> None:
         """Remove all hooks. The record stays. Safe to repeat."""
         self._finalizer()

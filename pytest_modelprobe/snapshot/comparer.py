@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe._pytest import open_raises
 from pytest_modelprobe.comparison import (
     Comparison,
     Diagnosis,
@@ -21,10 +21,11 @@ from pytest_modelprobe.comparison import (
     diagnose,
     layers_behind_zeros,
 )
-from pytest_modelprobe.exceptions import SnapshotError, UsageError
-from pytest_modelprobe.files import ARCH, PROBE, Texts, file_name, parsed, read, write
+from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
+from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
 from pytest_modelprobe.record import Layer, Record, applicable_rename, this_rank
 from pytest_modelprobe.report import comparison as report
+from pytest_modelprobe.report.rows import rows
 from pytest_modelprobe.report.text import listed, printable
 
 from . import messages, preconditions
@@ -141,6 +142,11 @@ class Comparer:
                 self._judge(outcome, arguments, parts)
             except SnapshotError as error:
                 outcome.verdict, outcome.text = "unreadable", printable(str(error))
+            except NothingObservedError as error:
+                why = "" if self._policy.compare == "all" else f" ({self._policy.compare_from})"
+                outcome.verdict, outcome.text = "unreadable", f"{error}{why}"
+        if not outcome.passed:
+            outcome.raises = open_raises()
         self._outcomes.append(outcome)
         self._forked.send(outcome.to_dict(self._item))
         return outcome
@@ -209,11 +215,11 @@ class Comparer:
             record = _record_to_write(outcome, stored.record)
             refusal = preconditions.refuse_nondeterministic(record, arguments)
         if updating and refusal is None:
-            new = texts_to_write(outcome, record, stored.texts, self._policy.reason)
+            new = self._texts_read_back(outcome, arguments, record, stored)
             outcome.verdict = "updated" if is_known else "created"
             outcome.declared = bool(self._policy.reason) and stored.texts is not None
         elif self._policy.output:
-            self._write_output(outcome, stored, self._policy.output)
+            self._write_output(outcome, arguments, stored, self._policy.output)
         outcome.text = self._text(outcome, refusal)
         self._count(outcome, new)
 
@@ -228,11 +234,30 @@ class Comparer:
             refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)
         return refusal
 
-    def _write_output(self, outcome: Outcome, stored: Stored, folder: Path) -> None:
+    def _write_output(self, outcome: Outcome, arguments: Arguments, stored: Stored, folder: Path) -> None:
         root = self._item.config.rootpath
         target = SnapshotFiles(*(folder / _relative(path, root) for path in outcome.place))
         record = _record_to_write(outcome, stored.record)
-        write(target.arch, texts_to_write(outcome, record, stored.texts, self._policy.reason), target.probe)
+        write(target.arch, self._texts_read_back(outcome, arguments, record, stored), target.probe)
+
+    def _texts_read_back(self, outcome: Outcome, arguments: Arguments, record: Record, stored: Stored) -> Texts:
+        """Return the texts of a record.
+
+        Raises:
+            SnapshotError: The next run would refuse them; no file was touched.
+        """
+        texts = texts_to_write(outcome, record, stored.texts, self._policy.reason)
+        try:
+            back = decode(*texts, where=outcome.place.arch.name, numbers_at=outcome.place.probe.name).record
+            found = _comparison(record, back, outcome.compared, arguments)
+        except (SnapshotError, NothingObservedError) as error:
+            why = str(error).removesuffix(f": {RESTORE}")
+        else:
+            if found.same:
+                return texts
+            row = rows(found.differences, record, back)[0]
+            why = " ".join(("as it would be read again,", row.layer, row.what, row.now or "differs"))
+        raise SnapshotError(f"{outcome.place.arch} is not written, for the next run would refuse it: {why}")
 
     def _count(self, outcome: Outcome, texts: Texts) -> None:
         """Let syrupy count the comparison, and write an update."""
@@ -292,27 +317,32 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Argume
     Modules are called in isolation only if it differs, or if changes of their code may be hidden by zeros.
     """
     __tracebackhide__ = True
-    compare_with = functools.partial(
-        compare,
-        rename=applicable_rename(arguments.rename, expected),
-        tolerance=arguments.tolerance,
-        parts=parts,
-        nondeterministic="nondeterministic" in arguments.allow,
-    )
-    found = compare_with(actual, expected)
+    found = _comparison(actual, expected, parts, arguments)
     rerun = None if parts == "architecture" else actual.rerun
     if rerun is None:
         return diagnose(found)
 
     def isolated(only: list[str] | None = None) -> Comparison:
         record = rerun.isolated(actual, like=found.expected, names=found.names_before, only=only)
-        return compare_with(record, expected)
+        return _comparison(record, expected, parts, arguments)
 
     if found.same:
         behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
         if not (behind_zeros and changes_code(diagnose(isolated(behind_zeros)))):
             return diagnose(found)
     return diagnose(isolated())
+
+
+def _comparison(actual: Record, expected: Record, parts: Parts, arguments: Arguments) -> Comparison:
+    __tracebackhide__ = True
+    return compare(
+        actual,
+        expected,
+        rename=applicable_rename(arguments.rename, expected),
+        tolerance=arguments.tolerance,
+        parts=parts,
+        nondeterministic="nondeterministic" in arguments.allow,
+    )
 
 
 def _has_responses(layer: Layer) -> bool:

@@ -58,7 +58,7 @@ class Policy:
     accept_from: str = ""
     output: Path | None = None
     may_write: bool = True
-    """Whether an update may write: not while ``CI`` is set, unless that is allowed."""
+    """Whether an update may write: not while ``CI`` is set, unless the command line allows it."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
@@ -90,9 +90,17 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-allow-update-in-ci",
         action="store_true",
         default=False,
-        help="let --snapshot-update write model snapshots although CI is set",
+        help="let --snapshot-update write model snapshots although CI is set; on the command line only",
     )
     parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="all")
+
+
+_IN_CI = pytest.StashKey[bool]()
+
+
+def read_environment(config: pytest.Config) -> None:
+    """Read ``CI`` before a conftest.py can change it."""
+    config.stash[_IN_CI] = bool(os.environ.get("CI"))
 
 
 def policy_of(config: pytest.Config) -> Policy:
@@ -107,19 +115,32 @@ def policy_of(config: pytest.Config) -> Policy:
     for name, given in {"reason": reason, "accept": accept}.items():
         if given and not updating:
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
-    # Workers of pytest-xdist get a copy of these options, and have other arguments.
-    here = any(argument.startswith("--modelprobe-compare") for argument in config.invocation_params.args)
-    config.option.modelprobe_compares_here = getattr(config.option, "modelprobe_compares_here", here)
     return Policy(
         compare=option or ini,
-        for_this_run=config.option.modelprobe_compares_here,
+        for_this_run=_of_command_line(config, "--modelprobe-compare"),
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,
         accept=tuple(_accepted(text) for text in accept),
         accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
         output=Path(config.invocation_params.dir, output) if output else None,
-        may_write=not os.environ.get("CI") or config.getoption("--modelprobe-allow-update-in-ci"),
+        may_write=_may_write(config),
     )
+
+
+def _may_write(config: pytest.Config) -> bool:
+    if _IN_CI not in config.stash:  # a conftest.py loaded the plugin
+        read_environment(config)
+    # The environment of workers of pytest-xdist and of ranks is what a conftest.py left of it.
+    told = getattr(config, "workerinput", {}).get("modelprobe_in_ci", config.stash[_IN_CI])
+    config.option.modelprobe_in_ci = getattr(config.option, "modelprobe_in_ci", told)
+    return not config.option.modelprobe_in_ci or _of_command_line(config, "--modelprobe-allow-update-in-ci")
+
+
+def _of_command_line(config: pytest.Config, option: str) -> bool:
+    """Whether an option was given on the command line, not in ``addopts`` or ``PYTEST_ADDOPTS``."""
+    known: dict[str, bool] = config.option.__dict__.setdefault("modelprobe_of_command_line", {})
+    # Ranks get a copy of the options, and have other arguments.
+    return known.setdefault(option, any(text.startswith(option) for text in config.invocation_params.args))
 
 
 def _accepted(text: str) -> Accepted:

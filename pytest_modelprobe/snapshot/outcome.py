@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any, Literal
 
 import pytest
 
+from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
 from pytest_modelprobe.record import Record, Rerun
@@ -55,9 +57,22 @@ class Outcome:
     text: str = ""
     was_read: bool = False
     """Whether the test used the result, by `assert` or otherwise."""
+    asked_unequal: bool = False
+    """Whether the test compared by ``!=``."""
+    raises: Sequence[pytest.ExceptionInfo[BaseException]] = ()
+    """What the blocks of `pytest.raises` around the comparison catch."""
 
     def __post_init__(self) -> None:
         self.given = self.record
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the test says that the record differs: by ``!=``, or by `pytest.raises` around the assertion."""
+        return self.asked_unequal or any(map(self._raised, filter(None, map(caught_by, self.raises))))
+
+    def _raised(self, error: BaseException) -> bool:
+        frames = traceback.walk_tb(error.__traceback__)
+        return isinstance(error, AssertionError) and any(frame.f_code is self.caller for frame, _ in frames)
 
     @property
     def passed(self) -> bool:
@@ -80,6 +95,7 @@ class Outcome:
             "snapshot": shown_path(self.place.arch, item.config),
             "device": kind(self.record.device),
             "verdict": self.verdict,
+            "expected": self.is_expected,
             "not_compared": self.not_compared,
             "values_not_compared": self.values_not_compared,
             "declared": self.declared,

@@ -28,8 +28,8 @@ class Refusal(NamedTuple):
 
 UPDATE_IN_CI = Refusal(
     "not written, because CI is set: run the update on your machine and commit the files, or pass "
-    "--modelprobe-allow-update-in-ci",
-    "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci.",
+    "--modelprobe-allow-update-in-ci on the command line",
+    "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the command line.",
 )
 WRITTEN_TWICE = Refusal(
     "not written again: the test compares two different records under one name=; give each its own",

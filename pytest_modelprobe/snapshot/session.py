@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -53,6 +54,7 @@ class SnapshotSession:
         self._owners: dict[str, tuple[Path, str]] = {}
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
+        self._expected_to_fail: set[str] = set()
         self._results: dict[tuple[str, str], dict[str, Any]] = {}
         self.unused = UnusedFiles()
         """Known when the run has ended."""
@@ -136,9 +138,10 @@ class SnapshotSession:
         return not whole and hasattr(getattr(item, "module", None), stem.partition("[")[0].partition(".")[0])
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self) -> None:
-        """Count the workers of xdist that started."""
+    def pytest_configure_node(self, node: Any) -> None:
+        """Count the workers of xdist that started, and tell them whether this is CI."""
         self._workers_started += 1
+        node.workerinput["modelprobe_in_ci"] = self._config.option.modelprobe_in_ci
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -153,6 +156,8 @@ class SnapshotSession:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the outcome and the comparisons of each test; the last ones if it is run again."""
         self._phases.setdefault(report.nodeid, {})[str(report.when)] = report.outcome
+        if hasattr(report, "wasxfail"):
+            self._expected_to_fail.add(report.nodeid)
         for result in getattr(report, "modelprobe_snapshots", ()):
             self._results[report.nodeid, result["key"]] = result
 
@@ -160,6 +165,16 @@ class SnapshotSession:
     def results(self) -> list[dict[str, Any]]:
         """All comparisons, in order."""
         return list(self._results.values())
+
+    @property
+    def _caught(self) -> list[dict[str, Any]]:
+        """Comparisons that were not equal, and whose tests passed without saying that they expect it."""
+        if not self._results:
+            return []
+        from .outcome import UNEQUAL
+
+        unequal = [one for one in self.results if one["verdict"] in UNEQUAL and not one["expected"]]
+        return [one for one in unequal if self._passed(one["test"]) and one["test"] not in self._expected_to_fail]
 
     def _tests_of(self, module: Path) -> list[Test]:
         from .unused import Test
@@ -187,7 +202,19 @@ class SnapshotSession:
             fails = self.unused.unused and not getattr(option, "warn_unused_snapshots", False)
             if fails and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._caught and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._count_in_last_line(config.pluginmanager.get_plugin("terminalreporter"))
         return (yield)
+
+    def _count_in_last_line(self, reporter: Any) -> None:
+        """Add what was written, and what was left out, to the counts of the last line of the terminal."""
+        written = [one for one in self.results if one["verdict"] in ("created", "updated")]
+        left_out = [one for one in self.results if one["not_compared"]]
+        for done, found in (("written", written), ("not compared", left_out)):
+            if found and reporter is not None:
+                # Other plugins read the attributes of what they find there, which are reports.
+                reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace(**one) for one in found]
 
     @property
     def _runs_no_test(self) -> bool:
@@ -247,4 +274,4 @@ class SnapshotSession:
         if self._runs_no_test:
             return
         details = getattr(self._config.option, "include_snapshot_details", False)
-        yield from lines(self.results, self.unused, self.policy, details=details)
+        yield from lines(self.results, self.unused, self.policy, self._caught, details=details)

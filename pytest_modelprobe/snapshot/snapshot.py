@@ -13,7 +13,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import COMPILED_INSIDE, Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
-from .outcome import Unequal
+from .outcome import Outcome, Unequal
 from .preconditions import is_training
 
 if TYPE_CHECKING:
@@ -69,13 +69,23 @@ class ModelProbeSnapshot:
         Of a list of steps, each has files of its own. The first that differs is reported: what is after it follows.
         """
         __tracebackhide__ = True
-        caller = sys._getframe(1)
-        if isinstance(other, Sequence) and not isinstance(other, str):
-            return self._equals_steps(other, caller)
-        outcome = self._comparer.compare(_record(other), self._arguments, caller=caller)
+        outcome = self._outcome(other, sys._getframe(1))
         return outcome.passed or cast(bool, Unequal(outcome))
 
-    def _equals_steps(self, records: Sequence[object], caller: FrameType) -> bool:
+    def __ne__(self, other: object) -> bool:
+        """Whether a record differs from the one on disk: then it is no failure that it does."""
+        __tracebackhide__ = True
+        outcome = self._outcome(other, sys._getframe(1))
+        outcome.asked_unequal = outcome.was_read = True
+        return not outcome.passed
+
+    def _outcome(self, other: object, caller: FrameType) -> Outcome:
+        __tracebackhide__ = True
+        if isinstance(other, Sequence) and not isinstance(other, str):
+            return self._outcome_of_steps(other, caller)
+        return self._comparer.compare(_record(other), self._arguments, caller=caller)
+
+    def _outcome_of_steps(self, records: Sequence[object], caller: FrameType) -> Outcome:
         __tracebackhide__ = True
         if not records:
             raise UsageError("there is no step to compare: no optimizer with a parameter of the model has stepped")
@@ -85,8 +95,8 @@ class ModelProbeSnapshot:
             outcome = self._comparer.compare(_record(record), arguments, caller=caller)
             if not outcome.passed:
                 outcome.text = f"step {number} of {len(records)}: {outcome.text}"
-                return cast(bool, Unequal(outcome))
-        return True
+                break
+        return outcome
 
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"

@@ -40,13 +40,16 @@ def shown_path(path: Path, config: pytest.Config) -> str:
     return str(path)
 
 
-def lines(results: Results, unused: UnusedFiles, policy: Policy, *, details: bool) -> Iterator[str]:
+def lines(
+    results: Results, unused: UnusedFiles, policy: Policy, caught: Results = (), *, details: bool
+) -> Iterator[str]:
     """Yield the lines, printable; none if there is nothing to report."""
     if not results and unused == UnusedFiles() and not policy.reason:
         return
     from pytest_modelprobe.report.text import printable
 
     for part in (
+        _caught(caught),
         _written(results),
         _shared_causes(results),
         _not_compared(results, policy),
@@ -55,6 +58,15 @@ def lines(results: Results, unused: UnusedFiles, policy: Policy, *, details: boo
         _for_pull_request(results, unused, policy),
     ):
         yield from map(printable, part)
+
+
+def _caught(results: Results) -> Iterator[str]:
+    """Yield each failure that a test has caught."""
+    for result in results:
+        yield (
+            f"{result['snapshot']} differs, and {result['test']} passed, so the run fails: {result['first_line']}. If "
+            "the record is to differ, write pytest.raises around the assertion, or assert ... != modelprobe_snapshot"
+        )
 
 
 def _written(results: Results) -> Iterator[str]:

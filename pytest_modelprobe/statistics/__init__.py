@@ -28,12 +28,13 @@ from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
 from .packed import has_fingerprint
-from .readable import FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
+from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, Packed, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of
 from .small import SMALL, SmallTensors
 
 __all__ = [
+    "ABSTRACT",
     "NO_ELEMENT",
     "WHOLE",
     "Reduced",
@@ -114,6 +115,8 @@ def reduce_on_device(
 def merge(a: Reduction, b: Reduction) -> Reduction:
     """Return the reduction of both sets of elements together; nothing is read from a device.
 
+    Where one tensor cannot be read, there are no numbers of both, unless it has no elements: see `ABSTRACT`.
+
     >>> (both,) = collect([merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))])
     >>> both.tensors, both.statistics.mean, both.statistics.std
     (2, 0.5, 0.5)
@@ -123,6 +126,8 @@ def merge(a: Reduction, b: Reduction) -> Reduction:
 
 
 def _merged(a: Reduced, b: Reduced) -> Reduced:
+    if (a.reason in ABSTRACT) != (b.reason in ABSTRACT):
+        return b if a.reason in ABSTRACT else a
     merged = Reduced(a.tensors + b.tensors, reason=a.reason or b.reason)
     on_cpu = a.rows is None and b.rows is None
     if a.row is not None and b.row is not None:

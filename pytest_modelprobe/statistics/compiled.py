@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe.models import holds_elements
 
 from .fingerprint import project
 from .packed import has_fingerprint
@@ -46,8 +47,7 @@ def by_kernel(
     kind = _KINDS.get(x.dtype)
     if kind is None or is_wrapped(x) or x.layout is not torch.strided or x.is_nested or x.is_neg():
         return None
-    address = x.data_ptr()
-    if not address:  # no elements, or FSDP freed the storage
+    if not holds_elements(x) or not (address := x.data_ptr()):  # no elements have no address
         return None
     shape, signs = x.shape, None
     if axis is not None and -axis > len(shape):

@@ -26,6 +26,7 @@ from pytest_modelprobe._torch import (
     without_torch_function,
     without_transforms,
 )
+from pytest_modelprobe.models import holds_elements
 
 FLOATS = {torch.float32, torch.float64}
 NARROW = {torch.float16, torch.bfloat16} | {
@@ -39,6 +40,8 @@ _INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.uint64,
 }
 _READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
+ABSTRACT = frozenset({"meta tensor", "fake tensor"})
+"""Reasons of tensors that have no elements: there is nothing in them to be read."""
 NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -100,8 +103,8 @@ def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
         return tensor, "meta tensor"
     if tensor.dtype not in _READABLE:
         return tensor, f"{str(tensor.dtype).removeprefix('torch.')} tensor"
-    if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
-        return tensor, "tensor without storage"  # FSDP frees it in place; reading would crash
+    if not holds_elements(tensor):
+        return tensor, "tensor without storage"
     return tensor.detach(), None
 
 

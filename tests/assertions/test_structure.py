@@ -480,7 +480,7 @@ def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
     del model[0]._forward_hooks
     with pytest.raises(
         ModelProbeError,
-        match=r"^this version of torch has no _forward_hooks: whether a forward hook is left is unknown",
+        match=r"^torch \S+ has no Linear\._forward_hooks, without which it is not known whether a forward hook",
     ):
         assert_no_leftover_hooks(model)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 import threading
 from collections import namedtuple
 
@@ -14,8 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import statistics
-from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe import assert_all_params_have_grad, assert_grad_flow, statistics
+from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError
 from pytest_modelprobe.probe import Watch
 from pytest_modelprobe.record import Record
 
@@ -671,6 +673,36 @@ def test_forwards_in_two_threads_at_once_are_an_error_of_the_record():
     )
 
 
+def test_of_forwards_in_two_threads_all_are_recorded_or_the_record_is_an_error():
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        watches = [_called_in_two_threads() for _ in range(100)]
+    finally:
+        sys.setswitchinterval(interval)
+    for watch in watches:
+        with contextlib.suppress(ModelProbeError):
+            (call,) = watch.record.layers["(root)"].calls
+            assert (watch.record.forwards, call.forwards, call.outputs[0].forward.tensors) == (6, 6, 6)
+
+
+def _called_in_two_threads():
+    model, together = linear(4, 2), threading.Barrier(2)
+
+    def run():
+        together.wait()
+        for _ in range(3):
+            model(torch.ones(3, 4))
+
+    with Watch(model) as watch:
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return watch
+
+
 def test_forwards_in_threads_one_after_the_other_are_all_recorded():
     model = mlp()
     with Watch(model) as watch:
@@ -1040,6 +1072,29 @@ def test_fake_tensors_have_structure_and_the_reason():
     assert (output.shape, output.forward.reason, output.backward.reason) == ((3, 2), "fake tensor", "fake tensor")
 
 
+@pytest.mark.parametrize("first", ["fake", "meta", "real"])
+def test_forwards_on_fake_or_meta_tensors_leave_the_numbers_of_the_others(first):
+    model, x = mlp(), randn(3, 4)
+    meta = {name: p.to("meta") for name, p in model.named_parameters()}
+
+    def fake():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(x)
+
+    calls = {
+        "fake": fake,
+        "meta": lambda: torch.func.functional_call(model, meta, x.to("meta")),
+        "real": lambda: model(x),
+    }
+    with Watch(model) as watch:
+        for name in sorted(calls, key=lambda name: name != first):
+            calls[name]()
+    (call,) = watch.record["2"].calls
+    assert (call.forwards, call.outputs[0].forward.tensors, call.outputs[0].device) == (3, 1, "cpu")
+    assert reads(call.outputs[0].forward, model(x))
+    assert watch.record.notes == ("2 of 3 forwards ran on meta or fake tensors, which have no numbers",)
+
+
 def test_a_model_under_vmap_has_structure_and_the_reason():
     model, x = mlp(), randn(5, 3, 4)
     expected = model(x)
@@ -1077,6 +1132,44 @@ def test_a_model_under_per_sample_gradients_computes_the_same():
         actual = sample(parameters, x)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert watch.record.forwards == 1
+
+
+def plain_copies(loss, parameters):
+    copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    torch.autograd.grad(loss(copies), list(copies.values()))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda loss, parameters: torch.func.grad(loss)(parameters),
+        lambda loss, parameters: torch.func.vjp(loss, parameters)[1](torch.tensor(1.0)),
+        plain_copies,
+    ],
+    ids=["grad", "vjp", "plain copies"],
+)
+def test_gradients_of_tensors_in_the_place_of_parameters_are_not_known(differentiate):
+    model, x = mlp(), randn(3, 4)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    with Watch(model) as watch:
+        differentiate(lambda p: torch.func.functional_call(model, p, x).pow(2).sum(), parameters)
+    assert {p.gradient.reason for p in watch.record.parameters} == {
+        "it was computed of another tensor in its place, by torch.func perhaps"
+    }
+    with pytest.raises(NothingObservedError, match=r"no gradient of 0\.weight was seen: it was computed of another"):
+        assert_all_params_have_grad(watch)
+    with pytest.raises(NothingObservedError, match="none of the 2 layers looked at has a gradient with numbers"):
+        assert_grad_flow(watch, layers=["0", "2"])
+    assert not any("gradient" in finding for finding in findings(watch.record))
+
+
+def test_gradients_that_pass_through_the_place_of_parameters_are_seen():
+    model, x = mlp(), randn(3, 4)
+    with Watch(model) as watch:
+        faster = {name: p * 2 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, faster, x).sum().backward()
+    assert reads(watch.record["2"].parameters[0].gradient, model[2].weight.grad)
+    assert_all_params_have_grad(watch)
 
 
 def test_an_inference_tensor_that_requires_grad_is_read():

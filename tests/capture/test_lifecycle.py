@@ -632,7 +632,7 @@ def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_insta
     assert [one(torch.ones(1, 2)).tolist() for one in loaded] == [[[2.0, 2.0]]] * 3
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripting_a_watched_model_says_when_to_do_it():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with Watch(model), pytest.raises(AttributeError, match="script the model before it is watched, or after the watch"):

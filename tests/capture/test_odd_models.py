@@ -27,7 +27,7 @@ from pytest_modelprobe.models.flatten import flatten, map_tensors
 from pytest_modelprobe.probe import Watch
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),  # torch itself scripts functions for the forward mode
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*prototype.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning"),
@@ -70,24 +70,13 @@ def x(*shape):
 # --- what is compiled, traced, exported -------------------------------------------------------------------------------
 
 
-@odd
-def scripted_child():
-    return nn.Sequential(fc(), torch.jit.script(fc()), fc()), x()
-
-
-@odd
-def traced_child():
-    return nn.Sequential(fc(), torch.jit.trace(fc(), torch.ones(3, 4)), fc()), x()
-
-
 def shifted(a: torch.Tensor) -> torch.Tensor:
     return a.relu() + 1
 
 
 @odd
-def function_that_is_scripted():
-    scripted = torch.jit.script(shifted)
-    return Call(lambda self, a: self.fc(scripted(self.fc(a))), fc=fc()), x()
+def function_that_is_scripted_in_the_forward():
+    return Call(lambda self, a: self.fc(torch.jit.script(shifted)(self.fc(a))), fc=fc()), x()
 
 
 @odd

@@ -350,7 +350,7 @@ def test_the_probe_comes_first(name: str, given: tuple[Any, ...], said: str) -> 
 # --- the battery --------------------------------------------------------------------------------------------------
 
 DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
-    (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: mat1 and m"),
+    (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: "),
     (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
     (lambda: nn.LazyLinear(2), (X,), "the model is lazy and has seen no input: call it once before, model(...)"),
     (lambda: nn.Linear(3, 2, device="meta"), (X,), "the model is on the meta device"),

@@ -21,9 +21,7 @@ from pytest_modelprobe.checks import Check
 from pytest_modelprobe.models.restoring import preserved
 
 # Of the backward hook of the first layer, whose inputs have no gradient.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning", "ignore:Anomaly Detection has been enabled:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 
 WIDTH, LENGTH, BATCH = 4, 5, 3
 SLOW = {"compile_parity", "export_parity"}
@@ -36,7 +34,6 @@ def set_otherwise() -> None:
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
     torch.set_default_dtype(torch.float64)
-    torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 class Everything(nn.Module):
@@ -156,7 +153,6 @@ def around() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "dtype": torch.get_default_dtype(),
-        "anomaly": torch.is_anomaly_enabled(),
         "warnings": list(warnings.filters),
     }
 

@@ -64,6 +64,10 @@ def own_loss(output: Any) -> Tensor:
     return output.loss  # type: ignore[no-any-return]
 
 
+LINEAR_RETURNS_VIEWS = nn.Linear(1, 1)(torch.ones(1, 1, 1))._is_view()
+"""Whether the output of a linear layer is a view, as it was before torch 2.15."""
+
+
 def case(
     name: str,
     factory: Callable[[], nn.Module],
@@ -119,7 +123,11 @@ CASES = [
         },
         xfail={
             "gradient_accumulation": "its CTC loss is a sum over the batch unless it is configured otherwise",
-            "checkpoint_parity": "it writes in place into what a layer returned, which a reentrant checkpoint forbids",
+            **(
+                {"checkpoint_parity": "it writes into the output of a layer, a view: reentrant checkpoints forbid it"}
+                if LINEAR_RETURNS_VIEWS
+                else {}
+            ),
         },
     ),
     case("vit", made("ViTForImageClassification", "ViTConfig", **IMAGE, image_size=32, patch_size=8), image),

@@ -428,9 +428,18 @@ def test_a_value_that_both_lack_is_counted() -> None:
     assert (found.same, found.unknown) == (True, 1)
 
 
+def test_a_record_without_its_root_calls_the_other_layers_as_often() -> None:
+    part = dataclasses.replace(OLD, layers={"norm": OLD.layers["norm"]})
+    assert {difference.kind for difference in compare(part, OLD).differences} == {"layer removed"}
+
+
 def test_where_no_numbers_are_there_to_compare_that_is_an_error() -> None:
-    with pytest.raises(NothingObservedError, match="nothing was compared, for neither record has numbers: run the mod"):
-        compare(structure(OLD), structure(OLD), parts="behavior")
+    wider = dataclasses.replace(structure(OLD), model="Wider")
+    dropped = dataclasses.replace(OLD.layers["norm"], attributes={"eps": 1.0})
+    changed = structure(dataclasses.replace(OLD, layers={**OLD.layers, "norm": dropped}))
+    for actual in (structure(OLD), wider, changed):
+        with pytest.raises(NothingObservedError, match="nothing was compared, for no value has numbers in both"):
+            compare(actual, structure(OLD), parts="behavior")
 
 
 def test_a_model_in_another_mode_was_called_all_the_same() -> None:

@@ -2432,3 +2432,12 @@ def test_twice_as_many_layers_take_no_more_than_twice_the_work(width: int) -> No
     diagnose(few)  # what is made once is made by now
     few, many = (compare(row(layers, 1, width), row(layers, 0)) for layers in (40, 80))
     assert work(lambda: diagnose(many)) < 2.3 * work(lambda: diagnose(few))
+
+
+@pytest.mark.parametrize("projections", [(0.0, 0.0), (3e-170, -4e-170)], ids=["sums cancel", "squares are 0"])
+def test_the_same_tensor_has_no_hint_and_its_negative_is_flipped_however_small_its_projections(projections) -> None:
+    numbers = Statistics(count=2, mean=1.0, min=1.0, max=1.0)
+    same = Reading(statistics=numbers, fingerprint=projections)
+    assert hints(same, same) == ()
+    other = Reading(statistics=numbers, fingerprint=tuple(-p for p in projections))
+    assert hints(other, same) == (("its sign flipped",) if any(projections) else ())

@@ -1,280 +1,464 @@
-"""Pull requests that try to change a model unseen, and the verdict on each: behind ``docs/explanation/the-gate.md``."""
+"""Pull requests that try to change a model unseen, and the verdicts on each: shown in ``explanation/the-gate.md``."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
 
-from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.files import architecture_digest, encode
+from pytest_modelprobe.comparison import Parts
+from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.files.layout import digest_of
-from pytest_modelprobe.gate.snapshot_sources import SnapshotSource, _is_snapshot, _pairs
-from pytest_modelprobe.gate.verdict import Verdict, judge
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
-from pytest_modelprobe.report.changes import status
 
-Files = dict[str, str]
-"""Path → text."""
+Git = Callable[..., str]
+"""Runs git; returns what it prints."""
 
+TEST = "tests/test_net.py"
 NET = "tests/__modelprobe__/test_net/test_a"
 ARCH, PROBE = f"{NET}.arch.json", f"{NET}.probe.json"
 
+MODEL = """\
+from torch import nn
 
-@dataclass(frozen=True)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.act = nn.ReLU()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(self.act(self.fc(x)))
+
+
+def test_a(modelprobe, modelprobe_snapshot):
+    net = modelprobe.build(Net).eval()
+    assert modelprobe.run(net, modelprobe.randn(4, 4)) == modelprobe_snapshot
+"""
+
+ALONE = {part: ("== modelprobe_snapshot", f'== modelprobe_snapshot(compare="{part}")') for part in get_args(Parts)}
+"""What has a test compare a part alone."""
+NOT_RUN = ("modelprobe.run(", "modelprobe.architecture(")
+
+MODELS: dict[str, list[tuple[str, str]]] = {
+    "as it was": [],
+    "wider": [("Linear(4, 2)", "Linear(4, 3)")],
+    "of another class": [("Net", "Other")],
+    "in another order": [("self.drop(self.act(self.fc(x)))", "self.act(self.fc(self.drop(x)))")],
+    "with another rate": [("0.1", "0.5")],
+    "frozen": [("Linear(4, 2)", "Linear(4, 2)\n        self.fc.bias.requires_grad_(False)")],
+    "scaled": [("return ", "return 3 * ")],
+    "trained": [("    assert", "    net.fc.weight.data *= 1.25\n    assert")],
+    "structure alone": [ALONE["architecture"]],
+    "not run": [NOT_RUN],
+    "not run, with another rate": [NOT_RUN, ("0.1", "0.5")],
+}
+"""What an author makes of the model, or of its test, before the snapshots are updated."""
+
+
+class Files(dict[str, str]):
+    """Path → text of a repository.
+
+    Args:
+        updated: Name in `MODELS` → the files after ``pytest --snapshot-update``.
+        model: The model of which these files are.
+    """
+
+    def __init__(self, updated: Mapping[str, Mapping[str, str]], model: str = "as it was") -> None:
+        super().__init__(updated[model])
+        self.updated = updated
+
+    def edit(self, path: str, *pairs: tuple[str, str]) -> None:
+        """Replace text in a file."""
+        for before, after in pairs:
+            assert before in self[path], before
+            self[path] = self[path].replace(before, after)
+
+
+Edit = Callable[[Files], None]
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What a pull request does to the snapshots of a model."""
+    """What a pull request does."""
 
     what: str
-    edit: Callable[[Files], None]
-    verdict: str
-    """What the gate makes of the worst of it, and its class."""
+    edit: Edit = _nothing
+    """Makes the files of the pull request from those of the base."""
+    check: str
+    """What ``modelprobe check`` makes of the worst of it, and its class."""
+    pytest: str
+    """Whether the tests of the pull request pass, in CI."""
     why: str
-    before: Callable[[], Files] = lambda: files()
-
-
-def reading(mean: float, noise: float | None = 1e-7) -> Reading:
-    statistics = Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0)
-    return Reading(statistics=statistics, fingerprint=(mean, *[0.0] * 15), noise=noise)
-
-
-def net(mean: float = 1.0, weight: float = 0.5, *, frozen: bool = False, width: int = 2) -> Record:
-    """Return a record of a linear layer and two activations."""
-    own = Parameter(
-        name="weight",
-        shape=(width, 4),
-        dtype="float32",
-        device="cpu",
-        requires_grad=not frozen,
-        reading=reading(weight),
-    )
-
-    def call(i: int, end: int, of: float) -> tuple[Call, ...]:
-        value = Value(path="output", shape=(2, 4), dtype="float32", device="cpu", tensor=i, forward=reading(of))
-        return (Call(root="(root)", root_training=False, index=0, started=i, finished=end, outputs=(value,)),)
-
-    layers = [
-        Layer(name="(root)", type="Net", leaf=False, calls=call(0, 7, mean)),
-        Layer(name="fc", type="torch.nn.modules.linear.Linear", parameters=(own,), calls=call(1, 2, 2.0)),
-        Layer(name="act", type="torch.nn.modules.activation.ReLU", attributes={"p": 1}, calls=call(3, 4, 3.0)),
-        Layer(name="drop", type="torch.nn.modules.dropout.Dropout", attributes={"p": 0.1}, calls=call(5, 6, mean)),
-    ]  # fmt: skip
-    return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, seed=0, noise="measured")
-
-
-def files(record: Record | None = None, path: str = NET, **declaration: str) -> Files:
-    """Return the two files of a snapshot."""
-    texts = encode(record or net(), **declaration)
-    return {f"{path}.arch.json": texts.architecture, **({f"{path}.probe.json": texts.numbers} if texts.numbers else {})}
-
-
-def check(before: Files, now: Files) -> Verdict:
-    """Return what `modelprobe check` says of two versions of files."""
-    was, there = source(before), source(now)
-    changed = {*was.states, *there.states} - {
-        name for name, state in was.states.items() if there.states.get(name) == state
-    }
-    return judge(was.read(changed & was.states.keys()), there.read(changed & there.states.keys()))
-
-
-def source(files: Files) -> SnapshotSource:
-    data = {path: text.encode() for path, text in files.items() if _is_snapshot(path)}
-    return SnapshotSource(
-        place="",
-        pairs=_pairs(data),
-        contents={path: hashlib.sha256(content).hexdigest() for path, content in data.items()},
-        sizes=lambda paths: {path: len(data[path]) for path in paths},
-        load=lambda paths: {path: data[path] for path in paths},
-    )
-
-
-def said(attack: Attack) -> str:
-    """Return the verdict on the worst that an attack does, and of which class it is; or that it is no verdict."""
-    before = attack.before()
-    now = dict(before)
-    attack.edit(now)
-    try:
-        verdict = check(before, now)
-    except ModelProbeError:
-        return "error"
-    if not verdict.changes:
-        return "unseen"
-    change = verdict.changes[0]
-    return f"{status(change.findings[0], change)}: {change.findings[0].kind}"
+    before: str = "as it was"
+    """The model of the base."""
+    base: Edit = _nothing
+    """Changes files of the base."""
+    git: Callable[[Git], None] = _nothing
+    """Does something in git when the pull request, the branch ``change``, is committed."""
+    against: str = "main"
+    """What ``--base`` names."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in which its tests run."""
+    alone: bool = False
+    """Whether the exit status of a run of its own is asked for, and not the outcome of the test."""
+    harmless: bool = False
+    """Whether both may pass, as nothing of the model changes unseen."""
 
 
 # --- what a pull request can do to files --------------------------------------------------------------------------
 
 
-def put(record: Record, **declaration: str) -> Callable[[Files], None]:
-    """Record another model."""
-    return lambda now: now.update(files(record, **declaration))
+def update(model: str) -> Edit:
+    """Change the model, and update its snapshot."""
+    return lambda now: now.update(now.updated[model])
 
 
-def declared(reason: str, supersedes: str | None = None) -> Callable[[Files], None]:
+def change(model: str) -> Edit:
+    """Change the model alone."""
+    return lambda now: now.update({TEST: now.updated[model][TEST]})
+
+
+def given(text: str, **declaration: str | None) -> str:
+    """Return an architecture with a declaration."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in declaration.items() if value]
+    return text.replace('"model":', f'{"".join(lines)}"model":', 1)
+
+
+def declared(reason: str | None, supersedes: str | None = None) -> Edit:
     """Record a wider model with a reason, for what is in the base unless something else is said."""
 
     def edit(now: Files) -> None:
         old = json.loads(now[ARCH]).get("supersedes")
         chain = supersedes or " ".join(filter(None, [old, architecture_digest(now[ARCH])]))
-        now.update(files(net(width=3), reason=reason, supersedes=chain))
+        update("wider")(now)
+        now[ARCH] = given(now[ARCH], reason=reason, supersedes=chain)
 
     return edit
 
 
-def in_architecture(*pairs: tuple[str, str]) -> Callable[[Files], None]:
+def reason_before(base: Files) -> None:
+    """Give the base a last change that was declared."""
+    base[ARCH] = given(base[ARCH], reason="wider", supersedes="0" * 24)
+
+
+def in_architecture(*pairs: tuple[str, str]) -> Edit:
     """Edit the structure by hand, and the digest of it that stands in the numbers."""
 
     def edit(now: Files) -> None:
         old = architecture_digest(now[ARCH])
-        for before, after in pairs:
-            assert before in now[ARCH], before
-            now[ARCH] = now[ARCH].replace(before, after, 1)
+        now.edit(ARCH, *pairs)
         now[PROBE] = now[PROBE].replace(old, digest_of(json.loads(now[ARCH])))  # also of what cannot be read
 
     return edit
 
 
-def in_numbers(before: str, after: str) -> Callable[[Files], None]:
+def in_numbers(*pairs: tuple[str, str]) -> Edit:
     """Edit the numbers by hand."""
+    return lambda now: now.edit(PROBE, *pairs)
+
+
+def noise(of: str) -> Edit:
+    """Give the output of the linear layer another noise."""
 
     def edit(now: Files) -> None:
-        assert before in now[PROBE], before
-        now[PROBE] = now[PROBE].replace(before, after)
+        reading = json.loads(now[PROBE])["layers"]["fc"][">output"][0]
+        now.edit(PROBE, (json.dumps(reading[4]) + f",{_number(reading[5])}", json.dumps(reading[4]) + f",{of}"))
 
     return edit
 
 
-def moved(path: str, record: Record | None = None) -> Callable[[Files], None]:
-    """Give a snapshot another name, and perhaps another model."""
+def _number(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def moved(path: str) -> Edit:
+    """Give a snapshot another name."""
 
     def edit(now: Files) -> None:
         for old in (ARCH, PROBE):
             now[old.replace(NET, path)] = now.pop(old)
-        if record is not None:
-            now.update(files(record, path))
+
+    return edit
+
+
+def named(name: str) -> Edit:
+    """Give the test another name, and its snapshot."""
+
+    def edit(now: Files) -> None:
+        moved(NET.replace("test_a", name))(now)
+        now.edit(TEST, ("test_a", name))
 
     return edit
 
 
 def hidden(now: Files) -> None:
-    """Put the old architecture under the name of a device, beside another."""
+    """Put the old files under the name of a device, beside those of another model."""
     now[f"{NET}.cuda.arch.json"], now[f"{NET}.cuda.probe.json"] = now[ARCH], now[PROBE]
-    now.update(files(net(width=3)))
+    update("wider")(now)
+
+
+def deleted(now: Files) -> None:
+    """Delete the files of the snapshot."""
+    del now[ARCH], now[PROBE]
 
 
 def without_numbers(now: Files) -> None:
-    """Keep the structure alone."""
+    """Keep the structure alone, and have the test compare it."""
+    update("structure alone")(now)
     del now[PROBE]
-    now[ARCH] = encode(dataclasses.replace(net(), layers={
-        name: dataclasses.replace(layer, calls=(), parameters=tuple(
-            dataclasses.replace(p, reading=Reading()) for p in layer.parameters))
-        for name, layer in net().layers.items()
-    }, noise=None, forwards=0)).architecture  # fmt: skip
 
 
-def emptied(now: Files) -> None:
+def narrowed(part: str) -> Edit:
+    """Have the test compare a part alone, as an update writes it into the numbers."""
+
+    def edit(now: Files) -> None:
+        now.edit(TEST, ALONE[part])
+        now.edit(PROBE, ('"architecture":', f'"compared": "{part}",\n"architecture":'))
+
+    return edit
+
+
+def layers_emptied(now: Files) -> None:
     """Leave the numbers of no layer."""
-    header = json.loads(now[PROBE])
-    now[PROBE] = json.dumps({**header, "layers": {}})
+    now[PROBE] = json.dumps({**json.loads(now[PROBE]), "layers": {}})
 
 
-def swapped(now: Files) -> None:
-    """Have two layers called the other way round."""
-    lines = now[ARCH].split("\n")
-    i, j = (next(n for n, line in enumerate(lines) if line.startswith(f'"{name}"')) for name in ("act", "fc"))
-    lines[i], lines[j] = lines[j], lines[i]
-    old = architecture_digest(now[ARCH])
-    now[ARCH] = "\n".join(lines)
-    now[PROBE] = now[PROBE].replace(old, architecture_digest(now[ARCH]))
+def responses_emptied(now: Files) -> None:
+    """Leave nothing of what each module answers in isolation but what it was given."""
+    emptied = re.sub(r'(\{"given":"[^"]*").*\}', r"\1}", now[PROBE])
+    assert emptied != now[PROBE]
+    now[PROBE] = emptied
 
 
-def both(*edits: Callable[[Files], None]) -> Callable[[Files], None]:
+def unanswered(now: Files) -> None:
+    """Leave nothing of what a module does alone."""
+    data = json.loads(now[PROBE])
+    for line in data["layers"].values():
+        line.pop("alone", None)
+    now[PROBE] = json.dumps({**data, "responses": {}})
+
+
+def in_file(path: str, text: str) -> Edit:
+    """Write a file."""
+    return lambda now: now.update({path: text})
+
+
+def both(*edits: Edit) -> Edit:
+    """Do several things."""
     return lambda now: [edit(now) for edit in edits] and None
 
 
-def with_reason() -> Files:
-    """Return a base whose last change was declared."""
-    return files(reason="wider", supersedes="0" * 24)
+def swallowed(now: Files) -> None:
+    """Swallow the failure of the comparison."""
+    now.edit(TEST, ("    assert", "    try:\n        assert"))
+    now[TEST] += "    except AssertionError:\n        pass\n"
+
+
+# --- what it can do in git ----------------------------------------------------------------------------------------
+
+
+def run(*commands: str) -> Callable[[Git], None]:
+    """Run commands of git."""
+    return lambda git: [git(*command.split()) for command in commands] and None
+
+
+def crosswise(git: Git) -> None:
+    """Have the base and the pull request merged into each other, after a change that was reviewed in the base."""
+
+    def commit(tree: str, *parents: str) -> str:
+        return git("commit-tree", f"{tree}^{{tree}}", "-m", "a change", *(f"-p{parent}" for parent in parents))
+
+    first = commit("change")
+    reviewed, own = commit("main", first), commit("change", first)
+    git("branch", "-f", "main", commit("main", reviewed, own))
+    git("reset", "-q", "--soft", commit("change", own, reviewed))
+
+
+ONLY_DOCS = "sparse-checkout set docs"
+IN_CI = '"--snapshot-update --modelprobe-allow-update-in-ci"'
+UPDATE_HERE = """\
+import os
+
+os.environ.pop("CI")
+
+
+def pytest_configure(config):
+    config.option.update_snapshots = True
+"""
+MARK_ALL = """\
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.modelprobe(compare="behavior"))
+"""
+MARKED = ("def test_a", '@__import__("pytest").mark.modelprobe(compare="behavior")\ndef test_a')
+
+
+def ini(line: str) -> Edit:
+    """Write an ini file."""
+    return in_file("pyproject.toml", f"[tool.pytest.ini_options]\n{line}\n")
 
 
 FAMILIES: dict[str, list[Attack]] = {
     "Names of files": [
-        Attack("another model, and the old text under the name of a device beside it", hidden, "denied: checkpoint",
-               "each file is compared with its own past, and with nothing twice"),
-        Attack("a rename", moved("tests/__modelprobe__/test_net/test_b"), "warning: renamed",
-               "it says what it said"),
-        Attack("a rename by the case of a letter", moved("tests/__modelprobe__/test_net/Test_a"), "warning: renamed",
-               "names are compared letter by letter, whatever a file system makes of them"),
-        Attack("a rename that carries another model", moved("tests/__modelprobe__/test_net/test_b", net(width=3)),
-               "denied: removed", "what says something else is no rename: one is gone, one is new"),
-        Attack("both files deleted", lambda now: now.clear(), "denied: removed", "nothing watches the model any more"),
-        Attack("both files moved to where no snapshot belongs", moved("tests/test_a"), "denied: removed",
-               "files outside `__modelprobe__` are no snapshots"),
-        Attack("a copy beside it", lambda now: now.update({k.replace("test_a", "test_b"): v for k, v in now.items()}),
-               "warning: new", "it takes nothing away"),
+        Attack(what="another model, and the old text under the name of a device beside it", edit=hidden,
+               check="denied: checkpoint", pytest="passed",
+               why="each file is compared with its own past, and with nothing twice"),
+        Attack(what="a rename", edit=named("test_b"), check="warning: renamed", pytest="passed",
+               why="it says what it said"),
+        Attack(what="a rename by the case of a letter", edit=named("test_A"), check="warning: renamed",
+               pytest="passed", why="names are compared letter by letter, whatever a file system makes of them"),
+        Attack(what="a rename that carries another model", edit=both(update("wider"), named("test_b")),
+               check="denied: removed", pytest="passed",
+               why="what says something else is no rename: one is gone, one is new"),
+        Attack(what="both files deleted", edit=deleted, check="denied: removed", pytest="failed",
+               why="nothing watches the model any more"),
+        Attack(what="both files deleted, and their test", edit=both(deleted, lambda now: now.pop(TEST) and None),
+               check="denied: removed", pytest="no tests", why="nothing watches the model any more"),
+        Attack(what="both files moved to where no snapshot belongs", edit=moved("tests/test_a"),
+               check="denied: removed", pytest="failed", why="files outside `__modelprobe__` are no snapshots"),
+        Attack(what="a copy beside it", check="warning: new", pytest="passed",
+               edit=lambda now: now.update({k.replace("test_a", "test_b"): v for k, v in now.items() if k != TEST}),
+               why="it takes nothing away"),
     ],
     "Reasons": [
-        Attack("another model without a reason", put(net(width=3)), "denied: checkpoint", "it needs one"),
-        Attack("a reason of spaces", declared("  "), "denied: checkpoint", "a reason has a word"),
-        Attack("a reason of letters without a look", declared("\u200b\u3164"), "denied: checkpoint",
-               "a reason has a word that can be seen"),
-        Attack("a digest without a reason", put(net(width=3), supersedes=architecture_digest(files()[ARCH])),
-               "denied: checkpoint", "the digest is the tool's, the reason is the author's"),
-        Attack("a reason for another architecture than that of the base", declared("wider", "0" * 24),
-               "denied: checkpoint", "what it supersedes is not what is there"),
-        Attack("the last reason again, its chain made longer", declared("wider"), "denied: checkpoint",
-               "it was given for an earlier change", with_reason),
-        Attack("the last reason again with other signs", declared("Wi\u200bder!"), "denied: checkpoint",
-               "its words are the same", with_reason),
-        Attack("a reason that means nothing", declared("asdf"), "declared: checkpoint",
-               "whether it is a good one, who reviews it judges: it is shown to them"),
+        Attack(what="another model without a reason", edit=update("wider"), check="denied: checkpoint",
+               pytest="passed", why="it needs one"),
+        Attack(what="a reason of spaces", edit=declared("  "), check="denied: checkpoint", pytest="passed",
+               why="a reason has a word"),
+        Attack(what="a reason of letters without a look", edit=declared("\u200b\u3164"), check="denied: checkpoint",
+               pytest="passed", why="a reason has a word that can be seen"),
+        Attack(what="a digest without a reason", edit=declared(None), check="denied: checkpoint", pytest="passed",
+               why="the digest is the tool's, the reason is the author's"),
+        Attack(what="a reason for another architecture than that of the base", edit=declared("wider", "0" * 24),
+               check="denied: checkpoint", pytest="passed", why="what it supersedes is not what is there"),
+        Attack(what="the last reason again, its chain made longer", edit=declared("wider"), base=reason_before,
+               check="denied: checkpoint", pytest="passed", why="it was given for an earlier change"),
+        Attack(what="the last reason again with other signs", edit=declared("Wi\u200bder!"), base=reason_before,
+               check="denied: checkpoint", pytest="passed", why="its words are the same"),
+        Attack(what="a reason that means nothing", edit=declared("asdf"), check="declared: checkpoint",
+               pytest="passed", why="whether it is a good one, who reviews it judges: it is shown to them"),
     ],
     "Structure": [
-        Attack("two layers called the other way round", swapped, "denied: structure", "the order of calls is compared"),
-        Attack("the class of the model", in_architecture(('"model": "Net"', '"model": "Other"')), "denied: structure",
-               "it is compared"),
-        Attack("a layer that is no leaf any more", in_architecture(('"Linear"', '"Linear", "leaf": false')),
-               "denied: structure", "it is compared"),
-        Attack("a functional call in the place of a layer", in_architecture(('"ReLU"', '"ReLU", "functional": true')),
-               "denied: structure", "it is compared"),
-        Attack("the class of the model, beside a frozen parameter",
-               both(put(net(frozen=True)), in_architecture(('"model": "Net"', '"model": "Other"'))),
-               "denied: structure", "a warning hides no denial"),
-        Attack("another attribute", in_architecture(('"p": 0.1', '"p": 0.5')), "denied: structure", "it is compared"),
-        Attack("a frozen parameter", put(net(frozen=True)), "warning: trainable", "checkpoints load as before"),
-        Attack("an attribute that is not written any more", in_architecture((', "attributes": {"p": 0.1}', "")),
-               "allowed: format", "attributes come and go with versions of libraries; it is named in the table"),
+        Attack(what="two layers called the other way round", edit=update("in another order"),
+               check="denied: structure", pytest="passed", why="the order of calls is compared"),
+        Attack(what="the class of the model", edit=update("of another class"), check="denied: structure",
+               pytest="passed", why="it is compared"),
+        Attack(what="a layer that is no leaf any more", check="denied: structure", pytest="passed",
+               edit=in_architecture(('"Linear"', '"Linear", "leaf": false')), why="it is compared"),
+        Attack(what="a functional call in the place of a layer", check="denied: structure", pytest="passed",
+               edit=in_architecture(('"ReLU"', '"ReLU", "functional": true')), why="it is compared"),
+        Attack(what="the class of the model, beside a frozen parameter",
+               edit=both(update("frozen"), in_architecture(('"model": "Net"', '"model": "Other"'))),
+               check="denied: structure", pytest="passed", why="a warning hides no denial"),
+        Attack(what="another attribute", edit=update("with another rate"), check="denied: structure",
+               pytest="passed", why="it is compared"),
+        Attack(what="a frozen parameter", edit=update("frozen"), check="warning: trainable", pytest="passed",
+               why="checkpoints load as before"),
+        Attack(what="an attribute that is not written any more", edit=in_architecture(('"p": 0.1, ', "")),
+               check="allowed: format", pytest="passed", harmless=True,
+               why="attributes come and go with versions of libraries; it is named in the table"),
     ],
     "Numbers": [
-        Attack("another output", put(net(mean=3.0)), "warning: behavior", "the test itself fails without it"),
-        Attack("other weights", put(net(weight=0.7)), "warning: weights", "a model that was trained again"),
-        Attack("noise of a billion", in_numbers(",1e-7]", ",1e9]"), "warning: behavior",
-               "more than a hundredth is not repeatable, and excuses nothing"),
-        Attack("noise that grew tenfold", in_numbers(",1e-7]", ",0.005]"), "warning: behavior",
-               "it would pass what did not pass"),
-        Attack("noise that was not measured", in_numbers('"noise": "measured",\n', ""), "warning: behavior",
-               "what is not measured has the widest tolerance"),
-        Attack("the numbers of no layer", emptied, "error", "a file with numbers has some"),
-        Attack("the numbers deleted", lambda now: now.pop(PROBE) and None, "error",
-               "the structure says that there are some"),
-        Attack("the structure alone kept", without_numbers, "denied: removed", "its numbers are gone"),
-        Attack("numbers that the test does not compare any more", put(net(), compared="architecture"),
-               "denied: removed", "it stands beside the numbers, and a test that compares less fails until it does"),
-        Attack("a structure that the test does not compare any more", put(net(), compared="behavior"),
-               "denied: removed", "as above: a line in an ini file changes it for no snapshot unseen"),
-        Attack("the numbers of another structure", lambda now: now.update({ARCH: files(net(width=3))[ARCH]}), "error",
-               "they name the structure that they belong to"),
+        Attack(what="another output", edit=update("scaled"), check="warning: behavior", pytest="passed",
+               why="the test itself fails without it"),
+        Attack(what="other weights", edit=update("trained"), check="warning: weights", pytest="passed",
+               why="a model that was trained again"),
+        Attack(what="noise of a billion", edit=noise("1e9"), check="warning: behavior", pytest="passed",
+               why="more than a hundredth is not repeatable, and excuses nothing"),
+        Attack(what="noise that grew tenfold", edit=noise("0.005"), check="warning: behavior", pytest="passed",
+               why="it would pass what did not pass"),
+        Attack(what="noise that was not measured", edit=in_numbers(('"noise": "measured",\n', "")),
+               check="warning: behavior", pytest="passed", why="what is not measured has the widest tolerance"),
+        Attack(what="the numbers of no layer", edit=layers_emptied, check="error", pytest="failed",
+               why="a file with numbers has some"),
+        Attack(what="the numbers deleted", edit=lambda now: now.pop(PROBE) and None, check="error", pytest="failed",
+               why="the structure says that there are some"),
+        Attack(what="the structure alone kept", edit=without_numbers, check="denied: removed", pytest="passed",
+               why="its numbers are gone"),
+        Attack(what="nothing of what its modules do alone", edit=unanswered, check="denied: removed", pytest="passed",
+               why="a test does not compare what the file does not say"),
+        Attack(what="what its modules were given alone, and nothing that they answered", edit=responses_emptied,
+               check="denied: removed", pytest="passed", why="as above"),
+        Attack(what="numbers that the test does not compare any more", edit=narrowed("architecture"),
+               check="denied: removed", pytest="passed",
+               why="it stands beside the numbers, and a test that compares less fails until it does"),
+        Attack(what="a structure that the test does not compare any more", edit=narrowed("behavior"),
+               check="denied: removed", pytest="passed",
+               why="as above: a line in an ini file changes it for no snapshot unseen"),
+        Attack(what="the numbers of another structure", check="error", pytest="failed",
+               edit=lambda now: now.update({ARCH: now.updated["wider"][ARCH]}),
+               why="they name the structure that they belong to"),
     ],
     "Files that cannot be read": [
-        Attack("a schema of the future", in_architecture(('"modelprobe": 2', '"modelprobe": 9')), "error",
-               "a newer version wrote it"),
-        Attack("a field that there is not", in_architecture(('"seed": 0', '"color": 0')), "error",
-               "every field is known"),
-        Attack("a million brackets", lambda now: now.update({ARCH: "[" * 1_000_000}), "error",
-               "it is refused in one sentence"),
-        Attack("65 MB", lambda now: now.update({ARCH: " " * (65 << 20)}), "error", "its size is asked for first"),
+        Attack(what="a schema of the future", edit=in_architecture(('"modelprobe": 2', '"modelprobe": 9')),
+               check="error", pytest="failed", why="a newer version wrote it"),
+        Attack(what="a field that there is not", edit=in_architecture(('"seed": 0', '"color": 0')), check="error",
+               pytest="failed", why="every field is known"),
+        Attack(what="a million brackets", edit=in_file(ARCH, "[" * 1_000_000), check="error", pytest="failed",
+               why="it is refused in one sentence"),
+        Attack(what="65 MB", edit=lambda now: now.update({ARCH: " " * (65 << 20)}), check="error", pytest="failed",
+               why="its size is asked for first"),
+    ],
+    "Git": [
+        Attack(what="another model, and a tag with the name of the base", edit=update("wider"), check="error",
+               pytest="passed", git=run("tag main change"), why="a name of two commits is ambiguous"),
+        Attack(what="another model, on a branch with the name of the remote base", edit=update("wider"),
+               check="error", pytest="passed", against="origin/main",
+               git=run("update-ref refs/remotes/origin/main main", "branch origin/main change"),
+               why="a name of two commits is ambiguous"),
+        Attack(what="another model, and an object that replaces the base", edit=update("wider"),
+               check="denied: checkpoint", pytest="passed", git=run("replace main change"),
+               why="objects are read as they are"),
+        Attack(what="a reviewed change undone, after merges in both directions", before="wider",
+               edit=update("as it was"), check="denied: checkpoint", pytest="passed", git=crosswise,
+               why="with several merge bases the base itself is compared with"),
+        Attack(what="nothing, after merges in both directions", check="no change", pytest="passed", git=crosswise,
+               harmless=True, why="a merge leaves what both have"),
+        Attack(what="another model, where a sparse checkout leaves it out", edit=update("wider"),
+               check="denied: checkpoint", pytest="passed", git=run(ONLY_DOCS), why="it is read from the index"),
+        Attack(what="nothing, where a sparse checkout leaves the snapshot out", check="no change", pytest="passed",
+               git=run(ONLY_DOCS), harmless=True, why="it is read from the index, and is not deleted"),
+    ],
+    "How the tests are run": [
+        Attack(what="another model, and its snapshot left as it is", edit=change("wider"), check="no change",
+               pytest="failed", why="the test compares with the files; they did not change"),
+        Attack(what="the same, with the failure swallowed in the test", edit=both(change("wider"), swallowed),
+               check="no change", pytest="failed", alone=True,
+               why="a comparison that failed fails the run, whatever the test does with it"),
+        *(
+            Attack(what=f"another model, and {what}", edit=both(change("wider"), edit), check="no change",
+                   pytest="failed", alone=True, why=why)
+            for what, edit, why in [
+                ("`addopts` that update snapshots in CI", ini(f"addopts = {IN_CI}"),
+                 "the permission counts on the command line alone"),
+                ("a `conftest.py` that updates, and takes CI away", in_file("conftest.py", UPDATE_HERE),
+                 "what `CI` says is read before any `conftest.py`"),
+            ]
+        ),
+        *(
+            Attack(what=f"another rate, and {what} that compares the behavior of a structure without numbers",
+                   before="not run", edit=both(change("not run, with another rate"), edit), environment=environment,
+                   check="no change", pytest="failed", alone=True, why="a comparison of nothing fails")
+            for what, edit, environment in [
+                ("`addopts`", ini('addopts = "--modelprobe-compare=behavior"'), {}),
+                ("`PYTEST_ADDOPTS`", _nothing, {"PYTEST_ADDOPTS": "--modelprobe-compare=behavior"}),
+                ("an ini file", ini('modelprobe_compare = "behavior"'), {}),
+                ("a `conftest.py`", in_file("conftest.py", MARK_ALL), {}),
+                ("an argument", lambda now: now.edit(TEST, ALONE["behavior"]), {}),
+                ("a marker", lambda now: now.edit(TEST, MARKED), {}),
+            ]
+        ),
     ],
 }  # fmt: skip
+"""The page of the gate: the pull requests that were tried."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -194,6 +195,26 @@ def test_a_refactoring_with_the_same_numbers_is_structure() -> None:
 
 def test_own_code_that_answers_otherwise_is_behavior_although_the_output_is_the_same() -> None:
     assert classes(answering("Act", 1.0), answering("Act", 3.0)) == ["behavior"]
+
+
+def test_what_a_layer_did_alone_is_removed_where_the_file_does_not_say_it_any_more() -> None:
+    before = answering("Act", 1.0)
+    (call,) = before.layers["act"].calls
+    assert call.response is not None
+    (handed,) = call.response.handed
+    unsaid = (
+        None,
+        dataclasses.replace(call.response, handed=(), reason="unknown"),
+        dataclasses.replace(call.response, handed=(dataclasses.replace(handed, reading=None),)),
+    )
+    for response, mean in itertools.product(unsaid, (1.0, 3.0)):
+        moved = numbers(mean).layers["act"].calls[0]
+        act = dataclasses.replace(before.layers["act"], calls=(dataclasses.replace(moved, response=response),))
+        found = change(before, dataclasses.replace(before, layers={**before.layers, "act": act}))
+        assert [finding.kind for finding in found.findings] == ["removed", *(["behavior"] if mean != 1 else [])]
+        assert finding_text(found.findings[0], found) == (
+            "what layers do alone is not compared any more, in 1 layer: act"
+        )
 
 
 def test_an_attribute_that_came_is_format() -> None:

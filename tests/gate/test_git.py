@@ -140,7 +140,7 @@ def test_the_base_is_where_the_branch_began(git: Git, tmp_path: Path) -> None:
     git("switch", "-q", "main")
     commit(git, tmp_path, a="2")
     git("switch", "-q", "branch")
-    assert Repository(tmp_path / "here").merge_base("main") == first
+    assert Repository(tmp_path / "here").merge_bases("main") == [first]
 
 
 def test_after_a_rebase_it_is_the_new_beginning(git: Git, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_after_a_rebase_it_is_the_new_beginning(git: Git, tmp_path: Path) -> Non
     git("switch", "-q", "main")
     second = commit(git, tmp_path, a="2")
     git("rebase", "-q", "main", "branch")
-    assert Repository(tmp_path / "here").merge_base("main") == second
+    assert Repository(tmp_path / "here").merge_bases("main") == [second]
 
 
 @pytest.mark.parametrize("ref", ["--output=x", "-x", "", "a\nb"])
@@ -158,6 +158,58 @@ def test_what_is_no_name_of_a_revision_never_reaches_git(git: Git, tmp_path: Pat
     commit(git, tmp_path)
     with pytest.raises(GitError, match="is no name of a revision"):
         Repository(tmp_path / "here").commit(ref)
+
+
+def test_a_name_of_two_commits_is_an_error_that_names_them(git: Git, tmp_path: Path) -> None:
+    commit(git, tmp_path)
+    git("tag", "same", "main")
+    git("branch", "same")
+    git("branch", "-m", "main", "origin/main")
+    git("update-ref", "refs/remotes/origin/main", commit(git, tmp_path))
+    commit(git, tmp_path)
+    repository = Repository(tmp_path / "here")
+    with pytest.raises(GitError) as error:
+        repository.commit("origin/main~1")
+    assert str(error.value) == (
+        "'origin/main~1' is ambiguous, refs/heads/origin/main~1 and refs/remotes/origin/main~1 are different commits: "
+        "name the one that is meant"
+    )
+    assert repository.commit("refs/remotes/origin/main") == git("rev-parse", "refs/remotes/origin/main")
+    assert repository.commit("same") == git("rev-parse", "refs/heads/same")
+
+
+def test_a_branch_named_like_the_hash_of_a_commit_is_ambiguous(git: Git, tmp_path: Path) -> None:
+    first = commit(git, tmp_path)
+    git("branch", first[:12], commit(git, tmp_path))
+    with pytest.raises(GitError, match=f"refs/heads/{first[:12]} and {first} are different commits"):
+        Repository(tmp_path / "here").commit(first[:12])
+
+
+@pytest.mark.parametrize("name", ["HEAD", "the whole hash"])
+def test_what_git_never_takes_for_a_branch_or_a_tag_is_not_ambiguous(git: Git, tmp_path: Path, name: str) -> None:
+    first = commit(git, tmp_path)
+    name = name if name == "HEAD" else first
+    git("update-ref", f"refs/heads/{name}", commit(git, tmp_path))
+    git("checkout", "-q", "--detach", first)
+    assert Repository(tmp_path / "here").commit(name) == first
+
+
+def test_a_commit_is_read_as_it_is_and_not_as_one_that_replaces_it(git: Git, tmp_path: Path) -> None:
+    first = commit(git, tmp_path, a="1")
+    git("replace", first, commit(git, tmp_path, b="1"))
+    assert list(Repository(tmp_path / "here").files(first)) == ["a"]
+
+
+def test_a_folder_made_like_a_repository_runs_no_command(git: Git, tmp_path: Path) -> None:
+    commit(git, tmp_path, a="1")
+    inner = tmp_path / "here" / "inner"
+    git("init", "-q", "--bare", str(inner))
+    git("config", "core.bare", "false", at="here/inner")
+    git("config", "core.worktree", "..", at="here/inner")
+    git("config", "core.fsmonitor", f"touch {tmp_path / 'ran'}; false", at="here/inner")
+    with pytest.raises(GitError):
+        Repository(inner).working_files()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -192,11 +244,29 @@ def test_a_history_that_is_cut_off_has_no_base(git: Git, tmp_path: Path) -> None
     repository = clone(git, tmp_path, depth=1, branch="branch")
     git("fetch", "-q", "--depth=1", "origin", "main:refs/remotes/origin/main", at="clone")
     with pytest.raises(GitError) as error:
-        repository.merge_base("origin/main")
+        repository.merge_bases("origin/main")
     assert str(error.value) == (
         "origin/main and HEAD: the history here is cut off before what they have in common: "
         "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"
     )
+
+
+def test_a_base_behind_a_cut_is_not_taken_for_the_newest_in_common(git: Git, tmp_path: Path) -> None:
+    first = commit(git, tmp_path, a="old")
+    commit(git, tmp_path, a="reviewed")
+    git("switch", "-q", "-c", "branch", first)
+    git("merge", "-q", "--no-ff", "-m", "merge", "main")
+    commit(git, tmp_path, a="old")
+    git("switch", "-q", "-c", "side", first)
+    commit(git, tmp_path, side="1")
+    git("switch", "-q", "main")
+    for name in "bcd":
+        commit(git, tmp_path, **{name: "1"})
+    git("merge", "-q", "-m", "merge", "side")
+    repository = clone(git, tmp_path, depth=3, branch="branch")
+    git("fetch", "-q", "--depth=3", "origin", "main:refs/remotes/origin/main", at="clone")
+    with pytest.raises(GitError, match="the history here is cut off before what they have in common"):
+        repository.merge_bases("origin/main")
 
 
 def test_unrelated_histories_have_no_base(git: Git, tmp_path: Path) -> None:
@@ -204,7 +274,7 @@ def test_unrelated_histories_have_no_base(git: Git, tmp_path: Path) -> None:
     git("switch", "-q", "--orphan", "other")
     commit(git, tmp_path, "another beginning")
     with pytest.raises(GitError, match="main and HEAD have no commit in common"):
-        Repository(tmp_path / "here").merge_base("main")
+        Repository(tmp_path / "here").merge_bases("main")
 
 
 def test_outside_of_git_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +328,7 @@ def test_a_clone_of_depth_2_has_it(git: Git, tmp_path: Path, merged: tuple[str, 
     base, head = merged
     repository = clone(git, tmp_path, depth=2, branch="merge")
     told = actions.base(repository, environment(tmp_path, "pull_request", pull_request(base, head)))
-    assert repository.merge_base(told) == base
+    assert repository.merge_bases(told) == [base]
 
 
 def test_a_clone_of_depth_1_does_not(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:

@@ -286,3 +286,14 @@ def test_a_container_that_holds_itself_is_rebuilt_once():
 def test_an_empty_list_is_copied_so_that_what_is_added_does_not_stay():
     value = []
     assert map_tensors(torch.Tensor.clone, value) is not value
+
+
+def test_a_mapping_that_does_not_give_out_its_items_cannot_be_looked_into():
+    class Prefixed(collections.UserDict):
+        def __getitem__(self, key):
+            return self.data["0." + key]
+
+    flat = flatten("output", (torch.zeros(2), Prefixed({"weight": torch.ones(2)})))
+    assert ([path for path, _ in flat.tensors], flat.opaque) == (["output[0]"], {"output[1]": Prefixed.__qualname__})
+    given = Prefixed({"weight": torch.ones(2)})
+    assert map_tensors(torch.neg, given) is given

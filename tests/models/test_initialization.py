@@ -325,6 +325,34 @@ def test_only_the_last_of_several_fills_counts():
     assert torch.equal(twice.weight, once.weight)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 0, 4),
+        lambda: torch.bernoulli(torch.rand(0, 3)),
+        lambda: nn.init.trunc_normal_(torch.empty(0, 3)),
+        lambda: torch.randn(10)[:0],
+        filled(lambda t: nn.init.normal_(t[4:]), 4, 2),
+    ],
+    ids=["randn", "bernoulli", "trunc_normal_", "no row", "no further row"],
+)
+def test_a_draw_that_fills_no_element_of_the_model_leaves_the_other_weights_alone(make):
+    expected = build(lambda: nn.Sequential(nn.Identity(), nn.Linear(2, 2)), seed=0)
+    model = build(lambda: nn.Sequential(Holder(make), nn.Linear(2, 2)), seed=0)
+    assert model[0].it.shape == make().shape
+    assert torch.equal(model[1].weight, expected[1].weight)
+
+
+def test_a_draw_outside_a_weight_leaves_the_weight_alone():
+    def make():
+        rows = torch.randn(10, 2)
+        rows[8:].normal_()
+        return rows[:8]
+
+    expected = build(lambda: Holder(lambda: torch.randn(10, 2)[:8]), seed=0)
+    assert torch.equal(build(lambda: Holder(make), seed=0).it, expected.it)
+
+
 def test_a_tensor_overwritten_with_fixed_values_keeps_them():
     table = torch.arange(9.0).view(3, 3)
 

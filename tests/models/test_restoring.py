@@ -503,15 +503,6 @@ def test_hooks_of_the_user_on_a_lazy_module_stay_as_they_are():
     assert model.in_features == 4
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_script_module_gets_its_tensors_back():
-    model = torch.jit.script(nn.BatchNorm1d(3))
-    before = bits(model.running_mean)
-    with preserved(model):
-        model(torch.randn(4, 3))
-    assert bits(model.running_mean) == before
-
-
 def test_inference_tensors_come_back():
     with torch.inference_mode():
         model = nn.BatchNorm1d(3)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pytest_modelprobe.mutation import BaselineTest, Mutant, Place, Results, Verdict, lines, planned
-from pytest_modelprobe.mutation.folder import Folder
+from pytest_modelprobe.mutation.known import Known
 
 FC, NORM = Place("m:Net", "fc", "Linear"), Place("m:Net", "0", "LayerNorm")
 NOTICED, SURVIVED, WITHOUT = Verdict("noticed", "test_a.py::t"), Verdict("survived"), Verdict("no effect")
+CRASHED, TIMED_OUT = Verdict("crashed", "test_a.py::t"), Verdict("timed out", "test_a.py::t")
 
 
 def of_tests(**outcomes: str) -> list[BaselineTest]:
@@ -31,6 +32,7 @@ def results() -> Results:
             Mutant("test_a.py", NORM, "nan"): SURVIVED,
             Mutant("test_a.py", NORM, "detach"): SURVIVED,
             Mutant("test_a.py", NORM, "zero"): WITHOUT,
+            Mutant("test_a.py", FC, "detach"): CRASHED,
         },
         left_out={"test_a.py::y": "failed: AssertionError"},
         known=2,
@@ -45,7 +47,7 @@ def test_the_whole_section() -> None:
     assert (
         "\n".join(lines(results(), 80))
         == """\
-50 % of the faults were noticed: 2 of 4, in 17 s, with 1,234 runs of tests
+3 noticed of 5 tried; 2 not tried, in 17 s, with 1,234 runs of tests
 --modelprobe-mutate-min=80 asks for 80 %
 
 2 faults survived: the tests that run the layer passed
@@ -53,19 +55,24 @@ Net layer '0' (LayerNorm), 2 tests: detach, nan
 
 What notices them
 fault    survived   tried   noticed by
-detach          1       1   assert_all_params_have_grad
+detach          1       2   assert_all_params_have_grad
 nan             1       2   assert_finite
 
 file        faults   noticed   score
-test_a.py        4         1   25 %
+test_a.py        5         2   40 %
 test_b.py        1         1   100 %
 
+1 fault crashed in test_a.py::t
 not counted: 1 fault that changed nothing
 tests left out: 1 failed without a fault, 1 expected to fail, 1 that run no model
 left out: test_a.py::y, which when run again without a fault failed: AssertionError
 2 results from an earlier run: --cache-clear forgets them
-3 faults of 9 not tried: the run was interrupted; the next run goes on there"""
+2 faults of 9 not tried: the run was interrupted; the next run goes on there"""
     )
+
+
+def test_where_all_were_tried_the_share_is_said() -> None:
+    assert next(iter(lines(many()))) == "0 % of the faults were noticed: 0 of 2, in 0 s, with 0 runs of tests"
 
 
 def test_more_layers_than_fit_are_counted() -> None:
@@ -94,23 +101,42 @@ def test_tests_that_did_not_pass_are_not_planned() -> None:
     assert one.tests == ("test_a.py::t",)
 
 
-def test_what_processes_write_is_read_as_one(tmp_path: Path) -> None:
-    for number, verdict in enumerate((NOTICED, SURVIVED)):
-        folder = Folder(tmp_path, f"gw{number}")
-        folder.write_tests(of_tests(**{f"t{number}": "passed"}))
-        mutant = Mutant("test_a.py", FC, ("nan", "zero")[number])
-        folder.append(mutant=mutant, verdict=verdict, key=f"k{number}", known=False)
-        folder.append(total=4, runs=number, seconds=float(number), left_out={}, stopped="")
-    with (tmp_path / "mutants-gw1.jsonl").open("a") as file:
-        file.write('{"half')
-    found, keys = folder.results()
-    assert list(found.verdicts.values()) == [NOTICED, SURVIVED]
-    assert (len(found.tests), found.total, found.runs, found.score) == (2, 4, 1, 50.0)
-    assert keys == {"k0": list(NOTICED), "k1": list(SURVIVED)}
+def test_what_one_run_writes_the_next_one_reads(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    for key, verdict in {"a": NOTICED, "b": CRASHED}.items():
+        Known(cache).add(key, verdict)
+    assert Known(cache).read() == {"a": NOTICED, "b": CRASHED}
 
 
-@pytest.mark.parametrize("noticed", [0, 1, 2])
+def test_a_run_that_was_killed_loses_the_verdict_that_it_was_writing_alone(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    Known(cache).add("a", NOTICED)
+    with (tmp_path / "modelprobe-mutation" / "verdicts.jsonl").open("a") as file:
+        file.write('\n["b", "noti')
+    Known(cache).add("c", TIMED_OUT)
+    assert Known(cache).read() == {"a": NOTICED, "c": TIMED_OUT}
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path: Path) -> None:
+    known = Known(None)
+    known.add("a", NOTICED)
+    assert known.read() == {}
+    assert not known.is_kept
+
+
+class Cache:
+    """Pytest's, as far as it is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mkdir(self, name: str) -> Path:
+        (self.path / name).mkdir(exist_ok=True)
+        return self.path / name
+
+
+@pytest.mark.parametrize("noticed", [0, 1, 2, 3])
 def test_the_score_is_the_share_of_faults_that_were_noticed(noticed: int) -> None:
-    verdicts = [NOTICED] * noticed + [SURVIVED] * (2 - noticed)
-    mutants = [Mutant("test_a.py", FC, operator) for operator in ("nan", "zero")]
-    assert Results(verdicts=dict(zip(mutants, verdicts, strict=True))).score == 50 * noticed
+    verdicts = [NOTICED, CRASHED, TIMED_OUT][:noticed] + [SURVIVED] * (4 - noticed)
+    mutants = [Mutant("test_a.py", FC, operator) for operator in ("nan", "zero", "detach", "flip_sign")]
+    assert Results(verdicts=dict(zip(mutants, verdicts, strict=True))).score == 25 * noticed

@@ -77,6 +77,52 @@ def test_the_steps_of_an_optimizer_whose_states_are_spread_over_ranks(pytester: 
     ).assert_outcomes(passed=1)
 
 
+def test_each_stage_of_a_pipeline_has_the_numbers_of_the_whole_model(pytester: pytest.Pytester) -> None:
+    run(
+        pytester,
+        """
+        from torch.distributed import pipelining
+
+        def numbers(reading):
+            return reading.statistics.count, reading.statistics.mean, reading.statistics.std
+
+        @two
+        def test_pipelines(modelprobe):
+            for schedule in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
+                check(modelprobe, schedule)
+
+        def check(modelprobe, schedule):
+            layers = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+            whole, rank = modelprobe.build(layers), dist.get_rank()
+            part = modelprobe.build(layers)[2 * rank : 2 * rank + 2]
+            x, target = modelprobe.randn(8, 4), modelprobe.randn(8, 2)
+            watch, alone = modelprobe.watch(part, steps=2), modelprobe.watch(whole, steps=2)
+            stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
+            pipeline = schedule(stage, 4, loss_fn=nn.functional.mse_loss, scale_grads=False)
+            optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (part, whole)]
+            for _ in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                pipeline.step(*[x][rank:], target=target if rank else None)
+                for some, wanted in zip(x.chunk(4), target.chunk(4)):
+                    nn.functional.mse_loss(whole(some), wanted).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            assert watch.evaluations.forwards == 0
+            assert [(step.forwards, step.backwards) for step in watch.steps] == [(4, 4)] * 2
+            for step, other in zip(watch.steps, alone.steps):
+                for (layer, (_, value)) in ((l, v) for l in step.layers.values() if l.leaf for v in l.outputs):
+                    ((_, twin),) = other[layer.name].outputs
+                    assert numbers(value.forward) == pytest.approx(numbers(twin.forward), rel=1e-5, abs=1e-6)
+                    assert numbers(value.backward) == pytest.approx(numbers(twin.backward), rel=1e-5, abs=1e-6)
+            for subject in (watch, watch.first_step):
+                assert_grad_finite(subject)
+            assert_params_updated(watch)
+            assert_update_ratio(watch)
+        """,
+    ).assert_outcomes(passed=1)
+
+
 TENSOR_PARALLEL = """
 from pathlib import Path
 import json

@@ -771,12 +771,6 @@ def test_a_compiled_model_is_looked_through() -> None:
     assert changed(respond(compiled, torch.ones(2, 4)), respond(model, torch.ones(2, 4))) == set()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
-def test_a_script_module_runs_within_its_container() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    assert respond(model, torch.ones(2, 4), gradient=False)["(root)", 0].handed[-1].reading is not None
-
-
 def test_a_layer_under_autocast_is_called_under_autocast() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import collections
-import decimal
 import logging
 import os
 import random
-import sys
+import re
 import types
+import warnings
 from array import array
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
-from pytest_modelprobe.models.restoring import settings_preserved
+from pytest_modelprobe.models.process import GENERATORS, SETTINGS, settings_preserved
+from pytest_modelprobe.models.seeding import forked_rng
 
 
 class Slotted:
@@ -90,6 +94,8 @@ def everything_of(adam: Any) -> Any:
     state = [[(key, bits(x)) for key, x in values.items()] for values in adam.state.values()]
     return state, adam.param_groups[0]["lr"], bits(adam.param_groups[0]["params"][0])
 
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "probe.md"
 
 Case = tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]
 
@@ -230,19 +236,17 @@ def see_after(kind: Case) -> Any:
     return see(value)
 
 
-# --- settings of torch ----------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------------------------
 
 
-def cudnn(name: str) -> tuple[Callable[[], Any], Callable[[], object]]:
-    def change() -> None:
-        setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
-
-    return lambda: getattr(torch.backends.cudnn, name), change
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
-def autocast() -> None:
-    torch.set_autocast_dtype("cpu", torch.float16)
-    torch.set_autocast_enabled("cpu", True)
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def change_environment() -> None:
@@ -250,69 +254,104 @@ def change_environment() -> None:
     os.environ.pop("PATH", None)
 
 
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
-    "default dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
-    "deterministic algorithms": (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+def change_modes() -> None:
+    torch.set_default_device("cpu")
+    Passing().__enter__()
+
+
+def change_autocast() -> None:
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_enabled("cpu", True)
+
+
+def change_precisions() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+
+def change_cudnn(name: str) -> Callable[[], object]:
+    return lambda: setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "environment": change_environment,
+    "warning filters": lambda: warnings.simplefilter("ignore"),
+    "function modes and default device": change_modes,
+    "dispatch modes": lambda: Dispatching().__enter__(),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "autocast": change_autocast,
+    "autocast cache": lambda: torch.set_autocast_cache_enabled(False),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    **{f"cuDNN {name}": change_cudnn(name) for name in ("benchmark", "deterministic", "enabled")},
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "precision by backend": change_precisions,
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "stream of CUDA": lambda: torch.cuda.set_stream(torch.cuda.Stream()),
+    "generator of torch on the CPU": lambda: torch.rand(()),
+    "generator of MPS": lambda: torch.rand((), device="mps"),
+    "generators of CUDA": lambda: torch.rand((), device="cuda"),
+    "generator of numpy": lambda: np.random.rand(),  # noqa: NPY002
+    "generator of random": random.random,
+}
+TABLE = {one.name: one for one in (*SETTINGS, *GENERATORS)}
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ONLY: dict[str, Any] = {
+    "precision by backend": pytest.mark.skipif(
+        not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9 has one way"
     ),
-    "precision of float32 products": (
-        torch.get_float32_matmul_precision, lambda: torch.set_float32_matmul_precision("medium"),
-    ),
-    "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
-    "warn always": (torch.is_warn_always_enabled, lambda: torch.set_warn_always(True)),
-    "grad mode": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
-    "autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), autocast),
-    "autocast cache": (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
-    "anomaly": (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-    ),
-    "environment": (os.environ.copy, change_environment),
-    "recursion limit": (sys.getrecursionlimit, lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1)),
-    "decimal": (lambda: decimal.getcontext().prec, lambda: setattr(decimal.getcontext(), "prec", 7)),
-    "errors of numpy": (np.geterr, lambda: np.seterr(over="raise")),
-    "printing of numpy": (np.get_printoptions, lambda: np.set_printoptions(precision=3)),
-    **{f"cudnn {name}": cudnn(name) for name in ("benchmark", "deterministic", "enabled")},
-}  # fmt: skip
+    "stream of CUDA": CUDA,
+    "generators of CUDA": CUDA,
+}
 
 
-if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and newer
-
-    def newer() -> None:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.mkldnn.conv.fp32_precision = "bf16"
-
-    SETTINGS["precision by backend"] = (
-        lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision), newer,
-    )  # fmt: skip
+def seen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [seen(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+@contextmanager
+def everything_preserved() -> Iterator[None]:
+    with settings_preserved(), forked_rng():
+        yield
+
+
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_what_a_forward_sets_for_the_whole_process_is_as_it_was(
-    setting: tuple[Callable[[], Any], Callable[[], object]], action: Callable[[nn.Module], None]
-) -> None:
-    read, change = setting
-    model, before = Stateful(None, change), read()
-    with settings_preserved():
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ONLY.get(name, [])) for name in TABLE])
+def test_what_a_forward_sets_for_the_whole_process_is_as_it_was(name: str, action: Callable[[nn.Module], None]) -> None:
+    if "CUDA" in name:
+        torch.cuda.init()
+    model = Stateful(None, CHANGES[name])
+    with everything_preserved():
+        before = seen(TABLE[name].get())
         with suppress(UsageError):  # without gradients there is no loss
             action(model)
-        assert read() == before
-        change()
-        assert read() != before
+        assert seen(TABLE[name].get()) == before
+        CHANGES[name]()
+        assert seen(TABLE[name].get()) != before
+
+
+def test_the_documentation_names_what_the_table_puts_back_and_nothing_else() -> None:
+    section = PAGE.read_text("utf-8").partition("| of the process |")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE)
+    assert set(documented) == set(CHANGES)
+    assert set(TABLE) <= set(documented)
+
+
+def test_a_default_device_that_a_forward_set_is_as_it_was_for_the_compiler_too() -> None:
+    run(Stateful(None, lambda: torch.set_default_device("meta")))
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)  # raises where the stack of modes and this setting disagree
+    assert torch.ones(1).device.type == "cpu"
 
 
 def test_precisions_set_in_the_newer_way_which_the_older_cannot_read_are_no_obstacle() -> None:
-    if "precision by backend" not in SETTINGS:
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch before 2.9 has one way")
-    read, change = SETTINGS["precision by backend"]
+    read = TABLE["precision by backend"].get
     with settings_preserved():
-        change()
+        change_precisions()
         before = read()
         run(Stateful(None, lambda: torch.set_float32_matmul_precision("highest")))
         assert read() == before

@@ -242,7 +242,7 @@ def test_a_gate_near_zero_shows_in_the_noise_of_gradients_alone(probe: ModelProb
     record = measured(probe.run(Gate(), torch.tensor([[0.7]]), loss=lambda out: out.sum()))
     gradient = next(p.gradient for p in record["fc"].parameters if p.name == "bias")
     assert gradient is not None
-    assert (gradient.noise or 0.0) > 0.1
+    assert 0.1 < (gradient.noise or 0.0) < 1  # infinite, where the repeats have no gradient
     assert (record["relu"].output.forward.noise or 0.0) < 1e-5
 
 
@@ -293,7 +293,7 @@ def test_responses_of_single_layers_have_noise_too(probe: ModelProbe) -> None:
     assert handed.reading is not None
     assert 0 < (handed.reading.noise or 0.0) < 1e-6
     assert response.gradient is not None
-    assert response.gradient.noise
+    assert 1e-6 < (response.gradient.noise or 0.0) < 1e-4  # moved farther than values are
 
 
 def test_all_random_numbers_are_the_same_in_each_repeat(probe: ModelProbe) -> None:

@@ -357,3 +357,58 @@ def test_update_ratio_leaves_out_what_was_zero_before_the_first_step() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert_update_ratio(watch)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
+def test_a_compiled_step_of_an_optimizer_is_recorded_and_compiles_nothing_of_the_watch() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    def fit(probe: ModelProbe | None) -> Any:
+        torch.compiler.reset()
+        graphs.clear()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        step = torch.compile(optimizer.step, backend=backend)
+        watch = None if probe is None else probe.watch(model, steps=3)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(x(seed)).square().mean().backward()
+            step()
+        return watch, model.state_dict()
+
+    _, unwatched = fit(None)
+    alone = list(graphs)
+    with ModelProbe() as probe:
+        watch, watched = fit(probe)
+        assert graphs == alone
+        assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 3
+        assert watch.record.training.steps == 3
+    assert all(torch.equal(watched[name], tensor) for name, tensor in unwatched.items())
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_a_step_of_a_pipeline_has_its_microbatches_and_no_forward_that_learns_shapes(schedule: str) -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with ModelProbe() as probe:
+            watch = probe.watch(model, steps=3)
+            stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
+            pipeline = getattr(pipelining, schedule)(stage, 3, loss_fn=nn.functional.mse_loss)
+            for seed in range(2):
+                optimizer.zero_grad()
+                pipeline.step(x(seed), target=torch.zeros(6, 1))
+                optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(3, 3)] * 2
+    assert (watch.record.forwards, watch.record.backwards, watch.evaluations.forwards) == (6, 6, 0)
+    assert watch.record.notes == (
+        "a stage of a pipeline called the model once to learn shapes: that forward is left out",
+    )

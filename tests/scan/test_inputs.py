@@ -129,7 +129,7 @@ def test_a_model_of_two_inputs_says_how_both_are_given() -> None:
 
 
 def test_inputs_that_do_not_fit_are_refused_with_what_the_model_raised() -> None:
-    with pytest.raises(UsageError, match=r"^Linear does not run on 4x5: RuntimeError: mat1 and mat2"):
+    with pytest.raises(UsageError, match=r"^Linear does not run on 4x5: RuntimeError: "):
         ScannedModel(Target("", lambda: nn.Linear(3, 2), "", "", ""), ModelProbe(), [Input((4, 5))]).record  # noqa: B018
 
 

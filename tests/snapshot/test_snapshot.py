@@ -242,6 +242,57 @@ def test_an_update_of_new_snapshots_only_leaves_the_others(project: Project) -> 
     assert "test_net/test_new.arch.json" in project.names()
 
 
+def test_an_update_that_the_next_run_would_refuse_touches_no_file(project: Project) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    project.write("records", RECORDS.replace("deviations=8.0)", "deviations=8.0), fingerprint=(float('nan'),) * 16"))
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*test_x.arch.json is not written, for the next run would refuse it: as it would be read again, norm *"]
+    )
+    assert project.contents() == before
+
+
+EXTREME = """
+import pytest, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(size * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.weight
+
+@pytest.mark.parametrize("size", [1e-150, 1e-162, 1e-300, 5e-324], ids="abcd")
+def test_small(modelprobe, modelprobe_snapshot, size):
+    record = modelprobe.run(Net(size), torch.ones(5, 3, dtype=torch.float64), loss="random")
+    assert record == modelprobe_snapshot
+
+def test_sums_that_cancel(modelprobe, modelprobe_snapshot):
+    equal = nn.Linear(4, 1)
+    nn.init.zeros_(equal.weight)
+    nn.init.ones_(equal.bias)
+    assert modelprobe.run(equal, modelprobe.randn(2, 4)) == modelprobe_snapshot
+
+def test_the_same_forward_many_times(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(lambda: nn.Linear(4, 4))
+    watch, x = modelprobe.watch(model), modelprobe.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(100):
+            model(x)
+    assert watch.record == modelprobe_snapshot
+"""
+
+
+def test_what_is_written_of_extreme_tensors_is_what_the_next_run_reads(project: Project) -> None:
+    seed = "--modelprobe-seed=481"  # the signs of the two samples are opposite in all sums
+    project.update(seed, test=EXTREME).assert_outcomes(passed=6)
+    project.run(seed).assert_outcomes(passed=6)
+
+
 # --- both sides, other types --------------------------------------------------------------------------------------
 
 
@@ -500,6 +551,58 @@ ASKED = [
 def test_a_test_that_asks_what_came_of_a_comparison_decides_itself(project: Project, body: str) -> None:
     project.update(test=SAME)
     project.run(test=one(body)).assert_outcomes(passed=1)
+
+
+CAUGHT = [
+    "try:\n    assert record(eps=1e-3) == modelprobe_snapshot\nexcept AssertionError:\n    pass",
+    "with contextlib.suppress(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "with pytest.raises(KeyError):\n    record(eps=1e-3) == modelprobe_snapshot or {}['x']",
+    "assert record(eps=1e-3) == modelprobe_snapshot or True",
+    "assert not record(eps=1e-3) == modelprobe_snapshot",
+    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
+    "caught = pytest.raises(AssertionError)\ncaught.__enter__()\nbool(record(eps=1e-3) == modelprobe_snapshot)",
+]
+
+
+@pytest.mark.parametrize("body", CAUGHT)
+def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    result = project.run(test=one(body, before="import contextlib"))
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["*test_x.arch.json differs, and test_net.py::test_x passed, so the run fails: *norm.eps 1e-05 → 0.001. If *"]
+    )
+
+
+EXPECTED = [
+    "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "def check():\n    assert record(eps=1e-3) == modelprobe_snapshot\npytest.raises(AssertionError, check)",
+    "with differing():\n    assert record(eps=1e-3) == modelprobe_snapshot",
+    "assert record(eps=1e-3) != modelprobe_snapshot",
+    "pytest.xfail('later') if record(eps=1e-3) == modelprobe_snapshot else pytest.xfail('now')",
+]
+DIFFERING = """
+import contextlib
+
+@contextlib.contextmanager
+def differing():
+    with pytest.raises(AssertionError, match="norm.eps"):
+        yield
+"""
+
+
+@pytest.mark.parametrize("body", EXPECTED)
+def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("body", [EXPECTED[0], CAUGHT[0], SAME.rpartition(":")[2].strip()])
+def test_a_failure_of_a_test_that_is_to_fail_fails_nothing(project: Project, body: str) -> None:
+    project.update(test=SAME)
+    marked = one(body, before="@pytest.mark.xfail(strict=False)")
+    assert project.run(test=marked).ret == pytest.ExitCode.OK
 
 
 def test_a_comparison_that_is_not_asserted_and_writes_is_fine(project: Project) -> None:
@@ -771,7 +874,7 @@ REFUSED = {
     ),
     "ci": (
         "assert record() == modelprobe_snapshot",
-        "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci.",
+        "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the *",
     ),
 }
 
@@ -793,10 +896,46 @@ def test_nothing_is_written_in_ci_unless_allowed(project: Project, monkeypatch: 
     monkeypatch.setenv("CI", "true")
     result = project.update(test=SAME)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *--modelprobe-allow-update-in-ci"])
+    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *-update-in-ci on the command line"])
     assert not project.snapshots.exists()
     project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
     project.update(test=CHANGED).assert_outcomes(failed=1)
+
+
+CI_HIDDEN = {
+    "addopts": ("[pytest]\naddopts = --snapshot-update --modelprobe-allow-update-in-ci", ""),
+    "a conftest": ("[pytest]\naddopts = --snapshot-update", "import os\nos.environ.pop('CI', None)"),
+    "a conftest and workers": (
+        "[pytest]\naddopts = --snapshot-update -n1 -p xdist",
+        "import os\nos.environ.pop('CI', 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CI_HIDDEN)
+def test_no_file_of_the_repository_lets_an_update_write_in_ci(
+    project: Project, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    ini, conftest = CI_HIDDEN[how]
+    project.pytester.makeini(ini)
+    project.pytester.makeconftest(conftest)
+    monkeypatch.setenv("CI", "true")
+    result = project.run(test=CHANGED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *"])
+    assert project.contents() == before
+
+
+def test_what_was_written_or_left_out_is_counted_in_the_last_line(project: Project) -> None:
+    assert project.update(test=TWO).outlines[-1].strip("= ").startswith("2 passed, 2 snapshots written in ")
+    changed = project.update("--modelprobe-json=results.json", test=TWO.replace("record()", "record(eps=1.0)", 1))
+    assert "2 passed, 1 snapshot written in " in changed.outlines[-1]
+    results = json.loads((project.pytester.path / "results.json").read_text())
+    assert [one["verdict"] for test in results["tests"] for one in test["snapshots"]] == ["updated", "same"]
+    assert "2 passed, 2 snapshots not compared in " in project.run("--modelprobe-compare=behavior").outlines[-1]
+    assert "2 passed in" in project.run().outlines[-1]
 
 
 def test_a_reason_is_written_where_the_architecture_changed(project: Project) -> None:
@@ -1035,6 +1174,41 @@ def test_what_nothing_is_compared_of_fails(project: Project) -> None:
     result.stdout.fnmatch_lines(
         ["E*nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; *"]
     )
+
+
+STRUCTURE = """
+import pytest
+from torch import nn
+
+def test_x(modelprobe, modelprobe_snapshot):
+    assert modelprobe.architecture(nn.Sequential(nn.Dropout(0.0))) == modelprobe_snapshot
+"""
+BEHAVIOR_OF_STRUCTURE = {
+    "addopts": ("[pytest]\naddopts = --modelprobe-compare=behavior", "", ""),
+    "PYTEST_ADDOPTS": ("", "", "--modelprobe-compare=behavior"),
+    "ini": ("[pytest]\nmodelprobe_compare = behavior", "", ""),
+    "conftest": ("", "def pytest_configure(config):\n    config.option.modelprobe_compare = 'behavior'", ""),
+    "argument": ("snapshot\n", "snapshot(compare='behavior')\n", None),
+    "marker": ("def test_x", "@pytest.mark.modelprobe(compare='behavior')\ndef test_x", None),
+}
+
+
+@pytest.mark.parametrize("how", BEHAVIOR_OF_STRUCTURE)
+def test_a_structure_of_which_the_behavior_is_compared_fails(
+    project: Project, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    project.update(test=STRUCTURE)
+    ini, conftest, environment = BEHAVIOR_OF_STRUCTURE[how]
+    changed = STRUCTURE.replace("0.0", "0.9")
+    if environment is None:
+        changed = changed.replace(ini, conftest)
+    else:
+        project.pytester.makeini(ini)
+        project.pytester.makeconftest(conftest)
+        monkeypatch.setenv("PYTEST_ADDOPTS", environment)
+    result = project.run(test=changed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*nothing was compared, for no value has numbers in both records: *"])
 
 
 def test_a_test_may_compare_a_part(project: Project) -> None:

@@ -476,10 +476,17 @@ def test_another_number_of_units_drops_the_units_and_keeps_the_moments(reduce):
 
 
 def test_a_tensor_without_numbers_leaves_none_for_the_others():
-    (reading,) = collect([merge(reduce(torch.ones(3)), reduce(torch.ones(3, device="meta")))])
+    (reading,) = collect([merge(reduce(torch.ones(3)), reduce(torch.ones(3).to_sparse()))])
     assert reading.statistics is None
-    assert reading.reason == "meta tensor"
+    assert reading.reason == "sparse tensor"
     assert reading.tensors == 2
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_tensor_without_elements_leaves_the_numbers_of_the_others(order):
+    tensors = [torch.ones(3, device="meta"), torch.ones(3), torch.zeros(3)]
+    (reading,) = collect([functools.reduce(merge, [reduce(tensors[i]) for i in order])])
+    assert (reading.tensors, reading.statistics.mean, reading.reason) == (2, 0.5, None)
 
 
 def test_reductions_of_two_devices_merge():

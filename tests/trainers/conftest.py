@@ -35,6 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         assert all(forwards == backwards for _, forwards, backwards in each)
         metafunc.parametrize(("case", "forwards"), [some[:2] for some in each], ids=cases)
 
+    if {"way", "forwards"} <= set(metafunc.fixturenames):
+        rows = re.findall(r"^\| ([^|]+?) \| (\d+) / \2 \|$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+        metafunc.parametrize(("way", "forwards"), [(way, int(n)) for way, n in rows], ids=[way for way, _ in rows])
+
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]

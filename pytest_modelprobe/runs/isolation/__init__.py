@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding
+from pytest_modelprobe.interrupts import interruptible
+from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
@@ -127,7 +128,7 @@ def isolate_repeatedly(
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
         traced = stack.enter_context(Tracer(found, layers, only))
-        with torch.set_grad_enabled(gradient):
+        with torch.set_grad_enabled(gradient), interruptible():
             forward()
         calls = [call for call in traced.finish() if call.alone]
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
@@ -146,8 +147,12 @@ def isolate_repeatedly(
                 perturb=perturb,
                 draws=draws,
             )
-            with session, progress("isolated call", len(calls)) as shown:
-                taken.append({(call.layer, call.index): session.response(call) for call in shown(calls)})
+            responses: dict[Key, IsolatedResponse] = {}
+            with settings_preserved(), session, progress("isolated call", len(calls)) as shown:
+                for call in shown(calls):
+                    with interruptible():
+                        responses[call.layer, call.index] = session.response(call)
+            taken.append(responses)
             if state is not None:
                 state.restore()  # what the calls left behind is not there in the next repeat
         return taken

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
-from pytest_modelprobe.models import Flat, Layers, flatten, flatten_call, has_dense_storage
+from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
 from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, Plain
 
 from .alike import is_plain, likeness
@@ -87,11 +87,10 @@ class Session:
             for (layer, _), recipes in self.recipes.items():
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    response_layer = self._response_layer(name)
-                    inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
-                    self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
-                    self._replace_forward(name, module)
+                response_layer = self._response_layer(name)
+                inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
+                self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
+                self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
         return self
 
@@ -284,7 +283,7 @@ class _IsolatedCall:
             asked = None if self._expected is None else with_arguments(module.forward, args, kwargs, self._expected)
             if asked is not None:
                 kwargs, self.has_other_arguments = asked, True
-            buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._call.module)}
+            buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(self._call.module)}
             inputs = list(self._inputs.values())
             self._session.seed()
             with without_hooks(m for m in self._session.hooked if m is not module), fused_paths_disabled(module):
@@ -425,7 +424,7 @@ class _IsolatedCall:
         """Emit the buffers and inputs that the code wrote to."""
         for name, buffer in buffers_of(self._call.module):
             before = buffers.get(name)
-            if before is not None and not is_equal(buffer, before):  # batch_norm does not increase the version
+            if before is not None and not is_equal(as_bits(buffer), before):  # batch_norm does not increase the version
                 self._computed(f"{name} after", buffer)
         seen = self._seen | {id(tensor) for _, tensor in returned.tensors}
         for tensor, label, version, _ in inputs:

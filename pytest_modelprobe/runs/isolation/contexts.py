@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import has_dense_storage, seeding
+from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, seeding
 
 from .own import buffers_of, is_equal, weights_of
 
@@ -75,9 +72,10 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     before = attributes.copy()
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_inference()]
+    tensors = [tensor for tensor in own if not tensor.is_inference()]
     if getattr(module, "max_norm", None) is not None:  # an embedding that renormalizes its weight
-        tensors += [(p, p.detach().clone()) for _, p in weights_of(module)]
+        tensors += [p for _, p in weights_of(module)]
+    bits = [(tensor, as_bits(tensor), as_bits(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
@@ -87,27 +85,19 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
-        with torch.no_grad():
-            for tensor, content in tensors:
-                if not is_equal(tensor, content):
-                    tensor.copy_(content)
+        for tensor, here, content in bits:
+            if holds_elements(here) and not is_equal(here, content):
+                here.copy_(content)
+                torch.autograd.graph.increment_version(tensor)
 
 
 def fixed_seed() -> Callable[[], None]:
     """Return a function that sets all generators to one state, which is cheaper than to seed them."""
     seeding.seed_everything(0)
-    states = [
-        functools.partial(random.setstate, random.getstate()),
-        functools.partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002 - what models may draw from
-        functools.partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_initialized():
-        states.append(functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if torch.backends.mps.is_available():
-        states.append(functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    states = [(one, state) for one in GENERATORS if (state := one.get()) is not None]
 
     def seed() -> None:
-        for put_back in states:
-            put_back()
+        for one, state in states:
+            one.set(state)
 
     return seed

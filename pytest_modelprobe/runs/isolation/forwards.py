@@ -22,6 +22,7 @@ from pytest_modelprobe.models import (
     Layers,
     active_autocast,
     changing_hooks,
+    detached_copy,
     flatten,
     flatten_call,
     has_dense_storage,
@@ -36,7 +37,7 @@ from .reasons import CannotTellError, reason_of
 _OF_A_KIND = 2
 """Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # that of accelerate leads to the weights of all layers
 """Attributes of every module."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
@@ -181,9 +182,10 @@ class KeptForwards:
         known: dict[int, Any] = {id(module): module for module in root.modules()}
         with statistics.ambient_modes_disabled(), torch.no_grad():
             for _, tensor in flatten_call(*inputs, objects=True).tensors:
-                if is_wrapped(tensor) or not has_dense_storage(tensor):
+                one = detached_copy(tensor) if has_dense_storage(tensor) and not is_wrapped(tensor) else None
+                if one is None:
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
-                known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
             return copy.deepcopy(inputs, known)
 
 

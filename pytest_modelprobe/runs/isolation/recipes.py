@@ -42,6 +42,8 @@ _INTEGERS = re.compile(
 _BOOLS = ("bool", "true", "false")
 _PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
 
+_MOST_EXPONENT = 127
+"""That of float32, in which numbers are drawn."""
 _LARGE = 3
 """Exponent of one row of a synthetic tensor, as a clamp would not change small numbers."""
 
@@ -136,7 +138,7 @@ def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
     else:
         scale = 1.0
     rms = torch.linalg.vector_norm(x).item() / math.sqrt(x.numel())
-    exponent = round(math.log2(scale) + math.log2(rms))
+    exponent = min(max(round(math.log2(scale) + math.log2(rms)), -_MOST_EXPONENT), _MOST_EXPONENT)
     sign = ("+ to 1" if high <= 1 else "+") if low >= 0 else "-" if high <= 0 else ""
     return f"2^{exponent}{sign}"
 
@@ -182,7 +184,7 @@ def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
         return kind in _BOOLS
     if dtype.is_floating_point or dtype.is_complex:
         found = _FLOATS.fullmatch(kind)
-        return found is not None and (found["exponent"] is None or abs(int(found["exponent"])) <= 127)
+        return found is not None and (found["exponent"] is None or abs(int(found["exponent"])) <= _MOST_EXPONENT)
     match = _INTEGERS.fullmatch(kind)
     if match is None:
         return False

@@ -142,7 +142,7 @@ class Tracer:
         call.reason = call.reason or f"{call.layer} raised in the run"
 
     def _is_new(self, call: TracedCall, flat: Flat) -> bool:
-        tensors = tuple((path, tensor.shape, tensor.dtype) for path, tensor in flat.tensors)
+        tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
         like = call.module.training, tensors, tuple(flat.plain.items())
         seen = self._seen[call.layer]
         if like in seen or len(seen) == _MOST_CALLS:

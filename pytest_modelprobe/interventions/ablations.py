@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded
+from pytest_modelprobe.interrupts import interruptible
+from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.report.text import Cell, count, failure, number, table
@@ -108,7 +109,7 @@ def ablation(
     with preserved(model) as state, progress("layer ablated", len(targets)) as each:
 
         def measured() -> float:
-            with seeded(derive(seed, "run")), torch.no_grad():
+            with seeded(derive(seed, "run")), settings_preserved(), torch.no_grad(), interruptible():
                 value = _number(metric(_forward(model, inputs)))
             state.restore()
             return value

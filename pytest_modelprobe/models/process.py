@@ -1,0 +1,174 @@
+"""The state of the process that a forward may change: one table of how it is read, and how it is set."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pytest_modelprobe import _torch
+from pytest_modelprobe.exceptions import ModelProbeError
+
+
+class Setting(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    """As in the documentation."""
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+Settings = list[tuple[Setting, Any]]
+"""Settings, each with its value."""
+
+
+@contextmanager
+def settings_preserved() -> Iterator[None]:
+    """Restore on exit the settings of the process.
+
+    >>> with settings_preserved():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.ones(1).dtype
+    torch.float32
+    """
+    before = read_settings()
+    try:
+        yield
+    finally:
+        restore_settings(before)
+
+
+def read_settings() -> Settings:
+    """Return the settings that have a value."""
+    return [(one, was) for one in SETTINGS if (was := _read(one)) is not _NOTHING]
+
+
+def restore_settings(before: Settings) -> None:
+    """Set those that have another value now: to set some of them takes long, or warns."""
+    for one, was in before:
+        if _read(one) != was:
+            one.set(was)
+
+
+_NOTHING = object()
+
+
+def _read(one: Setting) -> Any:
+    try:
+        return one.get()
+    except (RuntimeError, ModelProbeError):  # of two ways to set a precision the older one may have no value
+        return _NOTHING
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+"""The environment as it is encoded: to decode it for each run took a twentieth of that of a small model."""
+
+
+def _set_environment(encoded: dict[Any, Any]) -> None:
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in encoded.items()}
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _set_warning_filters(before: list[Any]) -> None:
+    warnings.resetwarnings()  # it also forgets what the old filters decided
+    warnings.filters.extend(before)  # type: ignore[attr-defined]
+
+
+def _set_deterministic(before: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _autocast() -> list[tuple[Any, ...]]:
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
+
+
+def _set_autocast(before: list[tuple[Any, ...]]) -> None:
+    for device, enabled, dtype in before:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_AUTOCAST_DEVICES = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
+_BACKENDS: list[Any] = [
+    operation
+    for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
+    for operation in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
+    if hasattr(operation, "fp32_precision")  # torch 2.9 and newer
+]
+
+
+def _set_precisions(before: list[str]) -> None:
+    for operation, precision in zip(_BACKENDS, before, strict=True):
+        if operation.fp32_precision != precision:
+            operation.fp32_precision = precision
+
+
+def _stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def _set_stream(before: Any) -> None:
+    if before is not None:
+        torch.cuda.set_stream(before)
+
+
+# Not the properties of torch.backends.cudnn, which cannot be set where they are frozen.
+SETTINGS = (
+    Setting("environment", _ENVIRONMENT.copy, _set_environment),
+    Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
+    Setting("function modes and default device", _torch.function_modes_now, _torch.set_function_modes),
+    Setting("dispatch modes", _torch.dispatch_modes_now, _torch.set_dispatch_modes),
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("grad mode", torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
+    Setting("autocast", _autocast, _set_autocast),
+    Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Setting(
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    *(Setting(f"cuDNN {name}", read, write) for name, (read, write) in _torch.CUDNN.items()),
+    Setting("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting("precision by backend", lambda: [one.fp32_precision for one in _BACKENDS], _set_precisions),
+    Setting("threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("stream of CUDA", _stream, _set_stream),
+)
+"""What `settings_preserved` puts back, in this order."""
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def _cuda_states() -> Any:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # to read them would initialize it
+
+
+def _set_cuda_states(before: Any) -> None:
+    if before is not None:
+        torch.cuda.set_rng_state_all(before)
+    elif torch.backends.cuda.is_built():  # a seed that was set meanwhile waits for CUDA's first use
+        torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _generators() -> Iterator[Setting]:
+    yield Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state)
+    if torch.backends.mps.is_available():
+        yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
+    yield Setting("generators of CUDA", _cuda_states, _set_cuda_states)
+    yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
+    yield Setting("generator of random", random.getstate, random.setstate)
+
+
+GENERATORS = tuple(_generators())
+"""What `seeding.forked_rng` puts back, in this order: CUDA may need the seed of the CPU."""
